@@ -24,7 +24,10 @@ MICROBATCH_SIZE = click.option(
     "--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in each."
 )
 CHUNKS = click.option("--chunks", type=click.IntRange(min=1), help="Model chunks of a rank, for interleaved.")
-WAYS_TO_CUT = "auto | uniform | parameters | profile | profile:PATH | type:REGEX | 3,4,4,3 (unit calls of each stage)"
+WAYS_TO_CUT = (
+    "auto | uniform | parameters | profile | profile:PATH | type:REGEX | speed:1.0,0.6 (of each rank) | "
+    "3,4,4,3 (unit calls of each stage)"
+)
 PARTITION = click.option("--partition", default="auto", show_default=True, help=WAYS_TO_CUT)
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
@@ -71,7 +74,8 @@ def main() -> None:
 @click.option("--schedule", help="Show the stages of this schedule. [default: the recommended one]")
 @CHUNKS
 @PARTITION
-@click.option("--device-memory", help="Memory of a device, such as 80GB or 80G.")
+@click.option("--device-memory", help="Memory of a device, such as 80GB or 80G, or of each rank: 24GB,12GB.")
+@click.option("--device-speed", help="Relative speed of each rank, such as 1.0,0.6. [default: all the same]")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | adamw_8bit | lion_8bit | none")
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
 @click.option("--precision", help="bf16 | fp16 | fp32, as for the plugin.  [default: the weights' dtype]")
@@ -84,7 +88,12 @@ def main() -> None:
 @click.option("--quantize", help="With base weights packed as nf4 | fp4 | int8, for --lora.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices), of 1F1B unless --schedule.")
 @click.option("--tflops", type=float, help="10^12 operations a second that a device sustains: times in seconds.")
-@click.option("--bandwidth", help="Between two ranks, a second, such as 50GB. [default: messages take no time]")
+@click.option(
+    "--link",
+    multiple=True,
+    help="Bandwidth and latency between two ranks, such as 50GB/s,10us; repeat it if links differ, from each rank to "
+    "the next. [default: messages take no time]",
+)
 @click.option("--draw", metavar="PATH", callback=_writable, help="Draw the simulated step (png, svg, pdf).")
 @click.option(
     "--json", "json_path", metavar="PATH", callback=_writable, help="Write the plan as JSON; - in place of the tables."
@@ -100,6 +109,7 @@ def plan(
     chunks: int | None,
     partition: str,
     device_memory: str | None,
+    device_speed: str | None,
     optimizer: str,
     dtype: str | None,
     precision: str | None,
@@ -112,7 +122,7 @@ def plan(
     quantize: str | None,
     slices: bool,
     tflops: float | None,
-    bandwidth: str | None,
+    link: tuple[str, ...],
     draw: str | None,
     json_path: str | None,
 ) -> None:
@@ -154,7 +164,8 @@ def plan(
             fsdp=fsdp,
             tp_size=tp,
             tflops=tflops,
-            bandwidth=bandwidth,
+            link=link or None,
+            device_speed=device_speed,
         )
     if json_path == "-":
         click.echo(made.to_json())
@@ -351,7 +362,7 @@ def _partition(text: str) -> str | list[int] | list[str]:
     entries = [entry.strip() for entry in text.split(",")]
     if all(entry.isdigit() for entry in entries):
         return [int(entry) for entry in entries]
-    return entries if len(entries) > 1 and not text.startswith(("type:", "profile:")) else text
+    return entries if len(entries) > 1 and not text.startswith(("type:", "profile:", "speed:")) else text
 
 
 @contextmanager

@@ -47,10 +47,14 @@ def show(plan: Plan, console: Console | None = None, slices: bool = False) -> No
 def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
     """The parts of the output, from top to bottom."""
     shapes = ", ".join(f"{path} {'×'.join(map(str, shape))}" for path, shape in plan.microbatch.items())
-    limit = "" if plan.limit is None else f", {format_bytes(plan.limit)} for each rank"
+    devices = plan.devices
+    limit = f", {devices.limits} for each rank" if devices.memory and not devices.are_unequal else ""
     yield Text(f"{plan.model}, {_count(plan.parameters)} parameters, on {plan.pp_size} ranks", style="bold")
     yield Text(f"{plan.num_microbatches} microbatches of {shapes}")
-    yield Text(f"{plan.training}, partition {plan.partition}{limit}\n")
+    yield Text(f"{plan.training}, partition {plan.partition}{limit}")
+    if devices.are_unequal or devices.links:
+        yield Text(str(devices))
+    yield Text()
     yield _memory(plan)
     yield Text()
     yield _times(plan)
@@ -60,6 +64,8 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
         yield Text()
         yield _slices(plan)
     yield Text(f"\n{plan.reason}", style="bold", justify="left", overflow="fold")
+    if devices.are_unequal:
+        yield Text(f"Pass partition={plan.counts} to PipelinePlugin.")
 
 
 def _memory(plan: Plan) -> Table:

@@ -74,8 +74,8 @@ class PipelineConfig:
         num_model_chunks: v, the model chunks per process, for "interleaved"; the schedules in a V always have two.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
-            "profile" (by measured time; "profile:PATH" saves it in a file), how many unit calls each of the p·v stages
-            gets, or the names of the units to cut after.
+            "profile" (by measured time; "profile:PATH" saves it in a file), "speed:1.0,0.6" (by cost over the relative
+            speed of each rank), how many unit calls each of the p·v stages gets, or the units to cut after.
         policy: a Policy class for this model; by default the one registered for it.
         init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
             initialized. True uses the architecture's own rule, False leaves it to `booster.load_model`, a function is

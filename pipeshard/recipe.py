@@ -43,7 +43,7 @@ class PipelineArguments:
     chunks: int | None = setting(None, "Model chunks of a rank, for the interleaved schedule.")
     microbatches: int | None = setting(None, "Microbatches of a step. By default, each accumulation step is one.")
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
-    partition: str = setting("auto", "auto, uniform, parameters, or type:REGEX.")
+    partition: str = setting("auto", "auto, uniform, parameters, type:REGEX, or speed:1.0,0.6.")
     precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16", "fp32"))
     recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
     zero_stage: int = setting(0, "1 shards the optimizer state across replicas.")
@@ -53,7 +53,9 @@ class PipelineArguments:
     rdzv_endpoint: str = setting("", "HOST:PORT where the machines meet; HOST is one of them.")
     max_restarts: int = setting(0, "How often to restart from the newest checkpoint after a failure.")
     dry_run: bool = setting(False, "Print the plan and exit: stages, memory of each rank, idle time.")
-    device_memory: str | None = setting(None, "Memory of a device for --dry_run, such as 80GB.")
+    device_memory: str | None = setting(
+        None, "Memory of a device for --dry_run, such as 80GB, or of each rank: 24GB,12GB."
+    )
     model_config: str | None = setting(None, "Model to plan if its folder is missing: 'llama hidden_size=4096 ...'.")
 
 

@@ -58,6 +58,7 @@ def plan(kind: str, settings: Namespace) -> None:
         raise ConfigurationError(f"--dry_run plans pipeshard sft: a step of {kind} runs more than the model")
     from pipeshard.commands import show
     from pipeshard.planner import planner
+    from pipeshard.planner.devices import Devices
     from pipeshard.planner.memory import OPTIMIZERS
 
     window = settings.gradient_accumulation_steps
@@ -81,16 +82,21 @@ def plan(kind: str, settings: Namespace) -> None:
     )
     show(made, slices=is_sliced)
     if is_sliced and settings.device_memory:
-        refuse_large(min(found.peak for found in made.in_slices()), settings.device_memory)
+        limits = Devices.parse(settings.pp, settings.device_memory).memory
+        refuse_large([found.memory for found in made.in_slices()], limits)
 
 
-def refuse_large(peak: int, device_memory: str) -> None:
-    from pipeshard.planner.memory import format_bytes, parse_bytes
+def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    """Refuse if a rank exceeds its limit with each of several numbers of slices, given what every rank then takes."""
+    from pipeshard.planner.memory import format_bytes
 
-    if peak > parse_bytes(device_memory):
+    excess = min(([size - limit for size, limit in zip(sizes, limits, strict=True)] for sizes in choices), key=max)
+    rank = excess.index(max(excess))
+    if excess[rank] > 0:
         raise PartitionError(
-            f"a rank takes {format_bytes(peak)} with the best number of slices, and device_memory is {device_memory}: "
-            "use more stages, a smaller max_length, gradient_checkpointing or adapters (use_peft)"
+            f"rank {rank} takes {format_bytes(limits[rank] + excess[rank])} with the best number of slices, and its "
+            f"device_memory is {format_bytes(limits[rank])}: use more stages, a smaller max_length, "
+            "gradient_checkpointing or adapters (use_peft)"
         )
 
 

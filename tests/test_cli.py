@@ -137,13 +137,21 @@ def test_a_device_s_speed_gives_seconds_and_tokens() -> None:
     slow, fast = (plan["schedules"] for plan in plans)
     assert plans[0]["unit"] == "seconds"
     assert all(a["time"] == pytest.approx(2 * b["time"]) for a, b in zip(slow, fast, strict=True))
-    late = json.loads(invoke(*MODEL, *SIZES, "--json", "-", "--tflops", "0.002", "--bandwidth", "1MB").output)
-    assert late["latency"] == late["stages"][1]["received"] / 10**6 > 0
+    late = json.loads(invoke(*MODEL, *SIZES, "--json", "-", "--tflops", "0.002", "--link", "1MB/s").output)
+    assert late["devices"]["links"] == [{"bandwidth": 10**6, "latency": 0}]
     assert all(a["time"] > b["time"] for a, b in zip(late["schedules"], fast, strict=True))
     shown = invoke(*MODEL, *SIZES, "--tflops", "0.000001", "--dp", "2").output
     line = next(line for line in shown.splitlines() if line.startswith("1f1b"))
     assert float(line.split()[3].replace(",", "")) == pytest.approx(4 * 16 * 2 / float(line.split()[1]), abs=0.5)
     assert max(map(len, shown.splitlines())) <= 80 and "interleaved, v=2" in shown
+
+
+def test_unequal_ranks_are_shown_with_what_to_pass() -> None:
+    options = ["--device-memory", "1GB,500MB", "--device-speed", "1.0,0.6", "--tflops", "1"]
+    shown = invoke(*MODEL, *SIZES, *options, "--link", "50GB/s,10us").output
+    assert "rank 0: 1.00 GB, speed 1; rank 1: 500 MB, speed 0.6; messages: 50.0 GB/s, 10 us\n" in shown
+    plan = json.loads(invoke(*MODEL, *SIZES, *options, "--json", "-").output)
+    assert shown.endswith(f"Pass partition={plan['counts']} to PipelinePlugin.\n")
 
 
 def test_what_the_plugin_refuses_is_marked() -> None:
@@ -183,8 +191,13 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
         ([*MODEL, "--pp", "9", "--microbatches", "4"], "error: "),
         ([*MODEL, *SIZES, "--device-memory", "much"], "error: device_memory='much' is not a size"),
         ([*MODEL, *SIZES, "--tflops", "-1"], "error: tflops must be a positive number, got -1.0"),
-        ([*MODEL, *SIZES, "--tflops", "1", "--bandwidth", "wide"], "error: bandwidth='wide' is not a size"),
-        ([*MODEL, *SIZES, "--bandwidth", "1GB"], "error: bandwidth needs times in seconds: give tflops, or a profile"),
+        ([*MODEL, *SIZES, "--tflops", "1", "--link", "1GB"], "error: link='1GB': 'GB' is not a unit of bandwidth: did"),
+        ([*MODEL, *SIZES, "--link", "1GB/s"], "error: link needs times in seconds: give tflops, or a profile"),
+        ([*MODEL, *SIZES, "--device-speed", "1,2,3,4,5"], "error: device_speed='1,2,3,4,5' has 5 values for 2 ranks"),
+        (
+            [*MODEL, *SIZES, "--partition", "speed:1"],
+            "error: partition='speed:1' has 1 speeds: write one for each of 2",
+        ),
         ([*MODEL, *SIZES, "--slices", "--schedule", "zbv"], "error: schedule 'zbv' has no program for slices"),
         ([*MODEL, *SIZES, "--lora", "2", "--quantize", "nf5"], "error: quantize='nf5' is unknown: did you mean nf4"),
         ([*MODEL, *SIZES, "--quantize", "nf4"], "error: quantize='nf4' freezes the base weights: give adapters a rank"),

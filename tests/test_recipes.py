@@ -187,8 +187,12 @@ def said(*arguments: str) -> Result:
         (["--model_name_or_path", "some/model"], "model_name_or_path=some/model is not a path, and cannot be loaded"),
         (["--dataset_name", "none.jsonl"], "dataset_name=none.jsonl does not exist"),
         (["--dry_run", "--pp", "40"], "fewer than pp_size=40. Use pp_size <="),
-        (["--dry_run", "--device_memory", "1MB"], "device_memory is 1MB: no partition was found that fits. What would"),
+        (
+            ["--dry_run", "--device_memory", "1MB"],
+            "device_memory is 1.00 MB: no partition was found that fits. What would",
+        ),
         (["--dry_run", "--device_memory=1MB", "--num_slices=2", "--recompute=1"], "with the best number of slices"),
+        (["--dry_run", "--device_memory=1TB,1MB", "--num_slices=2", "--recompute=1"], "rank 1 takes"),
     ],
 )
 def test_wrong_settings_are_refused_before_ranks_start(tmp_path: Path, arguments: list[str], message: str) -> None:

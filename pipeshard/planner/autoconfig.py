@@ -10,9 +10,10 @@ from torch import nn
 from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.planner.candidate import Candidate, Subject
-from pipeshard.planner.memory import Training, check_positive, format_bytes, parse_bytes
+from pipeshard.planner.devices import Devices
+from pipeshard.planner.memory import Training, check_positive, format_bytes
 from pipeshard.planner.plan import Estimate
-from pipeshard.planner.planner import NEAR, SIMPLEST, attempt, first_microbatch, schedules, study
+from pipeshard.planner.planner import NEAR, SIMPLEST, attempt, first_microbatch, schedules, study, timed
 from pipeshard.planner.profile import Profile
 from pipeshard.schedule.schedules import SCHEDULES
 from pipeshard.split.policy import Policy
@@ -35,6 +36,10 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.pp_size * self.dp_size * self.tp_size
+
+    def stages(self, devices: Devices) -> Devices:
+        """The devices of a pipeline's stages, if these are those of all ranks."""
+        return devices.of_stages(self.pp_size, self.dp_size, self.tp_size)
 
     @property
     def batch_size(self) -> int:
@@ -145,7 +150,7 @@ class AutoConfig(Layout):
         microbatch_size: int | Sequence[int] = 1,
         schedules: Sequence[str] = tuple(SCHEDULES),
         profile: Profile | str | Path | None = None,
-        device_memory: str | int | None = None,
+        device_memory: str | int | Sequence[str | int] | None = None,
         partition: str = "auto",
         pp_size: int | None = None,
         optimizer: str = "adamw",
@@ -157,19 +162,24 @@ class AutoConfig(Layout):
         fsdp: bool = False,
         tp_size: int = 1,
         tp_plan: Mapping[str, str] | None = None,
+        tflops: float | None = None,
+        link: str | Sequence[str] | None = None,
+        device_speed: str | Sequence[float] | None = None,
     ) -> Self:
         """Simulate a step of `global_batch` samples for each legal number of stages on `ranks`.
 
         The model and the other arguments are those of `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
         or is None. Among steps that are at most 3 % slower than the fastest, the one with the fewest stages is chosen,
-        then the simplest schedule. As in a plan, messages take no time, nor does the reduction over replicas: without
-        `device_memory`, replicas of the whole model are fastest.
+        then the simplest schedule. Without `link` messages take no time, and the reduction over replicas never does:
+        without `device_memory`, replicas of the whole model are fastest.
 
         Args:
             microbatch_size: its samples, or several sizes to choose from. Only measured times show the benefit of a
                 larger one: `partition="profile"` times units at each of them.
             schedules: the ones to choose from.
             pp_size: the largest number of stages; by default the number of ranks.
+            device_memory: one value for all `ranks`, or one for each, and so are `device_speed` and `link`. A stage has
+                the least memory and speed of its ranks in all replicas, and the slowest of their links.
             tp_size: ranks that slice each stage; stages and replicas divide `ranks / tp_size`.
 
         Raises ConfigurationError if no layout is legal, PartitionError if none can be cut or fits in
@@ -177,19 +187,23 @@ class AutoConfig(Layout):
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)
-        limit = None if device_memory is None else parse_bytes(device_memory)
+        check_positive(ranks=ranks)
+        devices = Devices.parse(ranks, device_memory, device_speed, link)
         unit, considered, measured = 0.0, [], False
         for size in sizes:
             legal = layouts(ranks, global_batch, size, pp_size, tp_size)
             microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
             if microbatch.rows != size:
                 raise ConfigurationError(f"microbatch_size={size}: the batch has {microbatch.rows} samples only")
-            subject = study(model, microbatch, criterion, policy, partition, training, limit, profile, tp_plan)
+            subject = study(model, microbatch, criterion, policy, partition, training, profile, tp_plan)
+            subject = timed(subject, tflops, link)
             measured = subject.in_seconds
-            unit = unit or (1.0 if measured else sum(map(sum, subject.costs)) * global_batch / size / ranks or 1.0)
-            considered += [each for layout in legal for each in _simulated(subject, layout, schedules, unit)]
+            unit = unit or (
+                1.0 if measured else sum(map(sum, subject.costs)) * global_batch / size / sum(devices.speeds) or 1.0
+            )
+            considered += [each for layout in legal for each in _simulated(subject, layout, schedules, unit, devices)]
         considered.sort(key=lambda each: (bool(each.estimate.problem), each.estimate.time))
-        best = _best(considered, limit)
+        best = _best(considered, devices)
         layout, estimate = best.layout, best.estimate
         return cls(
             layout.pp_size,
@@ -206,18 +220,20 @@ class AutoConfig(Layout):
         )
 
 
-def _simulated(subject: Subject, layout: Layout, names: Sequence[str], unit: float) -> Iterator[Considered]:
+def _simulated(
+    subject: Subject, layout: Layout, names: Sequence[str], unit: float, devices: Devices
+) -> Iterator[Considered]:
     unknown = [name for name in names if name not in SCHEDULES]
     if unknown or not names:
         raise ConfigurationError(f"schedules={list(names)!r}: name one or more of {', '.join(SCHEDULES)}")
-    subject = subject.replicated(layout.dp_size)
+    subject = subject.replicated(layout.dp_size).on(layout.stages(devices))
     for name, v in schedules():
         if name in names:
             tried = attempt(subject, name, layout.pp_size, layout.num_microbatches, v)
             yield Considered(layout, tried.estimate(unit) if isinstance(tried, Candidate) else tried)
 
 
-def _best(considered: Sequence[Considered], limit: int | None) -> Considered:
+def _best(considered: Sequence[Considered], devices: Devices) -> Considered:
     possible = [each for each in considered if not each.estimate.problem]
     if all(each.estimate.refused for each in considered):
         raise ConfigurationError(f"the plugin refuses every schedule to choose from: {considered[0].estimate.problem}")
@@ -225,13 +241,15 @@ def _best(considered: Sequence[Considered], limit: int | None) -> Considered:
         raise PartitionError(f"the model cannot be cut for any of them: {considered[0].estimate.problem}")
     fitting = [each for each in possible if each.estimate.fits is not False]
     if not fitting:
-        nearest = min(possible, key=lambda each: each.estimate.peak)
+        nearest = min(possible, key=lambda each: max(each.layout.stages(devices).excess(each.estimate.memory)))
         layout, estimate = nearest.layout, nearest.estimate
+        excess = layout.stages(devices).excess(estimate.memory)
+        rank = excess.index(max(excess))
         raise PartitionError(
-            f"no layout of {layout.ranks} ranks fits in device_memory={format_bytes(limit or 0)}: the nearest, "
+            f"no layout of {layout.ranks} ranks fits in device_memory={devices.limits}: the nearest, "
             f"pp_size={layout.pp_size} with microbatches of {layout.microbatch_size} and schedule {estimate.name}, "
-            f"needs {format_bytes(estimate.peak)} on rank {estimate.fullest}. What would help: more ranks, a smaller "
-            "microbatch_size, or activation recompute (model.gradient_checkpointing_enable())"
+            f"needs {format_bytes(estimate.memory[rank].total)} on rank {rank} of a pipeline. What would help: "
+            "more ranks, a smaller microbatch_size, or activation recompute (model.gradient_checkpointing_enable())"
         )
     fastest = min(each.estimate.time for each in fitting)
     near = [each for each in fitting if each.estimate.time <= fastest * (1 + NEAR)]

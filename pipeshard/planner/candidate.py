@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,13 +23,14 @@ from pipeshard.graph.taint import Value
 from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
 from pipeshard.hf import recomputes
+from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Footprint, Forms, Memory, Training, alive_at_peak
 from pipeshard.planner.plan import Estimate, StagePlan, crossings, in_short
 from pipeshard.private import TreeSpec
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
 from pipeshard.split.balance import balance
-from pipeshard.split.partition import Boundary, Cost, Cuts, boundaries, cost_of, forbidden_cuts
+from pipeshard.split.partition import Boundary, Cost, Cuts, boundaries, cost_of, forbidden_cuts, is_profile
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import held_parameters
 
@@ -128,9 +130,15 @@ Caps = tuple[tuple[tuple[int | None, float], ...], ...]
 
 
 def fit(
-    program: Program, weights: Sequence[float], forbidden: Mapping[int, str], footprint: Footprint, limit: int
+    program: Program,
+    weights: Sequence[float],
+    forbidden: Mapping[int, str],
+    footprint: Footprint,
+    limits: Sequence[int],
+    speeds: Sequence[float] | None = None,
 ) -> list[int] | None:
-    """How many calls each stage of `program` gets, or None if no partition is found to fit in `limit` bytes per rank.
+    """How many calls each stage of `program` gets, or None if no partition is found to fit in the `limits` of the
+    ranks, in bytes. `speeds` is as for `balance`.
 
     With one stage per rank, its memory depends only on its calls, and dynamic programming finds the best partition.
     With several, the search is best-first: if a rank of a partition takes too much, any one of that rank's stages must
@@ -140,7 +148,9 @@ def fit(
     num_stages = len(program.placement)
     alive = [alive_at_peak(actions, [1] * num_stages) for actions in program.ranks]
     least = [dict.fromkeys(of_rank, 1) if len(of_rank) > 1 else of_rank for of_rank in alive]
-    caps: Caps = tuple(((least[r][s], limit + 0.5), (None, limit + 0.5)) for s, r in enumerate(program.placement))
+    caps: Caps = tuple(
+        ((least[r][s], limits[r] + 0.5), (None, limits[r] + 0.5)) for s, r in enumerate(program.placement)
+    )
     queue: list[tuple[tuple[float, float], int, list[int], Caps]] = []
 
     def look(caps: Caps) -> None:
@@ -148,10 +158,10 @@ def fit(
             return all(footprint.total(start, end, count) < cap for count, cap in caps[stage])
 
         try:
-            counts = balance(weights, num_stages, forbidden, fits)
+            counts = balance(weights, num_stages, forbidden, fits, speeds=speeds)
         except PartitionError:
             return
-        sums = [sum(weights[start:end]) for start, end in runs_of(counts)]
+        sums = [sum(weights[slice(*run)]) / speed for run, speed in zip(runs_of(counts), speeds or [1.0] * num_stages)]
         heapq.heappush(queue, ((max(sums), sum(s * s for s in sums)), next(order), counts, caps))
 
     look(caps)
@@ -159,24 +169,27 @@ def fit(
         if not queue:
             return None
         _, _, counts, caps = heapq.heappop(queue)
-        worst = _heaviest(program, counts, footprint)
-        if sum(size for _, size in worst.values()) <= limit:
+        worst, excess = _heaviest(program, counts, footprint, limits)
+        if excess <= 0:
             return counts
         for stage, (count, size) in worst.items():
             look((*caps[:stage], (*caps[stage], (count, size)), *caps[stage + 1 :]))
     return None
 
 
-def _heaviest(program: Program, counts: Sequence[int], footprint: Footprint) -> dict[int, tuple[int | None, int]]:
-    """For the rank with the largest memory: for each of its stages, the microbatches alive at the peak (None: at the
-    end of a step), and the bytes."""
+def _heaviest(
+    program: Program, counts: Sequence[int], footprint: Footprint, limits: Sequence[int]
+) -> tuple[dict[int, tuple[int | None, int]], int]:
+    """For the rank that exceeds its limit most: for each of its stages, the microbatches alive at the peak (None: at
+    the end of a step), and the bytes. With the excess of the rank, in bytes."""
     runs = runs_of(counts)
     kept = [footprint.activations(*run) for run in runs]
     peaks = [alive_at_peak(actions, kept) for actions in program.ranks]
     moments: list[dict[int, int | None]] = [{**peak} for peak in peaks]
     moments += [dict.fromkeys(peak) for peak in peaks]
     taken = [{s: (count, footprint.total(*runs[s], count)) for s, count in moment.items()} for moment in moments]
-    return max(taken, key=lambda stages: sum(size for _, size in stages.values()))
+    excess = [sum(size for _, size in stages.values()) - limit for stages, limit in zip(taken, [*limits, *limits])]
+    return max(zip(taken, excess, strict=True), key=itemgetter(1))
 
 
 @dataclass(eq=False)
@@ -184,7 +197,7 @@ class Subject:
     """The subject of a plan: the cost of each unit call, and the memory of runs of calls.
 
     `forms` are those that parameters have in `training`. `in_seconds` says whether costs are, `recomputed` whether a
-    unit recomputes its activations. `bandwidth` is that of messages, in bytes per second; without it they take no time.
+    unit recomputes its activations. `devices` are the ranks of the pipeline.
     """
 
     model: nn.Module
@@ -194,10 +207,9 @@ class Subject:
     policy: type[Policy]
     partition: Cuts
     training: Training
-    limit: int | None
+    devices: Devices
     forms: Forms
     in_seconds: bool = False
-    bandwidth: float | None = None
     recomputed: bool = False
     policies: dict[tuple[str, tuple[int, ...]], Policy] = field(default_factory=dict)
 
@@ -214,6 +226,12 @@ class Subject:
         """The same with this many replicas, and the same policies."""
         training = replace(self.training, dp_size=dp_size)
         return replace(self, training=training, footprint=self.footprint.trained(training))
+
+    def on(self, devices: Devices) -> "Subject":
+        """The same on these devices; a partition by cost becomes one by their speeds, if these differ."""
+        by_cost = self.partition == "auto" or is_profile(self.partition)
+        partition = devices.partition if by_cost and len({*devices.speeds}) > 1 else self.partition
+        return replace(self, devices=devices, partition=partition)
 
     def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:
         """The policy for this cut; schedules with one placement share it."""
@@ -235,10 +253,10 @@ class Candidate:
     def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:
         self.subject, self.program, self.num_model_chunks = subject, program, num_model_chunks
         self.cut(subject.partition)
-        limit, by_name = subject.limit, isinstance(subject.partition, str)
-        if limit is not None and by_name and not self.fits:
-            weights = self.policy.weights(len(program.placement))
-            counts = fit(program, weights, forbidden_cuts(subject.flow), subject.footprint, limit)
+        limits, by_name = subject.devices.memory, isinstance(subject.partition, str)
+        if limits and by_name and not self.fits:
+            weights, speeds = self.policy.weights(len(program.placement)), self.policy.speeds
+            counts = fit(program, weights, forbidden_cuts(subject.flow), subject.footprint, limits, speeds)
             if counts is not None:
                 self.cut(counts)
 
@@ -264,18 +282,23 @@ class Candidate:
 
     @property
     def fits(self) -> bool | None:
-        limit = self.subject.limit
-        return None if limit is None else all(memory.total <= limit for memory in self.memory)
+        devices = self.subject.devices
+        return max(devices.excess(self.memory)) <= 0 if devices.memory else None
 
     def costs(self, unit: float) -> list[Cost]:
-        """The sum of the calls' costs on each stage, in this unit."""
-        nothing = Cost(0.0, 0.0, 0.0)
+        """The sum of the calls' costs on each stage, at the speed of its rank, in this unit."""
+        nothing, speeds = Cost(0.0, 0.0, 0.0), self.subject.devices.speeds
         sums = [map(sum, zip(nothing, *self.subject.costs[start:end])) for start, end in self.runs]
-        return [Cost(*(part / unit for part in parts)) for parts in sums]
+        return [
+            Cost(*(part / unit / speeds[rank] for part in parts))
+            for parts, rank in zip(sums, self.program.placement, strict=True)
+        ]
 
     def estimate(self, unit: float) -> Estimate:
         """The time of a step, in this unit."""
-        simulation = simulate_parts(self.program, *zip(*self.costs(unit), strict=True), latency=self.latency)
+        placement = self.program.placement
+        messages = self.subject.devices.transfers(placement, map(self.sent, range(len(placement))))
+        simulation = simulate_parts(self.program, *zip(*self.costs(unit), strict=True), **messages)
         return Estimate(
             self.program.name,
             self.num_model_chunks,
@@ -290,14 +313,14 @@ class Candidate:
     def boundaries(self) -> list[Boundary]:
         return boundaries(self.subject.flow, self.policy.stages, len(self.program.placement))
 
-    @property
-    def latency(self) -> float:
-        """The seconds of the largest message."""
-        subject = self.subject
-        if subject.bandwidth is None:
-            return 0.0
-        largest = max(sum(value.bytes for value in crossings(subject.flow, each)) for each in self.boundaries)
-        return largest / subject.bandwidth
+    def sent(self, stage: int) -> tuple[int, int]:
+        """The bytes of a microbatch's message to a stage, and of the gradients that the stage sends back; none if the
+        previous stage is on the same rank."""
+        placement = self.program.placement
+        if stage == 0 or placement[stage - 1] == placement[stage]:
+            return 0, 0
+        enters = crossings(self.subject.flow, self.boundaries[stage])
+        return sum(value.bytes for value in enters), sum(value.bytes for value in enters if value.gradient)
 
     def stages(self, unit: float) -> tuple[StagePlan, ...]:
         """Each stage, with times in this unit."""
@@ -308,8 +331,7 @@ class Candidate:
         for s, rank in enumerate(placement):
             earlier = set().union(*(held[other] for other in range(s) if placement[other] == rank))
             own = [subject.parameters[name] for name in held[s] - earlier]
-            enters = crossings(subject.flow, self.boundaries[s])
-            is_message = s > 0 and placement[s - 1] != rank
+            received, returned = self.sent(s)
             kept, again = self.alive[s] * self.kept[s], self.recomputed[s]
             stages.append(
                 StagePlan(
@@ -324,9 +346,9 @@ class Candidate:
                     memory=replace(subject.takes(own), activations=kept, recomputed=again),
                     alive=self.alive[s],
                     kept=self.kept[s],
-                    enters=enters,
-                    received=sum(value.bytes for value in enters) if is_message else 0,
-                    returned=sum(value.bytes for value in enters if value.gradient) if is_message else 0,
+                    enters=crossings(subject.flow, self.boundaries[s]),
+                    received=received,
+                    returned=returned,
                 )
             )
         return tuple(stages)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Memory, Training, tensor_bytes
 from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.simulate import Simulation, simulate_parts
@@ -127,12 +128,17 @@ class Estimate:
 
 class InSlices(NamedTuple):
     """A schedule whose microbatches are cut into `n` slices of equal time: the time of a step, the idle share
-    of all ranks' time, and the bytes of the rank with the largest memory."""
+    of all ranks' time, and the bytes of each rank."""
 
     n: int
     time: float
     bubble: float
-    peak: int
+    memory: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The bytes of the rank with the largest memory."""
+        return max(self.memory)
 
 
 NUMBERS_OF_SLICES = 1, 2, 4, 8, 16
@@ -143,10 +149,10 @@ class Plan:
     """How a model would run on `pp_size` ranks, as returned by `pipeshard.plan`.
 
     Sizes are in bytes. Times are in `unit`: "seconds" if units were measured or `tflops` was given; otherwise
-    "relative": the total time of one microbatch, divided by p, is 1, so a step without idle time takes
-    `num_microbatches`. `latency` is the time of a message. `stages` are those of `schedule`, which is the `recommended`
+    "relative": the total time of one microbatch, divided by p (by the sum of the ranks' speeds), is 1, so a step
+    without idle time takes `num_microbatches`. `stages` are those of `schedule`, which is the `recommended`
     one (for the `reason` given) unless another was requested. `counts` may be passed to the plugin as `partition`.
-    `training` is what is counted in addition to the parameters, `limit` the memory of a device, if one was given.
+    `training` is what is counted in addition to the parameters, `devices` what was given of the ranks and their links.
     """
 
     model: str
@@ -155,10 +161,9 @@ class Plan:
     num_microbatches: int
     microbatch: dict[str, tuple[int, ...]]
     training: Training
-    limit: int | None
+    devices: Devices
     partition: str
     unit: str
-    latency: float
     schedule: str
     num_model_chunks: int
     stages: tuple[StagePlan, ...]
@@ -187,11 +192,16 @@ class Plan:
         shape = self.microbatch.get("input_ids", (0,))
         return math.prod(shape) * self.num_microbatches * self.training.dp_size
 
+    def transfers(self, n: int = 1) -> dict[str, list[float]]:
+        """The arguments of `simulate` for the messages of a microbatch in `n` slices."""
+        sizes = ((stage.received / n, stage.returned / n) for stage in self.stages)
+        return self.devices.transfers([stage.rank for stage in self.stages], sizes)
+
     def simulate(self) -> Simulation:
         """The timeline of a step."""
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         costs = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
-        return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), latency=self.latency)
+        return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), **self.transfers())
 
     def in_slices(self) -> list[InSlices]:
         """The plan's schedule with increasing numbers of slices. Raises ConfigurationError if it supports none."""
@@ -201,10 +211,10 @@ class Plan:
         for n in NUMBERS_OF_SLICES:
             program = config.program(self.num_microbatches, n)
             shares = ([cost / n for cost in kind] for kind in costs)
-            simulation = simulate_parts(program, *shares, latency=self.latency)
+            simulation = simulate_parts(program, *shares, **self.transfers(n))
             alive = zip(self.stages, simulation.peak_activations, strict=True)
-            peak = max(s.memory.total - s.alive * s.kept + math.ceil(slices * s.kept / n) for s, slices in alive)
-            found.append(InSlices(n, simulation.makespan, simulation.bubble, peak))
+            memory = tuple(s.memory.total - s.alive * s.kept + math.ceil(slices * s.kept / n) for s, slices in alive)
+            found.append(InSlices(n, simulation.makespan, simulation.bubble, memory))
         return found
 
     def draw(self, path: str | os.PathLike[str]) -> None:

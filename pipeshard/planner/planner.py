@@ -19,12 +19,13 @@ from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import can_recompute, recomputes
 from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
-from pipeshard.planner.memory import Footprint, Forms, Training, check_positive, format_bytes, parse_bytes
+from pipeshard.planner.devices import Devices
+from pipeshard.planner.memory import Footprint, Forms, Training, check_positive, format_bytes
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile, shapes_of
 from pipeshard.schedule.schedules import SCHEDULES, num_chunks
 from pipeshard.split.packed import packed_layers
-from pipeshard.split.partition import Cost, Cuts, is_profile, named_modules_of
+from pipeshard.split.partition import Cost, Cuts, is_profile, named_modules_of, speeds_of
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from pipeshard.split.ties import tie_on_meta
@@ -34,7 +35,7 @@ SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved", "v-half", "v-min")
 NEAR = 0.03  # what a simpler schedule may be slower
 
 
-def recommend(estimates: Sequence[Estimate], limit: int | None) -> tuple[Estimate, str]:
+def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tuple[Estimate, str]:
     """The fastest schedule that fits, or a simpler one that is nearly as fast, with the reason in one sentence."""
     possible = [e for e in estimates if not e.problem]
     fitting = [e for e in possible if e.fits is not False] or possible
@@ -48,19 +49,18 @@ def recommend(estimates: Sequence[Estimate], limit: int | None) -> tuple[Estimat
     else:
         other = min((e for e in fitting if e is not best), key=lambda e: e.time)
         lead = 1 - best.time / other.time
-        fits = "" if limit is None else " that fits"
+        fits = " that fits" if limits else ""
         ahead = f"the fastest{fits}, {lead:.1%} ahead of {other.name}"
         why = ahead if lead else f"as fast as {other.name}, and simpler"
     memory = f"rank {best.fullest} takes most memory, {format_bytes(best.peak)}"
-    return best, f"{best.name}: {why}; {memory}{'' if limit is None else f' of {format_bytes(limit)}'}."
+    return best, f"{best.name}: {why}; {memory}{f' of {format_bytes(limits[best.fullest])}' if limits else ''}."
 
 
 def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
     """Possible remedies if `candidate` needs too much memory."""
-    limit = candidate.subject.limit or 0
     fitting = [e.name for e in others if e.fits]
     static = sum(memory.always for memory in candidate.memory)
-    least = -(-static // limit)
+    least = -(-static // max(candidate.subject.devices.memory))
     hints = [f"schedule {' or '.join(fitting)}, which fits"] if fitting else []
     if any(memory.activations > memory.total // 4 for memory in candidate.memory):
         hints.append("shorter or fewer samples in a microbatch")
@@ -84,7 +84,7 @@ def plan(
     schedule: str | None = None,
     num_model_chunks: int = 1,
     partition: Cuts = "auto",
-    device_memory: str | int | None = None,
+    device_memory: str | int | Sequence[str | int] | None = None,
     optimizer: str = "adamw",
     policy: type[Policy] | None = None,
     profile: Profile | str | Path | None = None,
@@ -97,7 +97,8 @@ def plan(
     tp_size: int = 1,
     tp_plan: Mapping[str, str] | None = None,
     tflops: float | None = None,
-    bandwidth: str | int | None = None,
+    link: str | Sequence[str] | None = None,
+    device_speed: str | Sequence[float] | None = None,
 ) -> Plan:
     """How `model` would train on `pp_size` ranks with each schedule, and which one to use.
 
@@ -109,7 +110,7 @@ def plan(
     Args:
         schedule: the one whose stages are shown, with its `num_model_chunks`; by default the recommended one.
         partition: as for the plugin. By name, it is changed if a rank would exceed `device_memory`.
-        device_memory: the memory of a rank, such as "80GB" or a number of bytes.
+        device_memory: the memory of a rank, such as "80GB" or a number of bytes, or of each rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
             parameter's gradient. "adamw_8bit" and "lion_8bit" are those of bitsandbytes.
         precision: as for the plugin: "bf16" and "fp16" need fp32 gradients, values and states besides parameters of 16
@@ -126,8 +127,10 @@ def plan(
         criterion: as for the plugin.
         tflops: the 10^12 operations per second that a device sustains on such a model (not the data sheet's): times are
             then in seconds.
-        bandwidth: between two ranks, per second, as "50GB" or a number of bytes; every message counts as large as
-            the largest. Without it messages take no time. Requires times in seconds.
+        link: bandwidth and latency between two ranks, such as "50GB/s,10us" or "10Gbit/s"; or a list, from each rank
+            to the next. Without it messages take no time. Requires times in seconds.
+        device_speed: the relative speed of each rank, such as "1.0,0.6", where times are those of speed 1. With
+            `partition="auto"` or "profile", stages are cut by it; by default the speeds in `partition="speed:1.0,0.6"`.
 
     Raises PartitionError if the requested schedule, or every one, is impossible or needs more than `device_memory`;
     ConfigurationError for arguments that cannot work; TraceError for a model that cannot be cut.
@@ -135,12 +138,13 @@ def plan(
     if not isinstance(pp_size, int) or pp_size < 1:
         raise ConfigurationError(f"pp_size, the number of stages, must be a positive integer, got {pp_size!r}")
     chosen = None if schedule is None else (schedule, num_chunks(schedule, num_model_chunks))
-    limit = None if device_memory is None else parse_bytes(device_memory)
+    speeds = speeds_of(partition, pp_size) if device_speed is None else device_speed
+    devices = Devices.parse(pp_size, device_memory, speeds, link)
     microbatch, m = first_microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
     training = Training(optimizer, precision, dp_size, zero_stage, fsdp, tp_size)
-    subject = study(model, microbatch, criterion, policy, partition, training, limit, profile, tp_plan)
-    subject = timed(subject, tflops, bandwidth)
-    unit = 1.0 if subject.in_seconds else sum(map(sum, subject.costs)) / pp_size or 1.0
+    subject = study(model, microbatch, criterion, policy, partition, training, profile, tp_plan)
+    subject = timed(subject, tflops, link).on(devices)
+    unit = 1.0 if subject.in_seconds else sum(map(sum, subject.costs)) / sum(devices.speeds) or 1.0
 
     tried = [attempt(subject, name, pp_size, m, v) for name, v in schedules(chosen, num_model_chunks)]
     candidates = {(c.program.name, c.num_model_chunks): c for c in tried if isinstance(c, Candidate)}
@@ -148,16 +152,16 @@ def plan(
     impossible = next((e for e in estimates if e.problem and chosen in (None, (e.schedule, e.num_model_chunks))), None)
     if impossible and (chosen or not candidates):
         raise (ConfigurationError if impossible.refused else PartitionError)(impossible.problem)
-    best, reason = recommend(estimates, limit)
+    best, reason = recommend(estimates, devices.memory)
     if best.fits is False:  # none does: that which takes least is the nearest to it
-        best = min((e for e in estimates if not e.problem), key=lambda e: e.peak)
+        best = min((e for e in estimates if not e.problem), key=lambda e: max(devices.excess(e.memory)))
     shown = candidates[chosen or (best.schedule, best.num_model_chunks)]
     if shown.fits is False:
-        rank = max(range(pp_size), key=lambda rank: shown.memory[rank].total)
+        rank = max(range(pp_size), key=devices.excess(shown.memory).__getitem__)
         raise PartitionError(
             f"with schedule {shown.program.name!r}, rank {rank} of {pp_size} needs {shown.memory[rank]}, and "
-            f"device_memory is {device_memory}: no partition was found that fits. What would help: "
-            f"{what_would_help(shown, estimates)}"
+            f"its device_memory is {format_bytes(devices.memory[rank])}: no partition was found that fits. What "
+            f"would help: {what_would_help(shown, estimates)}"
         )
     return Plan(
         model=type(model).__name__,
@@ -166,10 +170,9 @@ def plan(
         num_microbatches=m,
         microbatch=shapes_of(microbatch),
         training=training,
-        limit=limit,
-        partition=partition if isinstance(partition, str) else ", ".join(map(str, partition)),
+        devices=devices,
+        partition=subject.partition if isinstance(subject.partition, str) else ", ".join(map(str, subject.partition)),
         unit="seconds" if subject.in_seconds else "relative",
-        latency=shown.latency,
         schedule=shown.program.name,
         num_model_chunks=shown.num_model_chunks,
         stages=shown.stages(unit),
@@ -186,7 +189,6 @@ def study(
     policy: type[Policy] | None,
     partition: Cuts,
     training: Training,
-    limit: int | None,
     profile: Profile | str | Path | None,
     tp_plan: Mapping[str, str] | None = None,
 ) -> Subject:
@@ -219,14 +221,14 @@ def study(
         policy=policy,
         partition=partition,
         training=training,
-        limit=limit,
+        devices=Devices((), ()),
         forms=forms,
         in_seconds=measured is not None,
         recomputed=recomputed,
     )
 
 
-def timed(subject: Subject, tflops: float | None, bandwidth: str | int | None) -> Subject:
+def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
     """The same with times in seconds, on a device that sustains this many 10^12 operations per second."""
     if tflops is not None:
         if isinstance(tflops, bool) or not isinstance(tflops, int | float) or not 0 < tflops < math.inf:
@@ -235,10 +237,8 @@ def timed(subject: Subject, tflops: float | None, bandwidth: str | int | None) -
             raise ConfigurationError("tflops and a profile both say how long a unit takes: give one of the two")
         costs = [Cost(*(part / (tflops * 1e12) for part in cost)) for cost in subject.costs]
         subject = replace(subject, costs=costs, in_seconds=True)
-    if bandwidth is not None:
-        if not subject.in_seconds:
-            raise ConfigurationError("bandwidth needs times in seconds: give tflops, or a profile")
-        subject = replace(subject, bandwidth=float(parse_bytes(bandwidth, "bandwidth")))
+    if link is not None and not subject.in_seconds:
+        raise ConfigurationError("link needs times in seconds: give tflops, or a profile")
     return subject
 
 

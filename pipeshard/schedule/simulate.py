@@ -60,15 +60,17 @@ def simulate(
     forward: ActionCost = 1.0,
     backward: ActionCost = 2.0,
     weight: ActionCost = 0.0,
-    latency: float = 0.0,
+    latency: ActionCost = 0.0,
+    returned: ActionCost | None = None,
 ) -> Simulation:
     """Simulate `program`, with communication added if it has none.
 
     `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one per stage. In a program with
     W, a B without its own W costs `backward` and `weight` together. A rank computes one action at a time, in
     order, once its input has arrived. Messages never block the rank that posts them, but they are rendezvous: a
-    transfer begins when both ends are posted and the earlier ones of its directed edge are complete, and takes
-    `latency`.
+    transfer begins when both ends are posted and the earlier ones of its directed edge are complete. `latency` is the
+    time that it then takes to bring a stage its input, and `returned` the time for the gradients that a stage sends
+    back (by default `latency`): one number, or one per stage.
 
     Raises DeadlockError, which lists the waiting ranks and their messages, if the program cannot finish or if the two
     ends of an edge disagree on the order of messages; ConfigurationError for costs that are negative or not one per
@@ -76,16 +78,18 @@ def simulate(
     """
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
-    (latency,) = _per_stage("latency", latency, 1)
+    returned = latency if returned is None else returned
+    messages = (Kind.SEND_F, "latency", latency), (Kind.SEND_B, "returned", returned)
+    transfers = {kind: _per_stage(name, time, len(program.placement)) for kind, name, time in messages}
     with _collector_paused():
         spans = None
-        if not latency and not program.has_communication:
+        if not any(map(any, transfers.values())) and not program.has_communication:
             # Messages that take no time and are posted in time are there when they are sent, so they need not be run;
             # but if something waits forever, they tell for what.
-            spans = _Run(program, costs).finish()
+            spans = _Run(program, costs | transfers).finish()
         if spans is None:
             program = program if program.has_communication else add_communication(program)
-            run = _Run(program, costs, latency)
+            run = _Run(program, costs | transfers)
             spans = run.finish()
             if spans is None:
                 raise DeadlockError("\n  ".join([f"program {program.name!r} cannot finish:", *run.stuck()]))
@@ -101,12 +105,13 @@ def simulate_parts(
     backward: Sequence[float],
     weight: Sequence[float],
     *,
-    latency: float = 0.0,
+    latency: ActionCost = 0.0,
+    returned: ActionCost | None = None,
 ) -> Simulation:
     """`simulate` with separate costs of B and W: B takes both in a program without W, too."""
     if not program.has_weight:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
-    return simulate(program, forward, backward, weight, latency)
+    return simulate(program, forward, backward, weight, latency, returned)
 
 
 @contextmanager
@@ -161,8 +166,8 @@ class _Run:
     the times of what an action needed. On each edge the k-th send matches the k-th receive.
     """
 
-    def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], latency: float = 0.0) -> None:
-        self.program, self.costs, self.latency = program, costs, latency
+    def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]]) -> None:
+        self.program, self.costs = program, costs
         self.has_communication = program.has_communication
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
         self.edges = {ends: _Edge(*ends) for ends in itertools.permutations(range(len(program.ranks)), 2)}
@@ -180,7 +185,7 @@ class _Run:
         if not self.has_communication:  # what would be received is there once it is made
             needed = [(kind, at + PARTNER[k][1]) if k.is_receive else (k, at) for k, at in needed]
         needs = [((k, at), self.times[k][at]) for k, at in needed]
-        return needs, self.times[kind][stage], self._costs(kind, stage) if kind in self.costs else None
+        return needs, self.times[kind][stage], self._costs(kind, stage) if kind.is_compute else None
 
     def _costs(self, kind: Kind, stage: int) -> list[float]:
         """The costs by microbatch."""
@@ -190,17 +195,19 @@ class _Run:
         whole = cost + self.costs[Kind.W][stage]
         return [cost if (i, stage) in self.split else whole for i in range(m)]
 
-    def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, StageStep, Times] | None:
-        """For a message: its edge, the posts of its two ends, the step of the other end, the times of arrival."""
+    def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, StageStep, Times, float] | None:
+        """For a message: its edge, the posts of its two ends, the step of the other end, the times of arrival, and how
+        long a transfer takes."""
         if not self.program.crosses(kind, stage):
             return None
         other, at = PARTNER[kind][0], stage + PARTNER[kind][1]
         here, there = self.program.placement[stage], self.program.placement[at]
+        took = self.costs[other if kind.is_receive else kind][max(stage, at)]
         if kind.is_receive:
             edge = self.edges[there, here]
-            return edge, edge.receives, edge.sends, (other, at), self.times[kind][stage]
+            return edge, edge.receives, edge.sends, (other, at), self.times[kind][stage], took
         edge = self.edges[here, there]
-        return edge, edge.sends, edge.receives, (other, at), self.times[other][at]
+        return edge, edge.sends, edge.receives, (other, at), self.times[other][at], took
 
     def finish(self) -> tuple[tuple[Span, ...], ...] | None:
         """The spans of each rank; None if the program cannot finish."""
@@ -248,7 +255,7 @@ class _Run:
         route = self.routes[kind][stage]
         if route is None:
             raise DeadlockError(f"rank {rank} posts {message}, but no other rank has the other end of it")
-        edge, mine, theirs, (other, at), arrivals = route
+        edge, mine, theirs, (other, at), arrivals, took = route
         if not theirs:
             mine.append((message, time))
             return
@@ -260,7 +267,7 @@ class _Run:
                 f"{send}, but rank {edge.target} posts {receive}; both must post the messages of an edge in one order"
             )
         edge.transfers += 1
-        edge.free = arrivals[i] = max(time, posted, edge.free) + self.latency
+        edge.free = arrivals[i] = max(time, posted, edge.free) + took
 
     def _stuck(self, rank: int, action: Action, lacking: Action) -> str:
         actions = self.program.ranks[rank]

@@ -14,13 +14,15 @@ def balance(
     forbidden: Mapping[int, str] | None = None,
     fits: Callable[[int, int, int], bool] | None = None,
     ranks: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> list[int]:
     """How many consecutive calls each stage gets, minimising the largest cost of a stage, then the sum of squares.
 
     No cut is before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls from start to
     end (exclusive); if a run of calls does not fit, no larger one does. `ranks` has the rank of each stage. If they are
     in a V, single calls then move between stages as long as this reduces the cost of the most expensive rank, then the
-    sum of squares over the ranks, then that over the stages.
+    sum of squares over the ranks, then that over the stages. `speeds` has the relative speed of each stage's rank,
+    which divides the cost of the stage.
 
     Raises PartitionError if there are fewer separable parts than stages, or nothing fits.
     """
@@ -46,7 +48,7 @@ def balance(
     def cost(stage: int, start: int, end: int) -> float:
         if fits is not None and not fits(stage, edges[start], edges[end]):
             return math.inf
-        return sums[edges[end]] - sums[edges[start]]
+        return (sums[edges[end]] - sums[edges[start]]) / (speeds[stage] if speeds else 1.0)
 
     highest, cuts = _divide(len(starts), num_stages, cost, max)
     if cuts is not None:

@@ -6,6 +6,7 @@ that cross follow from what each call reads.
 """
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,6 +66,27 @@ def named_modules_of(partition: Cuts) -> list[str]:
 def is_profile(partition: Cuts) -> TypeGuard[str]:
     """Whether a partition uses measured times: "profile", or "profile:PATH"."""
     return isinstance(partition, str) and partition.partition(":")[0] == "profile"
+
+
+def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
+    """The relative speed of each rank in "speed:1.0,0.6"; None for other partitions.
+
+    Raises ConfigurationError if they are not positive numbers, or not as many as `ranks`.
+    """
+    name, _, listed = partition.partition(":") if isinstance(partition, str) else ("", "", "")
+    if name != "speed":
+        return None
+    try:
+        speeds = [float(speed) for speed in listed.split(",")]
+    except ValueError:
+        speeds = []
+    if not speeds or not all(0 < speed < math.inf for speed in speeds):
+        raise ConfigurationError(f"partition={partition!r}: write the speed of each rank, such as 'speed:1.0,0.6'")
+    if ranks not in (None, len(speeds)):
+        raise ConfigurationError(
+            f"partition={partition!r} has {len(speeds)} speeds: write one for each of {ranks} ranks"
+        )
+    return speeds
 
 
 class Cost(NamedTuple):
@@ -194,7 +216,7 @@ def _crossing(
     return crossing
 
 
-PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:REGEX")
+PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:REGEX", "speed:1.0,0.6")
 
 
 def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]], num_stages: int) -> list[float]:
@@ -203,7 +225,7 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
     Raises ConfigurationError for an unknown name, PartitionError for a type with too few units.
     """
     check_partition(by)
-    if by == "auto" or is_profile(by):
+    if by == "auto" or is_profile(by) or speeds_of(by):
         return costs()
     if by == "uniform":
         return [float(not isinstance(unit, CutPoint)) for unit in units]
@@ -214,7 +236,7 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
 
 def check_partition(by: Cuts) -> None:
     """Raises ConfigurationError for an unknown name."""
-    if isinstance(by, str) and by not in PARTITIONS[:4] and not re.fullmatch("(profile|type):.+", by):
+    if isinstance(by, str) and by not in PARTITIONS[:4] and not re.fullmatch("(profile|type|speed):.+", by):
         raise ConfigurationError(f"partition={by!r} is unknown: use one of {PARTITIONS}, or a list")
 
 

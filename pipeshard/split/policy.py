@@ -23,7 +23,7 @@ from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
 from pipeshard.split.balance import balance
-from pipeshard.split.partition import Cuts, Partition, boundaries, call_costs, forbidden_cuts, weights
+from pipeshard.split.partition import Cuts, Partition, boundaries, call_costs, forbidden_cuts, speeds_of, weights
 from pipeshard.split.replay import Replay
 from pipeshard.split.ties import Ownership, refuse_overlaps
 
@@ -35,8 +35,8 @@ class Policy:
     Args:
         stage: this process's place among `num_stages`, its rank in the pipeline.
         partition: "auto" (by cost), "uniform" (equally many units), "parameters", "profile" (by measured cost),
-            "type:REGEX" (equally many units whose class name matches, in any case), how many unit calls each stage
-            gets, or the units to cut after.
+            "type:REGEX" (equally many units whose class name matches, in any case), "speed:1.0,0.6" (by cost over the
+            relative speed of each rank), how many unit calls each stage gets, or the units to cut after.
         scale: the size of a microbatch relative to that of the trace.
         placement: the process of each part of the model, if a process runs several; by default one part each.
         costs: costs of the unit calls, if better ones than the trace's are known.
@@ -80,11 +80,12 @@ class Policy:
         if isinstance(by, str):
             weights, forbidden = self.weights(num_stages), forbidden_cuts(self.flow)
             ranks = self.placement if len(self.placement) == num_stages else None
+            speeds = self.speeds if ranks else None
             if not self.flow.ends_in_cut:
-                return balance(weights, num_stages, forbidden, ranks=ranks)
+                return balance(weights, num_stages, forbidden, ranks=ranks, speeds=speeds)
             # The last stage may run no unit, only what the model does after the last CutPoint.
             tail = self.scale * 3 * self.flow.tail if by == "auto" and self.known_costs is None else 0.0
-            *counts, last = balance([*weights, tail], num_stages, forbidden, ranks=ranks)
+            *counts, last = balance([*weights, tail], num_stages, forbidden, ranks=ranks, speeds=speeds)
             return [*counts, last - 1]
         if all(isinstance(entry, int) for entry in by):
             return [int(entry) for entry in by]
@@ -130,6 +131,12 @@ class Policy:
             raise ConfigurationError("partition='profile' goes by measured costs: pass costs=profile.costs(flow)")
         units = [self.units[call.unit] for call in self.flow.calls]
         return weights(str(self.partition_by), units, self.costs, num_stages)
+
+    @property
+    def speeds(self) -> list[float] | None:
+        """The relative speed of each stage's rank, if the partition names the ranks' speeds."""
+        speeds = speeds_of(self.partition_by, self.num_stages)
+        return speeds and [speeds[rank] for rank in self.placement]
 
     def unit(self, name: str) -> nn.Module:
         """The unit of this name; raises PartitionError with similar names if the model has no such unit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def test_what_does_not_fit_is_refused_with_numbers_and_remedies() -> None:
     with pytest.raises(PartitionError) as error:
         planned("llama", schedule="gpipe", device_memory="480kB")
     message = str(error.value)
-    assert "with schedule 'gpipe', rank" in message and "device_memory is 480kB" in message
+    assert "with schedule 'gpipe', rank" in message and "its device_memory is 480 kB" in message
     assert "optimizer" in message and "schedule 1f1b" in message and "recompute" in message
     with pytest.raises(PartitionError, match="alone take at least 3 ranks"):
         planned("llama", device_memory="230kB", optimizer="adamw")
@@ -212,16 +213,16 @@ def estimate(schedule: str, time: float, peak: int = 1, fits: bool | None = None
 
 
 def test_recommended_is_the_fastest_that_fits_and_the_simpler_of_near_ties() -> None:
-    def best(*estimates: Estimate, limit: int | None = None) -> str:
-        return recommend(estimates, limit)[0].name
+    def best(*estimates: Estimate, limits: Sequence[int] = ()) -> str:
+        return recommend(estimates, limits)[0].name
 
     assert best(estimate("1f1b", 10), estimate("zbv", 8)) == "zbv"
     assert best(estimate("zbv", 10), estimate("1f1b", 10.2)) == "1f1b"
     assert best(estimate("gpipe", 10), estimate("1f1b", 10)) == "1f1b"
-    assert best(estimate("1f1b", 10, fits=True), estimate("zbv", 8, fits=False), limit=5) == "1f1b"
+    assert best(estimate("1f1b", 10, fits=True), estimate("zbv", 8, fits=False), limits=[5]) == "1f1b"
     assert best(estimate("interleaved", 9, v=4), estimate("interleaved", 9.1, v=2)) == "interleaved, v=2"
     assert best(estimate("zbv", 8), Estimate("zb-h1", 1, problem="too few units")) == "zbv"
-    reason = recommend([estimate("1f1b", 100), estimate("zbv", 98)], None)[1]
+    reason = recommend([estimate("1f1b", 100), estimate("zbv", 98)])[1]
     assert reason.startswith("1f1b: simpler than zbv, which would be 2.0% faster")
 
 

@@ -5,11 +5,13 @@ import re
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeshard.errors import ConfigurationError, DeadlockError
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Action, Kind, Program, forward_only
-from pipeshard.schedule.schedules import make_program
+from pipeshard.schedule.schedules import SCHEDULES, make_program, num_chunks
 from pipeshard.schedule.simulate import simulate
 
 F, B, W = Kind.F, Kind.B, Kind.W
@@ -38,6 +40,47 @@ def test_a_transfer_waits_until_its_receive_is_posted() -> None:
     early = two_ranks("F0 SendF0 F1 SendF1", "RecvF0 RecvF1 F0 F1")
     assert simulate(late, forward=(1, 4), latency=2).makespan == 1 + 2 + 4 + 2 + 4
     assert simulate(early, forward=(1, 4), latency=2).makespan == 1 + 2 + 4 + 4
+
+
+def test_messages_of_1f1b_by_hand() -> None:
+    """F 1, B 2, an input 0.5, gradients 0.25.
+
+    rank 0  F0 F1 .  .  . B0 B0 . B1 B1
+    rank 1  .  F0 B0 B0 F1 B1 B1
+    """
+    simulation = simulate(make_program("1f1b", 2, 2), 1, 2, latency=(0, 0.5), returned=(0, 0.25))
+    first, second = ([(str(span.action), span.start, span.end) for span in row] for row in simulation.spans)
+    assert first == [("F0@0", 0, 1), ("F1@0", 1, 2), ("B0@0", 4.75, 6.75), ("B1@0", 7.75, 9.75)]
+    assert second == [("F0@1", 1.5, 2.5), ("B0@1", 2.5, 4.5), ("F1@1", 4.5, 5.5), ("B1@1", 5.5, 7.5)]
+    assert simulation.bubble == pytest.approx(1 - 12 / (2 * 9.75))
+
+
+def test_each_edge_has_its_own_time() -> None:
+    """All messages were counted as large as the largest, also between ranks that share a machine."""
+    program = make_program("1f1b", 3, 1)
+    assert simulate(program, 1, 2, latency=(9, 0.5, 4)).makespan == 3 * 3 + 2 * 4.5
+    assert simulate(program, 1, 2, latency=(9, 0.5, 4), returned=(9, 0, 1)).makespan == 3 * 3 + 4.5 + 1
+    assert simulate(program, 1, 2, latency=0.5).spans == simulate(program, 1, 2, latency=[0.5] * 3).spans
+
+
+TIMES = st.lists(st.floats(0, 5), min_size=6, max_size=6)
+
+
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 3), st.integers(1, 6), TIMES, TIMES, TIMES)
+def test_no_message_is_free_of_charge_and_none_speeds_a_step_up(
+    name: str, p: int, m: int, times: list[float], back: list[float], more: list[float]
+) -> None:
+    program = make_program(name, p, m, num_chunks(name, 2 if name == "interleaved" else 1))
+    stages = len(program.placement)
+    free, sent, returned = [0.0] * stages, times[:stages], back[:stages]
+    slower = [a + b for a, b in zip(sent, more, strict=False)]
+    assert simulate(program, latency=free, returned=free) == simulate(program)
+    fast = simulate(program, latency=sent, returned=returned).makespan
+    assert (
+        fast == simulate(program, latency=[9, *sent[1:]], returned=[9, *returned[1:]]).makespan
+    )  # nothing enters there
+    assert simulate(program).makespan <= fast <= simulate(program, latency=slower, returned=returned).makespan
+    assert fast <= simulate(program, latency=sent, returned=[max(pair) for pair in zip(slower, returned)]).makespan
 
 
 def test_weight_gradients_fill_the_bubble_and_keep_activations() -> None:
@@ -75,6 +118,8 @@ def test_work_that_costs_nothing_has_no_bubble() -> None:
         ({"backward": -1.0}, "backward must be finite and not negative"),
         ({"weight": (0.0, float("nan"))}, "weight must be finite"),
         ({"latency": -0.5}, "latency must be finite"),
+        ({"latency": (1.0, 2.0, 3.0)}, "latency has 3 costs for 2 stages"),
+        ({"returned": (1.0, -2.0)}, "returned must be finite and not negative"),
     ],
 )
 def test_bad_costs_are_refused(arguments: dict[str, float], message: str) -> None:

@@ -33,9 +33,9 @@ def runs(counts: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise((0, *itertools.accumulate(counts))))
 
 
-def value(counts: Sequence[int], costs: Sequence[int]) -> tuple[int, int]:
+def value(counts: Sequence[int], costs: Sequence[int], speeds: Sequence[float] | None = None) -> tuple[float, float]:
     """What is to be least: the dearest stage, then the sum of squares."""
-    sums = [sum(costs[a:b]) for a, b in runs(counts)]
+    sums = [sum(costs[a:b]) / speed for (a, b), speed in zip(runs(counts), speeds or [1] * len(counts), strict=True)]
     return max(sums), sum(s * s for s in sums)
 
 
@@ -52,6 +52,14 @@ def test_a_balanced_partition_is_the_best_of_all(costs: list[int], stages: int, 
     counts = balance(costs, stages, reasons)
     assert counts in possible
     assert value(counts, costs) == min(value(other, costs) for other in possible)
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=4, max_size=8), st.lists(st.sampled_from([0.5, 1, 2]), min_size=4, max_size=4)
+)
+def test_a_partition_by_speed_is_the_best_of_all(costs: list[int], speeds: list[float]) -> None:
+    counts = balance(costs, 4, speeds=speeds)
+    assert value(counts, costs, speeds) == min(value(other, costs, speeds) for other in partitions(len(costs), 4))
 
 
 def of_ranks(counts: Sequence[int], costs: Sequence[int]) -> tuple[int, int]:
@@ -94,15 +102,15 @@ class Calls:
         return sum(self.kept[start:end])
 
 
-def needs(program: Any, counts: Sequence[int], calls: Calls) -> int:
-    """What the rank that takes most takes."""
+def fits(program: Any, counts: Sequence[int], calls: Calls, limits: Sequence[int]) -> bool:
+    """Whether each rank stays within its limit."""
     sizes = [calls.activations(*run) for run in runs(counts)]
-    total = 0
-    for actions in program.ranks:
+    for actions, limit in zip(program.ranks, limits, strict=True):
         alive = alive_at_peak(actions, sizes)
         for moment in (alive, dict.fromkeys(alive)):
-            total = max(total, sum(calls.total(*runs(counts)[s], n) for s, n in moment.items()))
-    return total
+            if sum(calls.total(*runs(counts)[s], n) for s, n in moment.items()) > limit:
+                return False
+    return True
 
 
 PIPELINES = [("1f1b", 3, 1), ("gpipe", 2, 1), ("zb-h1", 4, 1), ("interleaved", 2, 2), ("zbv", 2, 2)]
@@ -116,13 +124,15 @@ def test_a_partition_that_fits_is_the_best_of_those_that_do(data: st.DataObject,
     size = data.draw(st.integers(p * v, 8))
     numbers = st.lists(st.integers(0, 9), min_size=size, max_size=size)
     costs, calls = data.draw(numbers), Calls(*(data.draw(numbers) for _ in range(3)))
-    limit = data.draw(st.integers(1, 80))
-    fitting = [counts for counts in partitions(size, p * v) if needs(program, counts, calls) <= limit]
-    found = fit(program, costs, {}, cast(Footprint, calls), limit)
+    limits = data.draw(st.lists(st.integers(1, 80), min_size=p, max_size=p))
+    of_ranks = data.draw(st.lists(st.sampled_from([0.5, 1, 2]), min_size=p, max_size=p))
+    speeds = [of_ranks[rank] for rank in program.placement]
+    fitting = [counts for counts in partitions(size, p * v) if fits(program, counts, calls, limits)]
+    found = fit(program, costs, {}, cast(Footprint, calls), limits, speeds)
     assert (found is None) == (not fitting)
     if found is not None:
-        assert needs(program, found, calls) <= limit
-        assert value(found, costs) == min(value(other, costs) for other in fitting)
+        assert fits(program, found, calls, limits)
+        assert value(found, costs, speeds) == min(value(other, costs, speeds) for other in fitting)
 
 
 @given(st.data())
@@ -138,7 +148,8 @@ def test_what_is_alive_at_the_peak_is_what_the_simulator_counts(data: st.DataObj
 
 def cut(partition: Any, stages: int = 2, **options: Any) -> list[int]:
     model, data = zoo.build("gpt2"), zoo.batch("gpt2")
-    policy = Policy(model, trace(model, data), 0, stages, partition, **options)
+    ranks = max(options.get("placement", range(stages))) + 1
+    policy = Policy(model, trace(model, data), 0, ranks, partition, **options)
     return [policy.stages.count(stage) for stage in range(stages)]
 
 
@@ -157,6 +168,10 @@ def test_units_of_a_type_are_spread_evenly() -> None:
         ("type:", ConfigurationError, "is unknown"),
         ("typo", ConfigurationError, "partition='typo' is unknown"),
         ("profile", ConfigurationError, "measured costs"),
+        ("speed:", ConfigurationError, "is unknown"),
+        ("speed:1,fast", ConfigurationError, "write the speed of each rank, such as 'speed:1.0,0.6'"),
+        ("speed:1,0", ConfigurationError, "write the speed of each rank"),
+        ("speed:1,1,1", ConfigurationError, "has 3 speeds: write one for each of 2 ranks"),
     ],
 )
 def test_what_no_unit_is_partitioned_by_is_refused(partition: str, error: type[Exception], message: str) -> None:
@@ -168,3 +183,12 @@ def test_known_costs_are_what_auto_and_profile_go_by() -> None:
     costs = [0.0, 0.0, 9.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     assert cut("auto", costs=costs)[0] == cut("profile", costs=costs)[0] == 3
     assert cut("uniform", costs=costs) == [4, 4]
+
+
+def test_a_slow_rank_gets_less_in_every_placement() -> None:
+    costs = [1.0] * 8
+    assert cut("speed:1.0,0.6", costs=costs) == [5, 3] and cut("speed:0.6,1.0", costs=costs) == [3, 5]
+    assert cut("speed:3,1", 2, costs=costs) == [6, 2]
+    in_a_v = cut("speed:3,1", 4, costs=costs, placement=[0, 1, 1, 0])
+    assert (in_a_v[0] + in_a_v[3], in_a_v[1] + in_a_v[2]) == (6, 2)
+    assert cut("speed:2,2", costs=costs) == cut("auto", costs=costs)
