@@ -41,6 +41,8 @@
 # make gpu-check compares steps on GPUs, by NCCL, with the unsplit model; DEVICE=cpu runs the same code on the CPU
 # make gpu-speed measures steps of one process on a GPU beside a plain loop
 # make docs     builds the documentation site in build/site, in an environment of its own; a warning or a dead link is an error
+# make docs-check runs the code blocks of README.md and docs, each page in a folder of its own, and lists those that
+#               cannot run here, with the reason
 # make release-check builds the wheel and the sdist, installs each into a fresh environment, and trains three steps there;
 #               runs some tests from the unpacked sdist
 # make clean    removes outputs and caches; .venv and .venv-4.57 stay
@@ -82,7 +84,7 @@ PACKAGED := $(patsubst %,example-%,classify text_to_image)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic recipes faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate parity-slices bench curves targets trainer trainer-suite gpu-check gpu-speed docs release-check clean $(EXAMPLES) $(PACKAGED)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic recipes faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate parity-slices bench curves targets trainer trainer-suite gpu-check gpu-speed docs docs-check release-check clean $(EXAMPLES) $(PACKAGED)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -244,6 +246,9 @@ trainer-suite: setup
 	@rm -f $@; test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@$(PIP) 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27'
 	@touch $@
+
+docs-check: setup
+	@$(BIN)/python -W ignore -m tests.snippets
 
 docs: .venv-docs/installed
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict

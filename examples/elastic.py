@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import StackDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from launcher import count
 from pipeshard import ElasticJob, Engine, PipelinePlugin
-from table import Table
 
 SAMPLES, LENGTH, VOCABULARY = 96, 16, 64
 
@@ -32,9 +31,9 @@ def main() -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--steps", type=count, default=200, help="optimizer steps")
-    add("--pp", type=count, default=4, help="pipeline stages, at most")
-    add("--every", type=count, default=10, help="steps from one save to the next")
+    add("--steps", type=int, default=200, help="optimizer steps")
+    add("--pp", type=int, default=4, help="pipeline stages, at most")
+    add("--every", type=int, default=10, help="steps from one save to the next")
     add("--workers", type=int, default=0, help="processes that load data, of each rank")
     add("--pause", type=float, default=0.0, help="seconds to wait after each step, so that there is time to end a rank")
     add("--output", type=Path, default=Path("outputs/elastic"), help="folder that everything is written to")
@@ -78,11 +77,11 @@ def config() -> LlamaConfig:
     )
 
 
-def numbers() -> Table:
+def numbers() -> StackDataset[Any]:
     """Sequences that count in steps of 1, 2, ..., from anywhere."""
     starts = torch.arange(SAMPLES).unsqueeze(1)
-    ids = (7 * starts + (1 + starts % 9) * torch.arange(LENGTH)) % VOCABULARY
-    return Table(input_ids=ids, labels=ids)
+    ids: Any = (7 * starts + (1 + starts % 9) * torch.arange(LENGTH)) % VOCABULARY
+    return StackDataset(input_ids=ids, labels=ids)
 
 
 def endless(dataloader: Any) -> Iterator[Any]:

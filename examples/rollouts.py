@@ -6,18 +6,27 @@ torchrun it is one of them. `model/`, a Hugging Face folder with its tokenizer, 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-import launcher
-from packages import Package
+from pipeshard.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+PACKAGES = ("trl", "datasets")
+QUIET = {
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # peft asks for what transformers has renamed
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 LETTERS = "abcd"
 SHOWN = {"reward": "reward", "completions/mean_length": "tokens", "grad_norm": "norm"}
 TOKENS = 4  # of a completion, at most
@@ -25,20 +34,51 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "n
 
 
 def main() -> int:
-    return launcher.main(parse(sys.argv[1:]), run)
+    args = parse(sys.argv[1:])
+    os.environ.update({**QUIET, **os.environ})
+    if "RANK" not in os.environ:
+        from pipeshard.launch import start
+
+        return start(args.pp * args.dp)
+    run(args, Console(quiet=int(os.environ["RANK"]) > 0, highlight=False))
+    return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = launcher.flags(__doc__, steps=30, batch_size=32, lr=1e-2)
-    parser.add_argument("--generations", type=launcher.count, default=8, help="completions of each prompt")
-    args = launcher.parse(parser, arguments, Package("trl", "trl datasets"))
-    if args.batch_size % args.microbatches or args.batch_size % args.generations:
-        parser.error("give a --batch-size that is a multiple of --microbatches, and of --generations")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--steps", type=count, default=30, help="optimizer steps")
+    add("--pp", type=count, default=2, help="pipeline stages, one process each")
+    add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
+    add("--batch-size", type=count, default=32, help="completions in a batch")
+    add("--generations", type=count, default=8, help="completions of each prompt")
+    add("--lr", type=float, default=1e-2, help="highest learning rate")
+    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    args = parser.parse_args(arguments)
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        parser.error(f"this example needs packages: pip install {' '.join(missing)}")
+    for flag in ("microbatches", "generations"):
+        if args.batch_size % getattr(args, flag):
+            parser.error(
+                f"argument --batch-size: {args.batch_size} is not a multiple of --{flag}, {getattr(args, flag)}"
+            )
     return args
 
 
+def count(text: str) -> int:
+    """The type of a flag that takes 1, 2, ..."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are told before.
+    # They take seconds, so wrong flags are refused before.
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl.trainer.grpo_config import GRPOConfig

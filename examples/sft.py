@@ -1,67 +1,108 @@
 """SFT: a chat model, trained by TRL's SFTTrainer through a pipeline on chats of yours, whole or by adapters.
 
 `python examples/sft.py --model MODEL --data chats.jsonl --pp 2` starts its own processes, one a stage; under torchrun
-it is one of them. MODEL is smollm2, a Hugging Face folder or an id of the hub; the data a file with a chat a line,
+it is one of them. MODEL is a Hugging Face folder or an id of the Hub; the data a file with a chat a line,
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} (or "prompt" and
-"completion", or "text"), a folder of `datasets`, or an id of the hub. `sft/` under --output gets checkpoints, which
+"completion", or "text"), a folder of `datasets`, or an id of the Hub. `sft/` under --output gets checkpoints, which
 --resume goes on from, what tensorboard shows, and `model/`: a Hugging Face folder with its tokenizer, or adapters;
 with --quantize `memory.png` too: the memory that each rank has taken, and the plan with and without packed weights.
 """
 
 import argparse
+import os
+import re
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-import launcher
-from packages import Package
+from pipeshard.schedule import SCHEDULES
 
+PACKAGES = ("trl", "datasets", "tensorboard")
+QUIET = {
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # peft asks for what transformers has renamed
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 SHOWN = {"loss": "loss", "eval_loss": "held-out loss", "learning_rate": "lr", "grad_norm": "norm",
          "train_tokens_per_second": "tokens/s"}  # fmt: skip
 
 
 def main() -> int:
-    return launcher.main(parse(sys.argv[1:]), run)
+    args = parse(sys.argv[1:])
+    os.environ.update({**QUIET, **os.environ})
+    if "RANK" not in os.environ:
+        from pipeshard.launch import start
+
+        return start(args.pp * args.dp)
+    run(args, Console(quiet=int(os.environ["RANK"]) > 0, highlight=False))
+    return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = launcher.flags(__doc__, steps=100, batch_size=8, lr=1e-4)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
-    add("--model", default="smollm2", help="smollm2, a Hugging Face folder, or an id of the hub")
-    add("--data", help="a file of JSON lines, a folder of `datasets`, or an id of the hub")
+    add("--model", required=True, help="a Hugging Face folder, or an id of the Hub")
+    add("--data", required=True, help="a file of JSON lines, a folder of `datasets`, or an id of the Hub")
+    add("--steps", type=count, default=100, help="optimizer steps")
+    add("--pp", type=count, default=2, help="pipeline stages, one process each")
+    add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
+    add("--batch-size", type=count, default=8, help="samples in a batch")
+    add("--lr", type=float, default=1e-4, help="highest learning rate")
+    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
     add("--held-out", type=float, default=0.05, help="share of the data that the model is evaluated on")
-    add("--max-length", type=launcher.count, default=1024, help="tokens of a sample, of which longer ones are cut")
+    add("--max-length", type=count, default=1024, help="tokens of a sample, of which longer ones are cut")
     add("--packing", action="store_true", help="fill each sample with several chats")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; 0 trains all weights")
     add("--quantize", choices=["nf4", "fp4", "int8"], help="pack the base weights; needs --lora and bitsandbytes")
     add("--chat-template", type=Path, help="a file with a Jinja template, where the tokenizer has none")
-    add("--every", type=launcher.count, default=50, help="steps from one evaluation and checkpoint to the next")
+    add("--every", type=count, default=50, help="steps from one evaluation and checkpoint to the next")
     add("--resume", action="store_true", help="go on from the newest checkpoint")
     add("--tracker", default="tensorboard", help="tensorboard, wandb, trackio, or none")
-    args = launcher.parse(parser, arguments, Package("trl", "trl datasets tensorboard"))
-    if args.data is None or args.batch_size % args.microbatches:
-        parser.error("name --data, and give a --batch-size that is a multiple of --microbatches")
+    args = parser.parse_args(arguments)
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        parser.error(f"this example needs packages: pip install {' '.join(missing)}")
+    for flag in ("model", "data", "chat_template"):
+        name = str(getattr(args, flag) or ".")
+        if not Path(name).exists() and (flag == "chat_template" or not re.fullmatch(r"[\w-]+/[\w.-]+", name)):
+            parser.error(f"argument --{flag.replace('_', '-')}: {name} does not exist")
+    if args.batch_size % args.microbatches:
+        parser.error(
+            f"argument --batch-size: {args.batch_size} is not a multiple of --microbatches, {args.microbatches}"
+        )
     if args.quantize and not args.lora:
         parser.error("--quantize freezes the base weights: give adapters a rank by --lora")
     return args
 
 
+def count(text: str) -> int:
+    """The type of a flag that takes 1, 2, ..."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are told before.
+    # They take seconds, so wrong flags are refused before.
     import torch
     import torch.distributed as dist
     from huggingface_hub import snapshot_download
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PrinterCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PrinterCallback, set_seed
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    import chart
-    from models import make_folder
     from pipeshard import PipelinePlugin, plan
     from pipeshard.planner.models import QUANTIZATIONS
     from pipeshard.trainer import pipelined
@@ -83,6 +124,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
                 memory = " ".join(f"{most:.2f}" for most in every)
                 console.print(f"step {shown['step']}/{last}{line}  GiB {memory}  {left / 60:.1f} min left")
 
+    set_seed(0)  # adapters are initialized alike on every rank
     output, gpu = args.output / "sft", torch.cuda.is_available()
     config = SFTConfig(
         output_dir=str(output), max_steps=args.steps, learning_rate=args.lr, warmup_steps=args.steps // 20,
@@ -92,8 +134,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         include_num_input_tokens_seen="non_padding", report_to=args.tracker, disable_tqdm=True,
     )  # fmt: skip
     with config.main_process_first():
-        folder = make_folder(args.model, args.output)
-        folder = folder if folder.is_dir() else Path(snapshot_download(args.model))
+        folder = Path(args.model if Path(args.model).is_dir() else snapshot_download(args.model))
         data = rows(args.data).train_test_split(args.held_out, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if args.chat_template:
@@ -133,7 +174,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         stages = [max(taken[k : k + args.dp]) for k in range(0, len(taken), args.dp)]
         bars = {"taken, with libraries": stages, f"planned, {args.quantize}": planned(args.quantize)}
         bars["planned, not quantized"] = planned(None)
-        chart.draw(bars, f"{folder.name}, LoRA of rank {args.lora}", output / "memory.png")
+        draw(bars, f"{folder.name}, LoRA of rank {args.lora}", output / "memory.png")
         console.print(f"wrote {output}/memory.png")
 
 
@@ -143,6 +184,20 @@ def rows(data: str) -> Any:
     if Path(data).is_dir():
         return load_from_disk(data)
     return load_dataset(*("json", None, None, data) if Path(data).is_file() else (data,), split="train")
+
+
+def draw(bars: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
+    """Draw a group of bars for each rank, of so many GiB."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes, width = figure.subplots(), 0.8 / len(bars)
+    for k, (label, sizes) in enumerate(bars.items()):
+        places = [rank + (k - (len(bars) - 1) / 2) * width for rank in range(len(sizes))]
+        axes.bar_label(axes.bar(places, sizes, width, label=label), fmt="%.2f", fontsize=8)
+    axes.set(title=title, xlabel="rank", ylabel="GiB", xticks=range(max(map(len, bars.values()))))
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_agent(_folded(args), Path(folder))
 
 
+def start(ranks: int) -> int:
+    """Run the script that calls this as so many ranks of this machine, each of which has RANK set; returns the exit
+    status."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    return main([f"--nproc-per-node={ranks}", "--max-restarts=0", *sys.argv])
+
+
 def _run_agent(args: argparse.Namespace, folder: Path) -> int:
     # With torch's sharing of the agents' store, an agent that comes later is never told where the ranks meet, and one
     # that stays goes on looking where the first of them met, though it be gone.

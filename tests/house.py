@@ -32,7 +32,7 @@ LAYERS = (
     ("tuning",),
     ("cli",),
 )
-MARK = "<!-- layers -->\n```\n"
+MARK = "<!-- layers -->\n```text\n"
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 

