@@ -14,6 +14,7 @@ from pipeshard.batch.read import find_sample
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.agreement import compare_ranks, optimizer_texts, take_first_weights
 from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.coupling import end_of_deleted
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
@@ -56,6 +57,7 @@ def boost_model(
         if fresh is not None:
             check_separable(fresh, model.pipeline.model, config, grid)
         return model, criterion
+    end_of_deleted()
     config.refuse_uncut()
     model = plain(model, warns=grid.first)
     refuse_released(model)

@@ -60,8 +60,7 @@ class Coupling:
         self._read, self._has_read = set[str](), False  # in Python; whether it is a part of several stages
         self._streams: dict[int, int] = {}  # by generator
         self._drawn = 0
-        operators = Operators(self)
-        self._modes = operators, Readers(self, operators)
+        self._modes = Operators(self), Readers(self)
         self._is_watching, self._calls = False, 0
 
     @contextmanager
@@ -93,8 +92,7 @@ class Coupling:
         for name, tensor in self._places():
             self._set(tensor, frozenset({name}))
         self._is_watching = True
-        modes = [mode for mode in modes_entered() if isinstance(mode, Operators | Readers)]
-        leave_below(*(mode for mode in modes if mode.is_over))
+        end_of_deleted()
         enter_below(*self._modes)
 
     def end(self) -> None:
@@ -275,12 +273,11 @@ class Operators(DispatchMode):
 
 
 class Readers(TorchFunctionMode):
-    """Tells a Coupling what Python reads past torch's operators. If the model has been deleted, it ends the mode of the
-    operators: a finalizer would have to do so within any operator, which torch does not allow."""
+    """Tells a Coupling what Python reads past torch's operators."""
 
-    def __init__(self, coupling: Coupling, operators: Operators) -> None:
+    def __init__(self, coupling: Coupling) -> None:
         super().__init__()
-        self._coupling, self._operators = weakref.ref(coupling), operators
+        self._coupling = weakref.ref(coupling)
 
     @property
     def is_over(self) -> bool:
@@ -289,8 +286,13 @@ class Readers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()
-        if coupling is None:
-            leave_below(self._operators)
-        elif func in READERS and not torch.compiler.is_compiling():
+        if coupling is not None and func in READERS and not torch.compiler.is_compiling():
             coupling.read_by(args[:1])
         return func(*args, **(kwargs or {}))
+
+
+def end_of_deleted() -> None:
+    """Leave the modes of models that have been deleted. They pass operators on until then: a mode must not be left
+    within an operator, where a finalizer, or the mode itself, may be called."""
+    modes = [mode for mode in modes_entered() if isinstance(mode, Operators | Readers)]
+    leave_below(*(mode for mode in modes if mode.is_over))

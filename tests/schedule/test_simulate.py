@@ -193,6 +193,7 @@ def test_a_large_program_is_quick(name: str, v: int) -> None:
 
 
 def test_the_garbage_collector_is_left_as_it_was() -> None:
+    gc.enable()  # a command of an earlier test has disabled it
     simulate(make_program("1f1b", 2, 2))
     assert gc.isenabled()
     with pytest.raises(DeadlockError):
