@@ -96,6 +96,7 @@ def cases(device: str) -> list[Case]:
     of_two += [Case(precision="fp16", options=(("initial_scale", 1.0),))]
     of_two += [Case(microbatches=1, options=sliced), Case(options=sliced), Case(precision="bf16", options=sliced)]
     of_two += [Case(options=(option,)) for option in (("recompute", True), ("verify", True), ("check_finite", True))]
+    of_two += [Case(schedule, options=(("offload", "activations"),)) for schedule in ("gpipe", "zb-h1", "zbv")]
     of_two += [Case(kernel=True)] * (device == "cuda") + [Case(options=compiled)]
     of_two += [Case(quantized=True), Case("zbv", quantized=True)]
     of_two += [Case(fault=fault) for fault in FAULTS]

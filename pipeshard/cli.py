@@ -84,6 +84,7 @@ def main() -> None:
 @click.option("--fsdp", is_flag=True, help="With fsdp=True over the replicas.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
+@click.option("--offload", help="activations: with those of two microbatches at most, and the others on the host.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="With adapters of this rank only.")
 @click.option("--quantize", help="With base weights packed as nf4 | fp4 | int8, for --lora.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices), of 1F1B unless --schedule.")
@@ -118,6 +119,7 @@ def plan(
     fsdp: bool,
     tp: int,
     recompute: bool,
+    offload: str | None,
     lora: int | None,
     quantize: str | None,
     slices: bool,
@@ -163,6 +165,7 @@ def plan(
             zero_stage=int(zero),
             fsdp=fsdp,
             tp_size=tp,
+            offload=offload,
             tflops=tflops,
             link=link or None,
             device_speed=device_speed,

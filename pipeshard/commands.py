@@ -77,13 +77,14 @@ def _memory(plan: Plan) -> Table:
     late = any(s.memory.update > s.memory.activations + s.memory.recomputed for s in plan.stages)
     before, after = [n for n in kept if n in parts], [n for n in kept if n in rest and (n != "update" or late)]
     table = _table(f"Memory of the stages of {plan.estimate.name}, in {size}")
-    for name in ("stage", "rank", *before, "activations", *after, "total"):
+    hosts = any(stage.memory.host for stage in plan.stages)
+    for name in ("stage", "rank", *before, "activations", *after, "total", *(["host"] if hosts else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for stage in plan.stages:
         sizes = {name: _in(getattr(stage.memory, (parts | rest)[name]), size) for name in kept}
         row = [str(stage.stage), str(stage.rank), *(sizes[name] for name in before)]
         row += [f"{stage.alive}×{_in(stage.kept, size)}", *(sizes[name] for name in after)]
-        table.add_row(*row, _in(stage.memory.total, size))
+        table.add_row(*row, _in(stage.memory.total, size), *([_in(stage.memory.host, size)] if hosts else []))
     return table
 
 

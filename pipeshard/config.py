@@ -11,7 +11,7 @@ import torch
 
 from pipeshard.batch.batch import check_declared
 from pipeshard.batch.criterion import Criterion
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, hint
 from pipeshard.schedule.given import Schedule, chunks_of, is_v, name_of, program_of
 from pipeshard.schedule.passes import shorten_cooldown, split_backwards
 from pipeshard.schedule.program import Program
@@ -27,6 +27,7 @@ REDUCTIONS = ("token", "batch", "microbatch")
 POSITIVE = "a positive integer"
 LEAST_OF_SLICE = 256  # positions, with num_slices="auto"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+OFFLOADED = ("activations",)
 OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between ranks
 
 
@@ -105,6 +106,8 @@ class PipelineConfig:
             (time-major inputs), or None for a leaf that every microbatch receives whole. An ambiguous leaf is refused.
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
             stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
+        offload: "activations" keeps those of at most two microbatches of a rank on its GPU, and copies others to the
+            host until their backward. On a CPU nothing is copied.
         activation_checkpoint_interval: alternatively, recompute every k-th unit of the model, with k > 0.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
             before all ranks end with a table of what each of them is doing; None for never. "adaptive" is 20 times the
@@ -156,6 +159,7 @@ class PipelineConfig:
     tp_plan: Mapping[str, str] | None = None
     deferred_batch_norm: bool = False
     num_slices: int | str = 1
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -165,6 +169,12 @@ class PipelineConfig:
         check_replicas(self.zero_stage, self.fsdp)
         refuse_compile_options(self.compile_options, self.pp_size, bool(self.compile) and self.deferred_batch_norm)
         check_precision(self.precision, self.autocast)
+        check_offload(self.offload)
+        if self.offload and self.compile:
+            raise ConfigurationError(
+                f"offload={self.offload!r} does not go with compile={self.compile!r}: compiled units do not call the "
+                "hooks that copy activations to the host. Use one of the two"
+            )
         check_declared(self.batch_dims)
         self._settle(batch_dims=dict(self.batch_dims or {}))
         if self.verify == "auto" and os.environ.get("PIPESHARD_VERIFY") == "0":
@@ -385,6 +395,11 @@ def check_precision(precision: str, autocast: bool) -> None:
         )
     if autocast and precision == "fp32":
         raise ConfigurationError("autocast=True computes in 16 bits: give precision='bf16' or 'fp16' with it")
+
+
+def check_offload(offload: Any) -> None:
+    if offload not in (None, *OFFLOADED):
+        raise ConfigurationError(f"offload={offload!r} is unknown: {hint(str(offload), OFFLOADED)}")
 
 
 def _is_number(value: Any) -> bool:

@@ -109,6 +109,7 @@ class PipelinePlugin:
         tp_plan: Mapping[str, str] | None = None,
         deferred_batch_norm: bool = False,
         num_slices: int | str = 1,
+        offload: str | None = None,
         **foreign: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name in PipelineConfig.__dataclass_fields__}

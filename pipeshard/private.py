@@ -104,7 +104,7 @@ def _stack(mode: TorchDispatchMode | TorchFunctionMode) -> _Stack:
 
 # Attributes that the package reads or writes, by the class (or module) that has them.
 ATTRIBUTES = {
-    "torch.Tensor": ("_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    "torch.Tensor": ("_version", "_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch.UntypedStorage": ("_cdata",),
     "torch.nn.Module": (
         "_parameters",

@@ -98,6 +98,15 @@ def test_numbers_of_slices_are_compared() -> None:
     assert idle["16"] < idle["1"] / 3
 
 
+def test_the_host_s_memory_is_shown_with_offload() -> None:
+    sizes = ["--pp", "4", "--microbatches", "8", "--seq-len", "64", "--schedule", "1f1b"]
+    plain, offloaded = invoke(*MODEL, *sizes).output, invoke(*MODEL, *sizes, "--offload", "activations").output
+    assert "activations on the host" in offloaded and "4×" in plain and "4×" not in offloaded
+    assert [("host" in line.split()) for line in plain.splitlines() if line.startswith("stage rank")] == [False]
+    assert [line.split()[-1] for line in offloaded.splitlines() if line.startswith("stage rank")] == ["host"]
+    assert "did you mean activations?" in invoke(*MODEL, *sizes, "--offload", "activation").output
+
+
 def test_adapters_train_little_and_have_no_weight_gradients_of_the_rest() -> None:
     whole, adapted = (json.loads(invoke(*MODEL, *SIZES, "--json", "-", *o).output) for o in ([], ["--lora", "2"]))
     assert whole["parameters"] < adapted["parameters"] < 1.2 * whole["parameters"]

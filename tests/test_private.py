@@ -74,6 +74,11 @@ def test_a_version_counts_writes_in_place() -> None:
     tensor.add_(1)
     assert tensor._version == before + 1
     assert tensor[:1]._is_view() and not tensor._is_view()
+    assert tensor[:1]._base is tensor
+    emptied = tensor.detach()
+    emptied.data = torch.empty(0)  # shares the count, not the memory
+    tensor.add_(1)
+    assert emptied._version == tensor._version == before + 2
 
 
 def test_views_share_the_handle_of_their_storage() -> None:

@@ -27,6 +27,7 @@ from pipeshard.engine.dependent import dependent_error, failing, is_of_model
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.microbatches import FoundWays, RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
+from pipeshard.engine.offload import Offload, transfer_of
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.reader import News, Reader
@@ -190,6 +191,8 @@ class Pipeline:
         """This rank's stages, the interpreter of their actions and the P2P of their messages."""
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
         self.carry = Carry(self.model)
+        transfer = transfer_of(self.device) if self.config.offload else None
+        self.offload = None if transfer is None else Offload(transfer, self.device)
         head = len(self.policy.placement)  # the number of a stage behind the last one
         self.stages = [self._stage(Stage, index, index == head - 1) for index in self.policy.chunks]
         self.sliced = self._sliced_stages() if self.config.has_slices else []
@@ -199,7 +202,7 @@ class Pipeline:
 
     def _stage(self, kind: type[S], index: int, is_last: bool) -> S:
         of_stage = self.policy.ownership.held_by_parts
-        return kind(
+        stage = kind(
             self.policy.replay,
             index,
             is_last,
@@ -208,6 +211,8 @@ class Pipeline:
             finite=self.finite(index, of_stage[index] if index < len(of_stage) else ()),
             carry=self.carry.around,
         )
+        stage.offload = self.offload
+        return stage
 
     def _sliced_stages(self) -> list[SlicedStage]:
         """This rank's stages for slices, with the head after the last one."""
@@ -399,6 +404,8 @@ class Pipeline:
         own_progress().in_flight = self.grid.size > 1
         if train:
             self.gradients.add_to()
+            if self.offload is not None:
+                self.offload.begin(program.ranks[self.rank], [*self.holdings.held.values(), *self.model.buffers()])
         if train or self.holdings.sharded is not None:
             self.sync.begin()
         try:
@@ -414,6 +421,8 @@ class Pipeline:
             for stage in stages:
                 stage.end()
             self.carry.end()
+            if self.offload is not None:
+                self.offload.end()
         self.steps += train
         self.planner.stepped()
         own_progress().start("the sums of gradients and losses")

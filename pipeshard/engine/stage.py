@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, in_step, sum_and_count
 from pipeshard.distributed.collectives import local, local_grad
+from pipeshard.engine.offload import Offload
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.weight_grad import Deferral, Gradients
 from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, UsageError
@@ -28,6 +29,7 @@ from pipeshard.graph.foreign import foreign_error, kept, leaves_of
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.taint import Value, casting
 from pipeshard.private import foreach_norm, tree_tensors
+from pipeshard.schedule.program import Action, Kind
 from pipeshard.slices.cut import SliceCall
 from pipeshard.slices.states import Left
 from pipeshard.split.replay import Listener, Replay
@@ -134,10 +136,11 @@ class Stage:
     The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` keeps the requested
     outputs of the model. Forwards run inside `around()` and `carry(route)`. If `deferral` is installed, `backward`
     defers weight gradients to `weight` if it is split, and otherwise those of large embeddings to its own end.
-    `listener` is that of calls with a cache.
+    `listener` is that of calls with a cache; with `offload`, activations wait on the host for their backward.
     """
 
     listener: Listener | None = None
+    offload: Offload | None = None
 
     def __init__(
         self,
@@ -210,9 +213,12 @@ class Stage:
             for value, tensor in received.items():
                 tensor.requires_grad_(route.flow.spec(value).requires_grad)
         self.replay.randomness.microbatch(i)
-        with self.around(), self.carry(route), self.replay.following(route) as zeros:
+        offload = self.offload if self.train else None
+        saving = offload.saving(i, self.index) if offload is not None else nullcontext()
+        with self.around(), self.carry(route), saving as self.replay.save, self.replay.following(route) as zeros:
             # Of a leaf autocast would keep what it cast it to: gradients would be summed there, in 16 bits.
-            lent = {value: t.view_as(t) for value, t in received.items()} if casting() else received
+            is_lent = casting() or offload is not None
+            lent = {value: t.view_as(t) for value, t in received.items()} if is_lent else received
             called = microbatch.sliced or microbatch.batch
             output, made = self.replay.run(route, microbatch.deltas, lent, called, self.listener)
             loss = self._loss(output, microbatch, received.values()) if self.is_last else None
@@ -223,6 +229,8 @@ class Stage:
             returned = set(route.enters.gradients)
             others = [(value, t) for value, t in received.items() if t.requires_grad and value not in returned]
             self.saved[i] = Saved(entered, others, [_edge(made[value]) for value in route.leaves.gradients], loss)
+            for leaf in received.values() if offload is not None else ():
+                leaf.data = leaf.new_empty(1).expand(leaf.shape)  # only its gradient is needed from now on
         sent = [_plain(made[value].detach()) for value in route.leaves.values]
         if self.finite is not None:
             units = [route.flow.calls[value.call].unit for value in route.leaves.values]
@@ -251,6 +259,8 @@ class Stage:
         else:
             pairs = []
         pairs += [(edge, grad) for edge, of_later in saved.carried if (grad := of_later()) is not None]
+        if self.offload is not None:
+            self.offload.load(Action(Kind.B, i, self.index))
         self.replay.repeats.stage = self.index
         self.pending[i] = self.deferral.begin(edge for edge, _ in pairs)
         if pairs:
@@ -258,6 +268,8 @@ class Stage:
         self.deferral.end()
         if self.deferral.whole:
             self.deferral.finish(self.pending.pop(i))
+        elif self.offload is not None:
+            self.offload.store(i, self.index, self.pending[i])
         if saved.others:
             self._refuse_lost(i, saved.others)
         if saved.entered and (pairs or not self.is_last):
@@ -265,7 +277,7 @@ class Stage:
         self.remaining -= 1
         if not self.remaining:
             self._refuse_none()
-        sent = [torch.zeros_like(t) if t.grad is None else _plain(t.grad) for t in saved.entered]
+        sent = [t.new_zeros(t.shape) if t.grad is None else _plain(t.grad) for t in saved.entered]
         if self.finite is not None:
             self.finite.backward(i, sent)
         return sent
@@ -329,6 +341,9 @@ class Stage:
 
     def weight(self, i: int) -> None:
         """Compute the weight gradients that `backward(i)` has deferred."""
+        if self.offload is not None:
+            self.offload.load(Action(Kind.W, i, self.index))
+            self.offload.restore(self.pending[i])
         self.deferral.finish(self.pending.pop(i))
         if self.finite is not None:
             self.finite.backward(i)

@@ -24,7 +24,7 @@ from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
 from pipeshard.hf import recomputes
 from pipeshard.planner.devices import Devices
-from pipeshard.planner.memory import Footprint, Forms, Memory, Training, alive_at_peak
+from pipeshard.planner.memory import Footprint, Forms, Memory, Training
 from pipeshard.planner.plan import Estimate, StagePlan, crossings, in_short
 from pipeshard.private import TreeSpec
 from pipeshard.schedule.program import Program
@@ -146,7 +146,7 @@ def fit(
     """
     order = itertools.count()
     num_stages = len(program.placement)
-    alive = [alive_at_peak(actions, [1] * num_stages) for actions in program.ranks]
+    alive = [footprint.training.at_peak(actions, [1] * num_stages) for actions in program.ranks]
     least = [dict.fromkeys(of_rank, 1) if len(of_rank) > 1 else of_rank for of_rank in alive]
     caps: Caps = tuple(
         ((least[r][s], limits[r] + 0.5), (None, limits[r] + 0.5)) for s, r in enumerate(program.placement)
@@ -184,7 +184,7 @@ def _heaviest(
     the end of a step), and the bytes. With the excess of the rank, in bytes."""
     runs = runs_of(counts)
     kept = [footprint.activations(*run) for run in runs]
-    peaks = [alive_at_peak(actions, kept) for actions in program.ranks]
+    peaks = [footprint.training.at_peak(actions, kept) for actions in program.ranks]
     moments: list[dict[int, int | None]] = [{**peak} for peak in peaks]
     moments += [dict.fromkeys(peak) for peak in peaks]
     taken = [{s: (count, footprint.total(*runs[s], count)) for s, count in moment.items()} for moment in moments]
@@ -269,13 +269,14 @@ class Candidate:
         self.kept = [subject.footprint.activations(*run) for run in self.runs]
         self.alive: dict[int, int] = {}
         for actions in self.program.ranks:
-            self.alive |= alive_at_peak(actions, self.kept)
+            self.alive |= subject.training.at_peak(actions, self.kept)
         self.recomputed = [subject.footprint.recomputed(*run) for run in self.runs]
         self.memory = [
             replace(
                 subject.takes([subject.parameters[name] for name in held]),
                 activations=sum(self.alive[s] * self.kept[s] for s, at in enumerate(placement) if at == rank),
                 recomputed=max(self.recomputed[s] for s, at in enumerate(placement) if at == rank),
+                host=subject.training.on_host(self.program.ranks[rank], self.kept),
             )
             for rank, held in enumerate(self.policy.ownership.held)
         ]
@@ -333,6 +334,8 @@ class Candidate:
             own = [subject.parameters[name] for name in held[s] - earlier]
             received, returned = self.sent(s)
             kept, again = self.alive[s] * self.kept[s], self.recomputed[s]
+            alone = [size * (s == other) for other, size in enumerate(self.kept)]
+            host = subject.training.on_host(self.program.ranks[rank], alone)
             stages.append(
                 StagePlan(
                     stage=s,
@@ -343,7 +346,7 @@ class Candidate:
                     forward=costs[s].forward,
                     backward=costs[s].backward,
                     weight=costs[s].weight,
-                    memory=replace(subject.takes(own), activations=kept, recomputed=again),
+                    memory=replace(subject.takes(own), activations=kept, recomputed=again, host=host),
                     alive=self.alive[s],
                     kept=self.kept[s],
                     enters=crossings(subject.flow, self.boundaries[s]),

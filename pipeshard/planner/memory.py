@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeshard.config import PipelineConfig, check_precision, check_replicas
+from pipeshard.config import PipelineConfig, check_offload, check_precision, check_replicas
 from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.shapes import TensorSpec, is_trainable
 from pipeshard.schedule.program import Action, Kind
+from pipeshard.schedule.residence import most_on_host, resident_at_peak
 from pipeshard.split.packed import Packed
 from pipeshard.split.partition import live_values
 
@@ -62,7 +63,8 @@ FULL = 4  # bytes of a number in fp32
 class Memory:
     """Bytes on a device, by content: `values` are the fp32 values of parameters in 16 bits, and the shards that a
     replica keeps with fsdp; `recomputed` is the memory recomputed at a time, for a backward; `update` is that of the
-    end of a step, when there are no activations any more, so that only the larger of the two counts."""
+    end of a step, when there are no activations any more, so that only the larger of the two counts. `host` is memory
+    of the host, in addition."""
 
     parameters: int = 0
     gradients: int = 0
@@ -71,6 +73,7 @@ class Memory:
     recomputed: int = 0
     values: int = 0
     update: int = 0
+    host: int = 0
 
     @property
     def always(self) -> int:
@@ -109,7 +112,8 @@ class Training:
     With `precision` "bf16" or "fp16" parameters have 16 bits, with fp32 gradients, values and states.
     `zero_stage=1` divides the states and these values among `dp_size` replicas, `fsdp` the values (or instead the
     parameters) and the states: within a step the parameters of a stage are whole, and so are their gradients.
-    `tp_size` ranks divide the parameters that a tensor parallel plan slices.
+    `tp_size` ranks divide the parameters that a tensor parallel plan slices. With `offload`, a rank keeps the
+    activations of two microbatches at most.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
     """
@@ -120,6 +124,7 @@ class Training:
     zero_stage: int = 0
     fsdp: bool = False
     tp_size: int = 1
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         known = [*OPTIMIZERS, *IN_8_BITS]
@@ -127,13 +132,18 @@ class Training:
             raise ConfigurationError(f"optimizer={self.optimizer!r} is unknown: {hint(self.optimizer, known)}")
         check_precision(self.precision, autocast=False)
         check_replicas(self.zero_stage, self.fsdp)
+        check_offload(self.offload)
         check_positive(dp_size=self.dp_size, tp_size=self.tp_size)
 
     def __str__(self) -> str:
         low = "" if self.precision == "fp32" else f", precision {self.precision}"
         divided = "zero_stage=1" if self.zero_stage else "fsdp" if self.fsdp else "each whole"
         replicas = f", {self.dp_size} replicas, {divided}" if self.dp_size > 1 else ""
-        return f"optimizer {self.optimizer}{low}{replicas}" + (f", tp_size {self.tp_size}" if self.tp_size > 1 else "")
+        return (
+            f"optimizer {self.optimizer}{low}{replicas}"
+            + (f", tp_size {self.tp_size}" if self.tp_size > 1 else "")
+            + (f", {self.offload} on the host" if self.offload else "")
+        )
 
     def config(self, schedule: str, pp_size: int, num_microbatches: int, num_model_chunks: int = 1) -> PipelineConfig:
         """The plugin's arguments for it under a schedule; raises ConfigurationError if the plugin refuses them."""
@@ -147,7 +157,16 @@ class Training:
             zero_stage=self.zero_stage,
             fsdp=self.fsdp,
             tp_size=self.tp_size,
+            offload=self.offload,
         )
+
+    def at_peak(self, actions: Sequence[Action], sizes: Sequence[int]) -> dict[int, int]:
+        """How many microbatches of each stage a rank keeps at its peak, if one of stage s takes `sizes[s]`."""
+        return (resident_at_peak if self.offload else alive_at_peak)(actions, sizes)
+
+    def on_host(self, actions: Sequence[Action], sizes: Sequence[int]) -> int:
+        """The activations of a rank on the host."""
+        return most_on_host(actions, sizes) if self.offload else 0
 
     @property
     def parts(self) -> int:
@@ -231,7 +250,7 @@ class Footprint:
 
     def _count(self, training: Training) -> None:
         each = {name: training.takes([parameter], self._forms) for name, parameter in self._parameters.items()}
-        self._training = training
+        self.training = training
         self._static = _Union([{name: each[name].always for name in names} for names in self._held])
         self._gradients = _Union([{name: each[name].gradients for name in names} for names in self._held])
 
@@ -240,7 +259,7 @@ class Footprint:
         or with None at the end of a step."""
         last = self._end(end)
         if alive is None:
-            beside = self._training.update(self._gradients.total(start, last))
+            beside = self.training.update(self._gradients.total(start, last))
         else:
             beside = alive * self.activations(start, end) + self.recomputed(start, end)
         return self._static.total(start, last) + beside

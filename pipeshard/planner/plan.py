@@ -212,7 +212,8 @@ class Plan:
             program = config.program(self.num_microbatches, n)
             shares = ([cost / n for cost in kind] for kind in costs)
             simulation = simulate_parts(program, *shares, **self.transfers(n))
-            alive = zip(self.stages, simulation.peak_activations, strict=True)
+            peaks = [self.training.at_peak(actions, [1] * self.pp_size) for actions in program.ranks]
+            alive = [(stage, peaks[stage.rank][stage.stage]) for stage in self.stages]
             memory = tuple(s.memory.total - s.alive * s.kept + math.ceil(slices * s.kept / n) for s, slices in alive)
             found.append(InSlices(n, simulation.makespan, simulation.bubble, memory))
         return found

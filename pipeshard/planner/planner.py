@@ -96,6 +96,7 @@ def plan(
     fsdp: bool = False,
     tp_size: int = 1,
     tp_plan: Mapping[str, str] | None = None,
+    offload: str | None = None,
     tflops: float | None = None,
     link: str | Sequence[str] | None = None,
     device_speed: str | Sequence[float] | None = None,
@@ -121,6 +122,7 @@ def plan(
         tp_size: as for the plugin. Sliced parameters are divided, with their gradients and states; times and
             activations are those of whole units.
         tp_plan: as for the plugin.
+        offload: as for the plugin. Copies to the host and back take no time here.
         profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them
             now, "profile:PATH" unless that file exists.
         policy: as for the plugin.
@@ -141,7 +143,7 @@ def plan(
     speeds = speeds_of(partition, pp_size) if device_speed is None else device_speed
     devices = Devices.parse(pp_size, device_memory, speeds, link)
     microbatch, m = first_microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
-    training = Training(optimizer, precision, dp_size, zero_stage, fsdp, tp_size)
+    training = Training(optimizer, precision, dp_size, zero_stage, fsdp, tp_size, offload)
     subject = study(model, microbatch, criterion, policy, partition, training, profile, tp_plan)
     subject = timed(subject, tflops, link).on(devices)
     unit = 1.0 if subject.in_seconds else sum(map(sum, subject.costs)) / sum(devices.speeds) or 1.0

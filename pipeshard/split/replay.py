@@ -37,7 +37,7 @@ from pipeshard.graph.units import Handler
 from pipeshard.hf import is_cache
 from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves, tree_tensors
 from pipeshard.slices.cut import SliceCall
-from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
+from pipeshard.split.route import Blank, Route, Save, Step, recomputes_itself, run_again
 from pipeshard.split.zeros import Zeros
 
 UNFROZEN = (
@@ -119,6 +119,7 @@ class Replay:
         self.outside: Handler | None = None  # what answers calls that are made outside of forwards
         self.recomputing, self.proves = False, True  # whether what units leave at places is compared with the trace
         self.repeats = Repeats(self.randomness)
+        self.save: Save | None = None  # where recomputed units save their arguments
         self._blanks: dict[tuple[Any, Blank], Tensor] = {}  # of the last step
         self._used: dict[tuple[Any, Blank], Tensor] = {}  # of this one
         self._zeros: Zeros | None = None  # while they are followed
@@ -224,7 +225,7 @@ class Replay:
     ) -> Any:
         draw = repeat.before = self.randomness.at(2 * run.next - 1)
         if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
-            forward = run_again(forward, step.unit, self.units[step.unit], lambda: Again(self, draw))
+            forward = run_again(forward, step.unit, self.units[step.unit], lambda: Again(self, draw), self.save)
         asides: list[tuple[Source, Any]] = []
         number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
         # What hooks inside are called with is repeated by `answer`.

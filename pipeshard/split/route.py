@@ -100,27 +100,47 @@ def recomputes_itself(unit: nn.Module) -> bool:
     return unit.training and any(map(recomputes, unit.modules()))
 
 
+Save = Callable[[Tensor], Callable[[], Tensor]]  # takes a tensor away until what it returns is called
+
+
 def run_again(
-    forward: Callable[..., Any], name: str, unit: nn.Module, second: Callable[[], AbstractContextManager[None]]
+    forward: Callable[..., Any],
+    name: str,
+    unit: nn.Module,
+    second: Callable[[], AbstractContextManager[None]],
+    save: Save | None = None,
 ) -> Callable[..., Any]:
-    """The forward of `unit`, keeping only its arguments for the backward pass.
+    """The forward of `unit`, keeping only its arguments for the backward pass, of which `save` may take tensors away.
 
     `second` is a context around the second run; it must restore the random numbers of the first one. The contents of
     lists, mappings and objects among the arguments are restored, and so are tensors that glue had put in place of
     parameters (torch.func.functional_call). The second run raises UsageError if a tensor has been changed in place.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*given: Any, **named: Any) -> Any:
+        saved: dict[Any, Callable[[], Tensor]] = {}
+        if save is not None:
+            items = [*enumerate(given), *named.items()]
+            saved = {key: save(value) for key, value in items if type(value) is Tensor}
+        args = [None if k in saved else value for k, value in enumerate(given)]
+        kwargs = {key: None if key in saved else value for key, value in named.items()}
         tensors = [tensor for tensor in tree_tensors((args, kwargs)) if not tensor.is_inference()]
         versions = [tensor._version for tensor in tensors]
-        before, runs = Snapshot({"": (args, kwargs)}), itertools.count()
+        before = Snapshot({"": (args, kwargs)})
         parameters = dict(unit.named_parameters(remove_duplicate=False))
+        first = [(given, named)]
+        del given, named  # which the first run alone keeps
 
         def checked() -> Any:
-            if not next(runs):
-                return forward(*args, **kwargs)
+            if first:
+                given, named = first.pop()
+                return forward(*given, **named)
             changes = list(before.changes())
             written = any(change.before is change.now for change in changes)
+            try:
+                again = {key: tensor() for key, tensor in saved.items()}
+            except RuntimeError:
+                written = True
             if written or [tensor._version for tensor in tensors] != versions:
                 raise UsageError(
                     f"unit {name} cannot be recomputed: after its forward an argument of it was changed in place. "
@@ -132,7 +152,10 @@ def run_again(
             lent: dict[str, Tensor] = {key: tensor for key, tensor in parameters.items() if tensor is not own[key]}
             try:
                 with reparametrized(unit, lent) if lent else nullcontext():
-                    return forward(*args, **kwargs)
+                    return forward(
+                        *(again.get(k, value) for k, value in enumerate(args)),
+                        **{key: again.get(key, value) for key, value in kwargs.items()},
+                    )
             finally:
                 if now is not None:
                     now.restore()

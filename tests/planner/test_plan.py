@@ -49,6 +49,19 @@ def test_memory_by_hand() -> None:
     assert [stage.alive for stage in gpipe.stages] == [M, M]
 
 
+def test_offloaded_activations_are_on_the_host() -> None:
+    model = zoo.build("llama", layers=6)
+    plain, found = (planned("llama", model, p=4, schedule="1f1b", offload=offload) for offload in (None, "activations"))
+    assert [stage.alive for stage in plain.stages] == [4, 3, 2, 1]
+    assert [stage.alive for stage in found.stages] == [2, 2, 2, 1]
+    assert [stage.memory.host for stage in plain.stages] == [0, 0, 0, 0]
+    assert [stage.memory.host // stage.kept for stage in found.stages] == [2, 1, 0, 0]
+    first = found.stages[0]
+    assert plain.stages[0].memory.total - first.memory.total == 2 * first.kept
+    with pytest.raises(ConfigurationError, match="did you mean activations"):
+        planned("llama", model, offload="activation")
+
+
 def test_what_crosses_is_the_hidden_states_and_their_gradient() -> None:
     first, second = planned("llama", schedule="zb-h1").stages
     assert (first.received, first.returned, first.enters) == (0, 0, ())

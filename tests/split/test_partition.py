@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeshard import trace
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.planner.candidate import fit
-from pipeshard.planner.memory import Footprint, alive_at_peak
+from pipeshard.planner.memory import Footprint, Training, alive_at_peak
 from pipeshard.schedule import make_program, simulate
 from pipeshard.split.balance import balance
 from pipeshard.split.policy import Policy
@@ -93,6 +93,7 @@ class Calls:
     parameters: list[int]
     kept: list[int]
     update: list[int]
+    training: Training = field(default_factory=Training)
 
     def total(self, start: int, end: int, alive: int | None) -> int:
         beside = sum(self.update[start:end]) if alive is None else alive * self.activations(start, end)

@@ -1,0 +1,64 @@
+"""Residence: the activations on a rank's device while each action runs, if all others are offloaded to the host.
+
+There are those of two microbatches at most: what the action computes with, and what the next B needs, or the next W. If
+it is not there already, it is copied back while the action runs.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pipeshard.schedule.program import Action, Kind
+
+Holding = tuple[int, int]  # the activations of a microbatch on a stage
+
+
+class Residence(NamedTuple):
+    """While an action runs, the activations of the action itself and those of the `next` B or W are on the device (None
+    if its F has yet to run). `stays`: the action that follows has this one's there too."""
+
+    next: Holding | None
+    stays: bool
+
+
+def residences(actions: Sequence[Action]) -> dict[Action, Residence]:
+    """The residence of each F, B and W of a rank, in order."""
+    compute = [action for action in actions if action.kind.is_compute]
+    made = {action[1:]: k for k, action in enumerate(compute) if action.kind is Kind.F}
+    following: Holding | None = None  # what the next B or W needs
+    later = next_later = None  # what is there with the action after this one
+    found = []
+    for k, action in reversed([*enumerate(compute)]):
+        own = action[1:]
+        if own == later:  # as B and its W
+            known = next_later
+        else:
+            known = following if following is not None and made[following] <= k else None
+        found.append((action, Residence(known, own in (later, next_later))))
+        later, next_later = own, known
+        if action.kind is not Kind.F:
+            following = own
+    return dict(reversed(found))
+
+
+def resident_at_peak(actions: Sequence[Action], sizes: Sequence[int]) -> dict[int, int]:
+    """How many microbatches of each stage are on a rank's device at its peak, if one of stage s takes `sizes[s]`."""
+    peak = max((here for here, _ in _moments(actions)), key=lambda here: sum(sizes[stage] for _, stage in here))
+    return {stage: sum(stage == other for _, other in peak) for _, _, stage in actions}
+
+
+def most_on_host(actions: Sequence[Action], sizes: Sequence[int]) -> int:
+    """The most that is on the host at a time."""
+    return max(sum(sizes[stage] for _, stage in away) for _, away in _moments(actions))
+
+
+def _moments(actions: Sequence[Action]) -> Iterator[tuple[set[Holding], set[Holding]]]:
+    """While each action runs: the activations on the device, and those on the host."""
+    last = {action[1:]: action for action in actions if action.kind.is_compute}
+    alive = set[Holding]()
+    for action, residence in residences(actions).items():
+        own = action[1:]
+        alive.add(own)
+        here = {own, residence.next or own}
+        yield here, alive - here
+        if last[own] is action:
+            alive.remove(own)
