@@ -173,7 +173,7 @@ class Coupling:
         tags = self._of(tensors_in(inputs[overwrites:]))
         if packet in SCALAR:
             self._read_tags(tags)
-        numbers = [] if "norm" in func.name() else [float(each) for each in inputs if self._is_number(each)]
+        numbers = [] if "norm" in func.name() else [_number(each) for each in inputs if self._is_number(each)]
         if self._has_read:
             tags |= set(map(Number, numbers))
         elif numbers and tags:  # made of what was read, which was not of several stages
@@ -233,6 +233,10 @@ class Coupling:
         if len(self._tags) > self._most:
             self._tags = {key: kept for key, kept in self._tags.items() if not kept[0].expired()}
             self._most = 2 * len(self._tags)
+
+
+def _number(value: Tensor | float) -> float:
+    return value.detach().item() if isinstance(value, Tensor) else value
 
 
 REMEDY = (

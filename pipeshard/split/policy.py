@@ -207,8 +207,8 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     if decisions:
         raise TraceError(
             f"{type(model).__name__} decides in Python on a value of a unit, which only its stage has: "
-            f"{'; '.join(decisions)}. Compute it with tensor operations (torch.where), or in the forward of a separate "
-            "module, as also gradients that forward computes (autograd.grad)"
+            f"{'; '.join(decisions)}. Compute it with tensor operations (torch.where), or in the forward of a module "
+            "of its own, as also gradients that forward computes (autograd.grad)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:

@@ -156,9 +156,10 @@ class Conv1DSlice:
     def validate_param(self, module: Any, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
         size = getattr(module, "nf" if self.by == "outputs" else "nx", None)
         if size is None or size % (self.blocks * mesh.size()):
+            has = "is not a Conv1D" if size is None else f"has {size} {self.by}"
             raise ConfigurationError(
                 f"tp_plan slices {parameter_name} of {type(module).__name__} as a Conv1D of {self.blocks} blocks of "
-                f"{self.by}. The layer has {size} {self.by}, so tp_size={mesh.size()} does not divide each block"
+                f"{self.by}, each in tp_size={mesh.size()} equal parts, but the layer {has}"
             )
 
     def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:
