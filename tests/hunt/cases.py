@@ -287,7 +287,7 @@ CASES = {
         "The criterion grows with each call, and each microbatch is one.",
         options={"num_microbatches": 2},
         criterion=nets.Ramps,
-        refused="when it is called again",
+        refused="when it was called again",
     ),
     "criterion logs": Case(
         nets.Logits, "The same where it only keeps them.", options={"num_microbatches": 2}, criterion=nets.Logs

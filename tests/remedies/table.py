@@ -337,7 +337,7 @@ REMEDIES = {
     ),
     "a criterion that counts": Remedy(
         ("a criterion that counts its calls",),
-        "change such things between steps",
+        "Change its state between steps",
         Training(Logits, criterion=ramped),
         (Training(Scaled, criterion=by_step, between=scaled), Training(Logits, ONE, criterion=ramped)),
     ),
