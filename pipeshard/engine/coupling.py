@@ -255,10 +255,8 @@ DRAWN = (
 )
 
 
-class Operators(DispatchMode):
-    """Passes each operator of a loop to its Coupling, which it does not keep alive."""
-
-    supports_higher_order_operators = True
+class Watching:
+    """A mode of a Coupling, which it does not keep alive."""
 
     def __init__(self, coupling: Coupling) -> None:
         super().__init__()
@@ -268,6 +266,12 @@ class Operators(DispatchMode):
     def is_over(self) -> bool:
         """Whether the model has been deleted."""
         return self._coupling() is None
+
+
+class Operators(Watching, DispatchMode):
+    """Passes each operator of a loop to its Coupling."""
+
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling, kwargs = self._coupling(), kwargs or {}
@@ -276,17 +280,8 @@ class Operators(DispatchMode):
         return coupling.run(func, args, kwargs)
 
 
-class Readers(TorchFunctionMode):
+class Readers(Watching, TorchFunctionMode):
     """Tells a Coupling what Python reads past torch's operators."""
-
-    def __init__(self, coupling: Coupling) -> None:
-        super().__init__()
-        self._coupling = weakref.ref(coupling)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the model has been deleted."""
-        return self._coupling() is None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()
@@ -298,5 +293,4 @@ class Readers(TorchFunctionMode):
 def end_of_deleted() -> None:
     """Leave the modes of models that have been deleted. They pass operators on until then: a mode must not be left
     within an operator, where a finalizer, or the mode itself, may be called."""
-    modes = [mode for mode in modes_entered() if isinstance(mode, Operators | Readers)]
-    leave_below(*(mode for mode in modes if mode.is_over))
+    leave_below(*(mode for mode in modes_entered() if isinstance(mode, Watching) and mode.is_over))
