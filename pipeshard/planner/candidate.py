@@ -25,7 +25,7 @@ from pipeshard.graph.units import paths_of
 from pipeshard.hf import recomputes
 from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Footprint, Forms, Memory, Training
-from pipeshard.planner.plan import Estimate, StagePlan, crossings, in_short
+from pipeshard.planner.plan import Crossing, Estimate, StagePlan, crossings, in_short
 from pipeshard.private import TreeSpec
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
@@ -314,13 +314,18 @@ class Candidate:
     def boundaries(self) -> list[Boundary]:
         return boundaries(self.subject.flow, self.policy.stages, len(self.program.placement))
 
+    @cached_property
+    def enters(self) -> list[tuple[Crossing, ...]]:
+        """What enters each stage."""
+        return [crossings(self.subject.flow, each) for each in self.boundaries]
+
     def sent(self, stage: int) -> tuple[int, int]:
         """The bytes of a microbatch's message to a stage, and of the gradients that the stage sends back; none if the
         previous stage is on the same rank."""
         placement = self.program.placement
         if stage == 0 or placement[stage - 1] == placement[stage]:
             return 0, 0
-        enters = crossings(self.subject.flow, self.boundaries[stage])
+        enters = self.enters[stage]
         return sum(value.bytes for value in enters), sum(value.bytes for value in enters if value.gradient)
 
     def stages(self, unit: float) -> tuple[StagePlan, ...]:
@@ -349,7 +354,7 @@ class Candidate:
                     memory=replace(subject.takes(own), activations=kept, recomputed=again, host=host),
                     alive=self.alive[s],
                     kept=self.kept[s],
-                    enters=crossings(subject.flow, self.boundaries[s]),
+                    enters=self.enters[s],
                     received=received,
                     returned=returned,
                 )
