@@ -30,7 +30,7 @@ from pipeshard.errors import ConfigurationError, PipeshardError, VerificationErr
 from pipeshard.hf import IGNORED, LABELS, MASK, config_of, text_config
 from pipeshard.planner.memory import UNITS, format_bytes
 from pipeshard.planner.models import build
-from pipeshard.planner.plan import Estimate, Plan
+from pipeshard.planner.plan import UNUSABLE, Estimate, Plan
 from pipeshard.verify.decide import Proven, alone
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof
 
@@ -137,7 +137,7 @@ def _has_speed(plan: Plan) -> bool:
 
 def _line(plan: Plan, estimate: Estimate) -> list[str]:
     if estimate.problem:
-        return [estimate.name, *["-"] * (5 + _has_speed(plan)), estimate.unusable]
+        return [estimate.name, *["-"] * (5 + _has_speed(plan)), UNUSABLE]
     speed = [f"{plan.tokens / estimate.time:,.0f}"] if _has_speed(plan) else []
     time = f"{_digits(estimate.time)} s" if plan.unit == "seconds" else f"{estimate.time / plan.num_microbatches:.3f}"
     fits = {None: "", True: "yes", False: "no"}[estimate.fits]

@@ -95,7 +95,7 @@ class PipelineConfig:
         tp_plan: a custom plan: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
         zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
         fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, with
-            torch's `fully_shard`; parameters are gathered once per step. Not with schedules that split the backward.
+            torch's `fully_shard`; parameters are gathered once per step.
         precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, but summed
             and updated in fp32. "fp16" scales the loss, and all ranks skip a step if a gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
@@ -231,7 +231,7 @@ class PipelineConfig:
     def defers(self) -> bool:
         """Whether weight gradients may be computed separately although the schedule does not require it: parameters of
         layers and their forwards must not be changed in any other way."""
-        return not (self.compile or self.fsdp or self.tp_size > 1)
+        return not (self.compile or self.tp_size > 1)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
@@ -360,9 +360,6 @@ class PipelineConfig:
         if self.compile:
             why = "a compiled backward cannot leave out its weight gradients"
             raise ConfigurationError(f"compile={self.compile!r} {within}: {why}. {others}")
-        if self.fsdp:
-            why = "deferred weight gradients would miss the gathered parameters"
-            raise ConfigurationError(f"fsdp=True {within}: {why}. {others}, or zero_stage=1")
 
 
 def check_tp_plan(plan: Any) -> None:

@@ -15,7 +15,6 @@ from pipeshard import commands
 from pipeshard.cli import main
 from pipeshard.planner import models as source
 from pipeshard.planner.memory import parse_bytes
-from pipeshard.schedule.schedules import IN_A_V
 from tests import zoo
 
 MODEL = [
@@ -161,13 +160,6 @@ def test_unequal_ranks_are_shown_with_what_to_pass() -> None:
     assert "rank 0: 1.00 GB, speed 1; rank 1: 500 MB, speed 0.6; messages: 50.0 GB/s, 10 us\n" in shown
     plan = json.loads(invoke(*MODEL, *SIZES, *options, "--json", "-").output)
     assert shown.endswith(f"Pass partition={plan['counts']} to PipelinePlugin.\n")
-
-
-def test_what_the_plugin_refuses_is_marked() -> None:
-    shown = invoke(*MODEL, *SIZES, "--dp", "2", "--fsdp").output
-    assert [line.split()[0] for line in shown.splitlines() if line.endswith("not accepted  ")] == ["zb-h1", *IN_A_V]
-    result = invoke(*MODEL, *SIZES, "--dp", "2", "--fsdp", "--schedule", "zbv")
-    assert result.exit_code == 1 and result.output.startswith("error: fsdp=True does not go with schedule='zbv'")
 
 
 def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:

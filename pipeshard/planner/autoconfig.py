@@ -12,7 +12,7 @@ from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Training, check_positive, format_bytes
-from pipeshard.planner.plan import Estimate
+from pipeshard.planner.plan import UNUSABLE, Estimate
 from pipeshard.planner.planner import NEAR, SIMPLEST, attempt, first_microbatch, schedules, study, timed
 from pipeshard.planner.profile import Profile
 from pipeshard.schedule.schedules import SCHEDULES
@@ -113,7 +113,7 @@ class Considered:
         layout, estimate = self.layout, self.estimate
         sizes = f"p={layout.pp_size} dp={layout.dp_size} m={layout.num_microbatches}×{layout.microbatch_size}"
         if estimate.problem:
-            return f"{sizes} {estimate.name}: {estimate.unusable}"
+            return f"{sizes} {estimate.name}: {UNUSABLE}"
         beyond = ", too much" if estimate.fits is False else ""
         figures = f"{estimate.time:.4g}, idle {estimate.bubble:.1%}, takes {format_bytes(estimate.peak)}{beyond}"
         return f"{sizes} {estimate.name}: {figures}"
@@ -235,8 +235,6 @@ def _simulated(
 
 def _best(considered: Sequence[Considered], devices: Devices) -> Considered:
     possible = [each for each in considered if not each.estimate.problem]
-    if all(each.estimate.refused for each in considered):
-        raise ConfigurationError(f"the plugin refuses every schedule to choose from: {considered[0].estimate.problem}")
     if not possible:
         raise PartitionError(f"the model cannot be cut for any of them: {considered[0].estimate.problem}")
     fitting = [each for each in possible if each.estimate.fits is not False]

@@ -87,13 +87,15 @@ def in_short(names: Sequence[str]) -> str:
     return ", ".join(shown)
 
 
+UNUSABLE = "cannot be cut so"  # what is shown of an estimate with a problem
+
+
 @dataclass(frozen=True)
 class Estimate:
     """One schedule: the time of a step, the idle share of all ranks' time, and the memory of each rank.
 
     `counts` are the unit calls of each stage. `fits` says whether every rank stays within the limit (None: no
-    limit). `problem` says why the model cannot be cut in this way, or why the plugin refuses the schedule with the
-    other arguments (`refused`); then the other fields are empty.
+    limit). `problem` says why the model cannot be cut in this way; then the other fields are empty.
     """
 
     schedule: str
@@ -104,16 +106,10 @@ class Estimate:
     memory: tuple[Memory, ...] = ()
     fits: bool | None = None
     problem: str = ""
-    refused: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.schedule}, v={self.num_model_chunks}" if self.schedule == "interleaved" else self.schedule
-
-    @property
-    def unusable(self) -> str:
-        """A short reason why it cannot be used, if any."""
-        return "not accepted" if self.refused else "cannot be cut so" if self.problem else ""
 
     @property
     def fullest(self) -> int:

@@ -153,7 +153,7 @@ def plan(
     estimates = [c.estimate(unit) if isinstance(c, Candidate) else c for c in tried]
     impossible = next((e for e in estimates if e.problem and chosen in (None, (e.schedule, e.num_model_chunks))), None)
     if impossible and (chosen or not candidates):
-        raise (ConfigurationError if impossible.refused else PartitionError)(impossible.problem)
+        raise PartitionError(impossible.problem)
     best, reason = recommend(estimates, devices.memory)
     if best.fits is False:  # none does: that which takes least is the nearest to it
         best = min((e for e in estimates if not e.problem), key=lambda e: max(devices.excess(e.memory)))
@@ -245,13 +245,9 @@ def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
 
 
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
-    """The model cut for this schedule, or an estimate with the reason why it cannot be cut, or is refused."""
+    """The model cut for this schedule, or an estimate with the reason why it cannot be cut."""
     try:
-        program = subject.training.config(name, p, m, v).program(m)
-    except ConfigurationError as error:
-        return Estimate(name, v, problem=str(error), refused=True)
-    try:
-        return Candidate(subject, program, v)
+        return Candidate(subject, subject.training.config(name, p, m, v).program(m), v)
     except PartitionError as error:
         return Estimate(name, v, problem=str(error))
 

@@ -103,7 +103,6 @@ def refused(options: dict[str, Any], name: str) -> str:
     [
         ({"pp_size": 1, "zero_stage": 2}, NAME, "zero_stage=2: a pipeline adds up gradients over the microbatches"),
         ({"pp_size": 1, "zero_stage": 1, "fsdp": True}, NAME, "fsdp=True shards the optimizer's state already"),
-        ({"pp_size": 2, "fsdp": True, "schedule": "zbv"}, NAME, "fsdp=True does not go with schedule='zbv'"),
         ({"pp_size": 1, "tp_size": 2, "policy": Policy}, "gpt2", "tp_size=2: GPT2LMHeadModel comes without a tp_plan"),
         ({"pp_size": 3}, NAME, "pp_size=3 but the world has 2 processes"),
         ({"pp_size": 1, "dp_size": 3}, NAME, "pp_size=1 and dp_size=3 but the world has 2 processes"),

@@ -173,6 +173,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"dp_size": 2}),
     (4, {"dp_size": 2, "zero_stage": 1}),
     (4, {"dp_size": 2, "fsdp": True}),
+    (4, {"dp_size": 2, "fsdp": True, "schedule": "zbv"}),
 ]
 
 
