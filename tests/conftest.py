@@ -21,7 +21,7 @@ settings.load_profile("untimed")
 _pool = Pool()
 PROCESSES = 12  # one in so many tests whose ranks may be threads runs on processes
 RANKS = os.environ.get("RANKS", "")  # "threads" or "processes" for all tests that may have either
-TURNS = 10  # one in so many tests that take turns runs
+TURNS = 14  # one in so many tests that take turns runs
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -76,7 +76,7 @@ def test_sliced_model_trains_as_unsplit(pool: Pool, p: int, m: int, n: int) -> N
     assert pool.run(trained, p, "llama", m, n) == [[]] * p
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -180,7 +180,7 @@ def test_slices_beside_evaluation_and_generation(pool: Pool) -> None:
 @pytest.mark.parametrize(
     "name", ["mixtral", "qwen3_next", "lfm2", "opt", "bart", "mistral", "bert", "deepseek_v3", "gpt_oss"]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_architecture_in_slices(pool: Pool, name: str) -> None:
     (entry,) = find(f"causal-lm/{name}")
     assert [verdict.kind for verdict in pool.run(check_architecture, 1, entry, 2)] == ["close"]

@@ -130,7 +130,7 @@ def is_exact(ended: list[tuple[int, int]]) -> bool:
 
 
 @pytest.mark.local
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("name", "dropout"), [("gpt2", 0.2), ("llama", 0.0), ("t5", 0.2)])
@@ -161,7 +161,7 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {  # the ranks, and the argumen
 
 
 @pytest.mark.local
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("which", OPTIONS)
 def test_with_other_options(pool: Pool, which: str) -> None:
     world, how = OPTIONS[which]
