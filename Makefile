@@ -58,7 +58,7 @@ ROUNDS       ?= 9
 INPUTS       ?= 1000000
 JOBS         ?= 3
 DEVICE       ?= cuda
-PART         ?= work overhead lengths memory partition replay guards
+PART         ?= work links overhead lengths memory partition replay guards
 #               slices generation
 
 VENV  := .venv

@@ -1,4 +1,4 @@
-"""Hosts: two network namespaces of this machine, joined by a cable that can be cut, each with processes of its own."""
+"""Hosts: two network namespaces of this machine, joined by a cable that can be cut or slowed down."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 INTERFACE = "eth0"  # of both hosts
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+BUFFERS = ("burst", "256kb", "latency", "100ms")  # of a limited cable
 
 _numbers = itertools.count()
 
@@ -71,6 +72,15 @@ class Hosts:
         for name in self.names:
             _ip("-n", name, "link", "set", INTERFACE, "up")
 
+    def limit(self, rate: str) -> None:
+        """Let the cable carry so much in each direction, such as "1gbit"; "" for as much as it can."""
+        for name in self.names:
+            if rate:
+                _tc("-n", name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", rate, *BUFFERS)
+            else:
+                with contextlib.suppress(subprocess.CalledProcessError):  # there was no limit
+                    _tc("-n", name, "qdisc", "delete", "dev", INTERFACE, "root")
+
     def processes(self, host: int) -> list[int]:
         for process in self._started:
             process.poll()
@@ -97,4 +107,12 @@ def missing() -> str:
 
 
 def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+    return _run("ip", *arguments)
+
+
+def _tc(*arguments: str) -> str:
+    return _run("tc", *arguments)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -15,6 +15,7 @@ from benchmarks.speed.parts import (
     generation,
     guards,
     lengths,
+    links,
     memory,
     overhead,
     partition,
@@ -27,6 +28,7 @@ from benchmarks.speed.section import Section
 
 PARTS: dict[str, Part] = {
     "work": work.run,
+    "links": links.run,
     "overhead": overhead.run,
     "lengths": lengths.run,
     "memory": memory.run,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.work import Work
+from tests.hosts import INTERFACE, Hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "outputs" / "benchmarks" / "logs"
@@ -45,10 +46,11 @@ class ContenderError(Exception):
 
 
 class Pair:
-    """A contender's two live processes, stopped unless `round` is running: the threads of process groups would poll."""
+    """A contender's two live processes, stopped unless `round` is running: the threads of process groups would poll.
+    With `hosts` each has a network of its own."""
 
-    def __init__(self, contender: Contender, work: Work, label: str = "") -> None:
-        self.contender, self.label = contender, label
+    def __init__(self, contender: Contender, work: Work, label: str = "", hosts: Hosts | None = None) -> None:
+        self.contender, self.label, self.hosts = contender, label, hosts
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
         self.logs: list[Path] = []
@@ -108,12 +110,14 @@ class Pair:
             "store": f"{self._scratch.name}/store",
         }
         worker = ("-W", "ignore", "-m", "benchmarks.speed.worker")
+        host = [] if self.hosts is None else ["ip", "netns", "exec", self.hosts.names[rank]]
+        interface = "lo" if self.hosts is None else INTERFACE
         with self.logs[-1].open("wb") as log:
             self.processes.append(
                 subprocess.Popen(
-                    [contender.python, *worker, str(theirs.fileno()), json.dumps(order)],
+                    [*host, contender.python, *worker, str(theirs.fileno()), json.dumps(order)],
                     cwd=ROOT,
-                    env=_environment(rank) | contender.variables,
+                    env=_environment(rank, interface) | contender.variables,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -146,13 +150,13 @@ class Pair:
         return f"rank {rank} died ({code}): {lines[-1] if lines else 'without a word'}"
 
 
-def _environment(rank: int) -> dict[str, str]:
+def _environment(rank: int, interface: str) -> dict[str, str]:
     return os.environ | {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": interface,
         "DS_ACCELERATOR": "cpu",
         # Memory that was freed stays with the process, for all alike: page faults are much of the noise.
         "MALLOC_MMAP_THRESHOLD_": str(2**32),

@@ -9,6 +9,7 @@ from rich.progress import Progress
 
 from benchmarks.speed.contender import Batches, Contender, ContenderError, Pair
 from benchmarks.speed.work import Work
+from tests.hosts import Hosts
 
 TOLERANCE = 1e-4  # of losses, relative
 
@@ -31,13 +32,16 @@ class Outcome:
     """What a lane's rounds came to, the warm-up left out but for the losses.
 
     `seconds` is a step's time in each round, `losses` that of every step, `memory` the bytes that each rank took
-    beyond the start of each round, `reports` the trainers' own figures, `asleep` the share of a core that the ranks
-    used between their rounds. `error` says why there is no more.
+    beyond the start of each round, `resident` those that it took in all, `sent` those of a step that left it,
+    `reports` the trainers' own figures, `asleep` the share of a core that the ranks used between their rounds. `error`
+    says why there is no more.
     """
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     memory: list[list[int]] = field(default_factory=list)
+    resident: list[list[int]] = field(default_factory=list)
+    sent: list[list[float]] = field(default_factory=list)
     reports: list[list[dict[str, Any]]] = field(default_factory=list)
     asleep: float = 0.0
     error: str = ""
@@ -46,11 +50,21 @@ class Outcome:
 class Rounds:
     """Runs all lanes of one work: starts them one by one, then `rounds` rounds in which each has its turn.
 
-    A lane's turn is at another place in every round, so that none always follows the same one.
+    A lane's turn is at another place in every round, so that none always follows the same one. With `hosts` the ranks
+    are on these. `before` is called with the number of a round before it, 0 for the warm-up.
     """
 
-    def __init__(self, work: Work, lanes: Sequence[Lane], rounds: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        work: Work,
+        lanes: Sequence[Lane],
+        rounds: int,
+        progress: Progress,
+        hosts: Hosts | None = None,
+        before: Callable[[int], None] = lambda k: None,
+    ) -> None:
         self.work, self.lanes, self.rounds, self.progress = work, lanes, rounds, progress
+        self.hosts, self.before = hosts, before
         self.outcomes = {lane.name: Outcome() for lane in lanes}
         self._pairs: dict[str, Pair] = {}
         self._slept = {lane.name: [0.0, 0.0] for lane in lanes}
@@ -63,6 +77,7 @@ class Rounds:
                 self._start(lane)
                 self.progress.advance(task)
             for k in range(self.rounds + 1):
+                self.before(k)
                 turn = k % len(self.lanes)
                 for lane in (*self.lanes[turn:], *self.lanes[:turn]):
                     self.progress.update(task, description=f"{self.work}: round {k} of {self.rounds}, {lane.name}")
@@ -76,7 +91,7 @@ class Rounds:
 
     def _start(self, lane: Lane) -> None:
         try:
-            self._pairs[lane.name] = Pair(lane.contender, self.work, lane.stream)
+            self._pairs[lane.name] = Pair(lane.contender, self.work, lane.stream, self.hosts)
         except ContenderError as error:
             self.outcomes[lane.name].error = f"did not start: {error}"
 
@@ -97,6 +112,8 @@ class Rounds:
         elapsed = max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers)
         outcome.seconds.append(elapsed / len(batches))
         outcome.memory.append([answer["memory"] for answer in answers])
+        outcome.resident.append([answer["resident"] for answer in answers])
+        outcome.sent.append([answer["sent"] / len(batches) for answer in answers])
         outcome.reports.append([answer["report"] for answer in answers])
         slept = self._slept[lane.name]
         for wall, cpu in (answer["asleep"] for answer in answers):

@@ -5,8 +5,9 @@ from typing import Any
 
 from benchmarks.speed.contender import RANKS
 from pipeshard.schedule import Simulation, make_program, shorten_cooldown, simulate_parts
+from pipeshard.schedule.schedules import IN_A_V
 
-CHUNKS = {"interleaved": 2, "zbv": 2}  # of each rank; one for the others
+CHUNKS = {"interleaved": 2, **dict.fromkeys(IN_A_V, 2)}  # of each rank; one for the others
 
 Report = Sequence[dict[str, Any]]  # from each rank, the costs of the two halves of its stage (trainers/limit.py)
 

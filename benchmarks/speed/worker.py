@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,15 +55,20 @@ def _serve(connection: Connection, order: dict[str, Any]) -> None:
 
 
 def _round(work: Work, trainer: Trainer, batches: list[tuple[int, int | None]]) -> dict[str, Any]:
-    """One step for each (seed, length): when it began and ended, each loss, and the most memory it took beyond the
-    start's."""
+    """One step for each (seed, length): when it began and ended, each loss, the most memory it took beyond the
+    start's and in all, and the bytes that left by the network."""
     data = [work.batch(*batch) for batch in batches]
     reset_peak()
-    floor = resident()
+    floor, before = resident(), _sent()
     start = time.perf_counter()
     losses = [trainer.step(batch) for batch in data]
     end = time.perf_counter()  # of a clock that all processes share
-    return {"start": start, "end": end, "losses": losses, "memory": peak() - floor}
+    figures = {"memory": peak() - floor, "resident": peak(), "sent": _sent() - before}
+    return {"start": start, "end": end, "losses": losses, **figures}
+
+
+def _sent() -> int:
+    return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
 
 
 if __name__ == "__main__":

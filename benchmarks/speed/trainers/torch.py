@@ -1,43 +1,61 @@
-"""torch.distributed.pipelining: Schedule1F1B over stages made by hand."""
+"""torch.distributed.pipelining: one of its schedules over stages made by hand."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from benchmarks.speed.stages import HandStage, causal_loss
 from benchmarks.speed.work import LEARNING_RATE, Batch, Work
 
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")
+SEVERAL = ("InterleavedZeroBubble", *IN_A_V)  # schedules with two stages on each rank
+
 
 class Trainer:
-    """`compile` is True, or options of torch.compile: each layer is compiled by itself."""
+    """`schedule` is named as torch does. `compile` is True, or options of torch.compile: each layer is compiled by
+    itself."""
 
-    def __init__(self, work: Work, rank: int, size: int, compile: bool | dict[str, Any] = False) -> None:
-        share = work.layers // size
-        part = HandStage(work.model(), rank * share, (rank + 1) * share)
+    def __init__(
+        self, work: Work, rank: int, size: int, schedule: str = "1F1B", compile: bool | dict[str, Any] = False
+    ) -> None:
+        several = schedule in SEVERAL
+        total, second = size * (1 + several), 2 * size - 1 - rank if schedule in IN_A_V else size + rank
+        model, share, numbers = work.model(), work.layers // total, [rank, second][: 1 + several]
+        parts = [HandStage(model, k * share, (k + 1) * share) for k in numbers]
         options = dict(compile) if isinstance(compile, dict) else {}
-        for layer in part.layers if compile else ():
+        for layer in (layer for part in parts for layer in part.layers if compile):
             layer.compile(**options)
-        stage = PipelineStage(part, rank, size, torch.device("cpu"))
-        self.schedule = Schedule1F1B(stage, n_microbatches=work.microbatches, loss_fn=causal_loss)
-        self.optimizer = torch.optim.AdamW(part.parameters(), lr=LEARNING_RATE)
-        # torch knows no ties: each end has a copy, and the user sums their gradients.
-        embedding = part.tokens if rank == 0 else part.head
-        self.tied = embedding.weight if work.family == "gpt2" and embedding is not None else None
-        self.first = rank == 0
+        stages = [PipelineStage(part, k, total, torch.device("cpu")) for part, k in zip(parts, numbers)]
+        made: Any = get_schedule_class(schedule)
+        self.tied = _untied(parts) if work.family == "gpt2" else []
+        self.schedule = made(stages if several else stages[0], n_microbatches=work.microbatches, loss_fn=causal_loss)
+        self.optimizer = torch.optim.AdamW(nn.ModuleList(parts).parameters(), lr=LEARNING_RATE)
+        self.first, self.last = 0 in numbers, total - 1 in numbers
 
     def step(self, batch: Batch) -> float | None:
         losses: list[torch.Tensor] = []
-        if self.first:
-            self.schedule.step(batch["input_ids"])
-        else:
-            self.schedule.step(target=batch["labels"], losses=losses, return_outputs=False)
-        if self.tied is not None:
-            dist.all_reduce(self.tied.grad)
+        of_last: dict[str, Any] = {"target": batch["labels"], "losses": losses, "return_outputs": False}
+        self.schedule.step(*[batch["input_ids"]] * self.first, **of_last if self.last else {})
+        if len(self.tied) == 1:
+            dist.all_reduce(self.tied[0].grad)
+        for copy in self.tied[1:]:
+            self.tied[0].grad = copy.grad = self.tied[0].grad + copy.grad
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if losses else None
 
     def report(self) -> dict[str, Any]:
         return {}
+
+
+def _untied(parts: list[HandStage]) -> list[Any]:
+    """The weights of the embedding and the head that are here, as separate copies: torch knows no ties, so the user
+    sums their gradients. (Two stages with one parameter get another gradient under a schedule with W.)"""
+    ends = [end for part in parts for end in (part.tokens, part.head) if end is not None]
+    for end in ends[1:]:
+        end.weight = nn.Parameter(end.weight.detach().clone())
+    return [end.weight for end in ends]
