@@ -1,9 +1,11 @@
 """Snippets: the code blocks of README.md and docs, run in the order of their page by the ranks that it speaks of.
 
 The language of a block says how it is run: `python`, the new lines of a `diff`, `bash`, or `console`, whose output is
-compared. `text` and `json` are shown only. A comment before a block gives the reason why it is not run here, the file
-that a reader saves it as, or the number of ranks of a plugin that is made in it, and used nowhere:
+compared. `text`, `json`, `toml` and `yaml` are shown only. A comment before a block gives the reason why it is not run
+here, the file that a reader saves it as, or the number of ranks of a plugin that is made in it, and used nowhere:
 `<!-- not run: needs Slurm -->`, `<!-- file: train.py -->`, `<!-- ranks: 32 -->`.
+
+ColossalAI is hidden, except from a page that installs it.
 
 `python -m tests.snippets [PAGE ...]` runs the pages, and lists the blocks that it has not run.
 """
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +42,8 @@ from tests.pool import Pool, WorkerError
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMENT = r" *<!-- (?:not run|file|ranks): [^\n]+ -->\n"
 BLOCK = re.compile(rf"^(?P<comment>{COMMENT}\n?)? *```(?P<language>[^\n]*)\n(?P<code>.*?)^ *```$", re.M | re.S)
-RUN, SHOWN = ("python", "diff", "bash", "console"), ("text", "json")
-RANKS = {"docs/elastic.md": 4}  # elsewhere 2
+RUN, SHOWN = ("python", "diff", "bash", "console"), ("text", "json", "toml", "yaml")
+FOUR = ("docs/elastic.md", "docs/coming-from/megatron.md", "docs/coming-from/torchtitan.md")  # pages with 4 ranks
 TIMEOUT = 600.0
 # Packages are not installed again, and what a target of make runs has tests of its own.
 SHELL = f"set -euo pipefail\npip() {{ test $1 = install; }}\nmake() {{ command make -C {ROOT} -n $@ >/dev/null; }}\n"
@@ -92,8 +95,7 @@ def snippets(page: Path) -> list[Snippet]:
 def check(page: Path, pool: Pool) -> list[list[float]]:
     """Run a page's blocks. Returns the `losses` that they leave on each rank."""
     found = [one for one in snippets(page) if not one.reason]
-    python = any(one.language in ("python", "diff") and not one.file for one in found)
-    ranks = RANKS.get(os.path.relpath(page, ROOT), 2) if python else 1
+    ranks = (4 if os.path.relpath(page, ROOT) in FOUR else 2) if any(map(is_python, found)) else 1
     with tempfile.TemporaryDirectory(prefix="snippets-") as folder:
         furnish(Path(folder))
         return pool.run(run, ranks, found, folder, timeout=TIMEOUT)
@@ -107,6 +109,8 @@ def run(found: list[Snippet], folder: str) -> list[float]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(folder))
         stack.enter_context(launched())
+        if not any("colossalai" in one.code for one in found if one.language == "bash"):
+            stack.enter_context(hidden("colossalai"))
         joined = stack.enter_context(mock.patch("torch.distributed.init_process_group"))  # this rank is in one
         whole = any("coming-from" in one.page for one in found)  # scripts, which take nothing from elsewhere
         if dist.get_world_size() > 1 and not whole:
@@ -114,16 +118,33 @@ def run(found: list[Snippet], folder: str) -> list[float]:
         for one in found:
             if one.file:
                 Path(one.file).write_text(one.code)
-            elif one.language in ("python", "diff"):
+            elif is_python(one):
                 size = one.ranks or dist.get_world_size()
                 with mock.patch("torch.distributed.get_world_size", return_value=size):
                     exec(compile("\n" * one.line + new_lines(one), one.page, "exec"), names)
             elif dist.get_rank() == 0:
                 shell(one)
             dist.barrier()
-        if whole and not joined.called:
+        if whole and any(map(is_python, found)) and not joined.called:
             raise AssertionError(f"{found[0].page}: the script does not join a process group")
     return list(names.get("losses", []))
+
+
+@contextlib.contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """As if this package were not installed."""
+    loaded = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] == package}
+    sys.modules.update(dict.fromkeys([package, *loaded]))  # type: ignore[arg-type]  # an import of None raises
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+        sys.modules.update(loaded)
+
+
+def is_python(one: Snippet) -> bool:
+    """Whether the ranks run it."""
+    return one.language in ("python", "diff") and not one.file
 
 
 def new_lines(one: Snippet) -> str:
@@ -138,7 +159,7 @@ def shell(one: Snippet) -> None:
     if one.language == "console":
         command, output = re.fullmatch(r"\$ ((?:[^\n]*\\\n)*[^\n]*\n)(.*)", one.code, re.DOTALL).groups()  # type: ignore[union-attr]
     given = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    given |= {"PATH": f"{Path(sys.executable).parent}:{given['PATH']}", "PYTHONPATH": str(ROOT)}
+    given |= {"PATH": f"{Path(sys.executable).parent}:{given['PATH']}", "PYTHONPATH": f"{os.getcwd()}/hidden:{ROOT}"}
     with socket.create_server(("localhost", 0)) as server:  # torchrun's own port may be in use
         given["PET_MASTER_PORT"] = str(server.getsockname()[1])
     ended = subprocess.run(["bash", "-c", SHELL + command], env=given, capture_output=True, text=True, timeout=TIMEOUT)
@@ -152,6 +173,8 @@ def furnish(folder: Path) -> None:
     """What pages assume to be there: a model with its tokenizer, chats, scripts, and pipeshard's own folders."""
     from tests import trls, zoo
 
+    (folder / "hidden").mkdir()
+    (folder / "hidden" / "colossalai.py").write_text("raise ImportError('colossalai is hidden')\n")
     for name in ("recipes", "examples"):
         (folder / name).symlink_to(ROOT / name)
     tokenizer = trls.tokenizer()
