@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipeshard.layers.pipeline_module import PipelineModule as PipelineModule
     from pipeshard.layers.specs import LayerSpec as LayerSpec
     from pipeshard.layers.specs import TiedLayerSpec as TiedLayerSpec
+    from pipeshard.notebook import notebook_launch as notebook_launch
     from pipeshard.planner.autoconfig import AutoConfig as AutoConfig
     from pipeshard.planner.planner import plan as plan
     from pipeshard.plugin import PipelinePlugin as PipelinePlugin
@@ -47,6 +48,7 @@ _MODULES = {
     "build": "pipeshard.interop.build",
     "initialize": "pipeshard.entry",
     "load_training_state": "pipeshard.checkpoint.training_state",
+    "notebook_launch": "pipeshard.notebook",
     "plan": "pipeshard.planner.planner",
     "register_policy": "pipeshard.split.policy",
     "register_target": "pipeshard.interop.build",

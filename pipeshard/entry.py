@@ -73,7 +73,7 @@ def join() -> None:
         raise ConfigurationError(
             "this process is not one of several (RANK is not set): start the script by torchrun --nproc-per-node 2 "
             "script.py, with one process for each stage, or call torch.distributed.init_process_group(...) before. "
-            "Only pp_size=1 runs without a launcher"
+            "In a notebook, call pipeshard.notebook_launch(fn, 2). Only pp_size=1 runs without a launcher"
         )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
     with raising_errors():

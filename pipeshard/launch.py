@@ -72,8 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def start(ranks: int) -> int:
     """Run the script that calls this as so many ranks of this machine, each of which has RANK set; returns the exit
     status."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", threads(ranks))
     return main([f"--nproc-per-node={ranks}", "--max-restarts=0", *sys.argv])
+
+
+def threads(ranks: int) -> str:
+    """The value of OMP_NUM_THREADS with which so many ranks share the cores of this machine."""
+    return str(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _run_agent(args: argparse.Namespace, folder: Path) -> int:

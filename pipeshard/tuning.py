@@ -124,9 +124,10 @@ def blank(settings: Namespace) -> Any:
 def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
     """Run this command as the ranks of this machine, as `pipeshard launch` does; the exit status."""
     from pipeshard.launch import main as launch
+    from pipeshard.launch import threads
 
     local = settings.pp * settings.dp * settings.tp // settings.nnodes
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // local)))
+    os.environ.setdefault("OMP_NUM_THREADS", threads(local))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     flags = {"nproc-per-node": local, "nnodes": settings.nnodes, "max-restarts": settings.max_restarts}
     flags |= {"rdzv-endpoint": settings.rdzv_endpoint} if settings.rdzv_endpoint else {}
