@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from unittest import mock
 
@@ -20,8 +21,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import setup
+from pipeshard.config import PipelineConfig
 from pipeshard.launch import parse
-from tests import zoo
+from tests import arguments, zoo
 from tests.house import PACKAGE, ROOT
 from tests.pool import Pool, WorkerError
 from tests.snippets import PAGES, check, snippets
@@ -123,6 +125,16 @@ def test_the_script_of_the_readme_is_whole(pool: Pool, tmp_path: Path) -> None:
 
 def prose(page: Path) -> str:
     return re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+
+
+def test_the_table_of_arguments_is_current() -> None:
+    """A reader had to look up types and defaults in the source. Each argument that takes a number has a unit."""
+    text = arguments.PAGE.read_text()
+    assert arguments.with_table(text) == text, "write it with: python -m tests.arguments"
+    numbers = {
+        field.name for field in fields(PipelineConfig) if re.search(r"^(int|.*float)\b", arguments.typed(field.type))
+    }
+    assert numbers == set(arguments.UNITS)
 
 
 def test_links_lead_somewhere() -> None:
