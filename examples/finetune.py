@@ -13,6 +13,7 @@ from rich.console import Console
 import launcher
 from models import MAKERS
 from packages import SMOLLM2
+from pipeshard.launch import count
 
 
 def main() -> int:
@@ -22,7 +23,7 @@ def main() -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = launcher.flags(__doc__, steps=30, batch_size=8, lr=1e-4)
     parser.add_argument("--model", default="smollm2", help=f"{', '.join(MAKERS)}, or a Hugging Face folder")
-    parser.add_argument("--sequence-length", type=launcher.count, default=64, help="tokens in a sample")
+    parser.add_argument("--sequence-length", type=count, default=64, help="tokens in a sample")
     args = launcher.parse(parser, arguments)
     files = ("config.json", "tokenizer_config.json")
     if args.model not in MAKERS and not all((Path(args.model) / file).is_file() for file in files):

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import launcher
 from packages import SMOLLM2
+from pipeshard.launch import count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,7 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = launcher.flags(__doc__, steps=30, batch_size=8, lr=2e-3)
-    parser.add_argument("--rank", type=launcher.count, default=8, help="rank of the adapters' matrices")
+    parser.add_argument("--rank", type=count, default=8, help="rank of the adapters' matrices")
     return launcher.parse(parser, arguments, SMOLLM2)
 
 

@@ -15,18 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from pipeshard.launch import count, start
 from pipeshard.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGES = ("trl", "datasets")
-QUIET = {
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # peft asks for what transformers has renamed
-    "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 LETTERS = "abcd"
 SHOWN = {"reward": "reward", "completions/mean_length": "tokens", "grad_norm": "norm"}
 TOKENS = 4  # of a completion, at most
@@ -35,11 +30,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "n
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    os.environ.update({**QUIET, **os.environ})
     if "RANK" not in os.environ:
-        from pipeshard.launch import start
-
-        return start(args.pp * args.dp)
+        return start(args.pp * args.dp, quiet=True)
     run(args, Console(quiet=int(os.environ["RANK"]) > 0, highlight=False))
     return 0
 
@@ -67,14 +59,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                 f"argument --batch-size: {args.batch_size} is not a multiple of --{flag}, {getattr(args, flag)}"
             )
     return args
-
-
-def count(text: str) -> int:
-    """The type of a flag that takes 1, 2, ..."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
 
 
 def run(args: argparse.Namespace, console: Console) -> None:

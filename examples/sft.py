@@ -21,26 +21,18 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeshard.launch import count, start
 from pipeshard.schedule import SCHEDULES
 
 PACKAGES = ("trl", "datasets", "tensorboard")
-QUIET = {
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # peft asks for what transformers has renamed
-    "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 SHOWN = {"loss": "loss", "eval_loss": "held-out loss", "learning_rate": "lr", "grad_norm": "norm",
          "train_tokens_per_second": "tokens/s"}  # fmt: skip
 
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    os.environ.update({**QUIET, **os.environ})
     if "RANK" not in os.environ:
-        from pipeshard.launch import start
-
-        return start(args.pp * args.dp)
+        return start(args.pp * args.dp, quiet=True)
     run(args, Console(quiet=int(os.environ["RANK"]) > 0, highlight=False))
     return 0
 
@@ -83,14 +75,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if args.quantize and not args.lora:
         parser.error("--quantize freezes the base weights: give adapters a rank by --lora")
     return args
-
-
-def count(text: str) -> int:
-    """The type of a flag that takes 1, 2, ..."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
 
 
 def run(args: argparse.Namespace, console: Console) -> None:

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 
 import launcher
 from packages import Package
+from pipeshard.launch import count
 
 DIFFUSERS = Package("diffusers", "diffusers")
 COLORS = {
@@ -72,8 +73,8 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = launcher.flags(__doc__, steps=400, batch_size=16, lr=2e-3)
-    parser.add_argument("--rank", type=launcher.count, default=16, help="rank of the adapters' matrices")
-    parser.add_argument("--base-steps", type=launcher.count, default=800, help="steps that train the base")
+    parser.add_argument("--rank", type=count, default=16, help="rank of the adapters' matrices")
+    parser.add_argument("--base-steps", type=count, default=800, help="steps that train the base")
     return launcher.parse(parser, arguments, DIFFUSERS)
 
 

@@ -35,6 +35,12 @@ RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_
 RESTARTS = 100
 LOOK_PERIOD = 0.5  # seconds between two looks at the workers
 STUCK = 10  # looks
+QUIET = {
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # peft asks for what transformers has renamed
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 ALIKE, WITHIN = 3, 60.0  # so many attempts in a row that end by one error, each in so many seconds, are enough
 HELP = f"""\
 usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
@@ -69,11 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_agent(_folded(args), Path(folder))
 
 
-def start(ranks: int) -> int:
-    """Run the script that calls this as so many ranks of this machine, each of which has RANK set; returns the exit
-    status."""
-    os.environ.setdefault("OMP_NUM_THREADS", threads(ranks))
-    return main([f"--nproc-per-node={ranks}", "--max-restarts=0", *sys.argv])
+def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
+    """Run the script that calls this, or another program, as so many ranks of this machine, each of which has RANK set;
+    returns the exit status. With `quiet`, libraries show no progress bars and no warnings on the ranks."""
+    for name, value in {"OMP_NUM_THREADS": threads(ranks), **(QUIET if quiet else {})}.items():
+        os.environ.setdefault(name, value)
+    return main([f"--nproc-per-node={ranks}", "--max-restarts=0", *(program or sys.argv)])
 
 
 def threads(ranks: int) -> str:
@@ -132,6 +139,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if args.local_addr is None and host in ("localhost", "127.0.0.1", "::1"):
             args.local_addr = "localhost"  # all agents are on this machine, which need not know its own name
     return args
+
+
+def count(text: str) -> int:
+    """The type of an argparse flag that takes 1, 2, ..."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
 
 
 def unable(script: str) -> str | None:

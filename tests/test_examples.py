@@ -5,15 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-import os
-import signal
-import subprocess
-import sys
 import textwrap
-import threading
-import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -23,7 +17,6 @@ import classify
 import digits
 import elastic
 import finetune
-import launcher
 import lora
 import pairs
 import rollouts
@@ -31,7 +24,6 @@ import sft
 import strings
 import text_to_image
 from packages import Package
-from tests.agents import interruptible
 
 EXAMPLES = [finetune, pairs, lora, digits, strings, sft, rollouts, classify, text_to_image]
 ALONE = [sft, rollouts, elastic]  # of a single file each, to be copied
@@ -137,56 +129,6 @@ def test_a_package_that_is_not_there_is_missing() -> None:
         Package("no_such_module", "no-such-package").folder()
 
 
-# The processes
-
-
-def started(folder: Path, rank: str) -> subprocess.Popen[str]:
-    """A program that the launcher runs as two ranks: each leaves a file with its process id and then does `rank`."""
-    script = folder / "program.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import os, pathlib, sys, time
-        import launcher
-        if "RANK" in os.environ:
-            pathlib.Path({str(folder)!r}, "rank" + os.environ["RANK"]).write_text(str(os.getpid()))
-            {rank}
-        else:
-            sys.exit(launcher._launch(2))
-        """)
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(launcher.__file__).parent), *sys.path])
-    command = [sys.executable, str(script)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible)
-
-
-@pytest.mark.parametrize(
-    ("rank", "status"),
-    [
-        ("sys.exit(0)", 0),
-        ("sys.exit(3 * int(os.environ['RANK'])) or time.sleep(600)", 3),
-        ("os.kill(os.getpid(), 9)", 137),
-    ],
-)
-def test_the_exit_status_is_that_of_the_rank_that_failed(tmp_path: Path, rank: str, status: int) -> None:
-    assert started(tmp_path, rank).wait(60) == status
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_every_rank(tmp_path: Path, number: signal.Signals) -> None:
-    program = started(tmp_path, "time.sleep(600)")
-    files = [tmp_path / "rank0", tmp_path / "rank1"]
-    deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    program.send_signal(number)
-    _, errors = program.communicate(timeout=60)
-    assert program.returncode == 130 and "interrupted: every rank is stopped" in errors
-    for file in files:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
-
-
 # The data
 
 
@@ -282,15 +224,3 @@ def test_a_square_has_four_corners_and_a_star_ten() -> None:
     assert [len(square), len(star)] == [4, 10]
     assert all(math.isclose(abs(x), abs(y)) for x, y in square)
     assert math.isclose(star[0][1], -1.0)  # it points up
-
-
-@pytest.mark.turns
-def test_a_rank_whose_store_is_silent_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0, which has the store, was stopped: the others asked it whether they were the first to fail, for ever."""
-    silent = threading.Event()
-    store = SimpleNamespace(add=lambda key, number: silent.wait(60))
-    begin = time.monotonic()
-    assert launcher._is_first(store) and time.monotonic() - begin < 10
-    silent.set()
-    assert launcher._is_first(SimpleNamespace(add=lambda key, number: 1))
-    assert not launcher._is_first(SimpleNamespace(add=lambda key, number: 2))

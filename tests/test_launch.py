@@ -167,20 +167,19 @@ def test_help_is_of_this_command() -> None:
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("program", ["pipeshard.launch", "examples"])
+@pytest.mark.parametrize("program", ["pipeshard.launch", "start"])
 def test_impatient_people(tmp_path: Path, program: str) -> None:
     """Ctrl-C a dozen times within half a second: tracebacks of the launcher were chained to each other."""
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"
         "open(str(os.getpid()) + '.pid', 'w').close()\n"
-        f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
-        "import launcher\n"
+        "from pipeshard.launch import start\n"
         "if 'RANK' not in os.environ:\n"
         "    os.unlink(str(os.getpid()) + '.pid')\n"
-        "    sys.exit(launcher._launch(2))\n"
+        "    sys.exit(start(2))\n"
         "time.sleep(300)\n"
     )
-    command = ["-m", program, "--nproc-per-node", "2", "train.py"] if program != "examples" else ["train.py"]
+    command = ["-m", program, "--nproc-per-node", "2", "train.py"] if program != "start" else ["train.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop(script.FOLDER, None)  # of a launcher that ran in this process
     environment.pop("RANK", None)
