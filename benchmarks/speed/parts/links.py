@@ -18,16 +18,18 @@ TEXT = """\
 Two ranks, each in a network namespace of its own, with AdamW in fp32 on the same batches of 16 samples. A pipeline
 cuts the model, replicas cut the batch. FSDP2 divides parameters, gradients and the optimizer's state between the
 replicas: "each microbatch" gathers a layer's parameters for every forward and backward, "once a step" keeps them until
-the step's end. Both, and DDP, accumulate the gradients of their microbatches and reduce them once a step. The link has
-no other traffic and no latency of its own (`tc tbf`). Times are a step's, medians over the rounds. Memory is the
-largest resident set of a rank in a step, Python and torch included, and sent what a rank sends in a step."""
+the step's end. Both, and DDP, accumulate the gradients of their microbatches and reduce them once a step; ZeRO-3
+divides the same, and reduces after each microbatch. The link has no other traffic and no latency of its own
+(`tc tbf`). Times are a step's, medians over the rounds. Memory is the largest resident set of a rank in a step, Python
+and torch included, and sent what a rank sends in a step."""
 
 LINKS = {"no limit": "", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 DDP = Contender("DDP", "replicas", {"by": "ddp"})
 FSDP = Contender("FSDP2, each microbatch", "replicas", {"by": "fsdp"})
 GATHERED = Contender("FSDP2, once a step", "replicas", {"by": "gathered"})
+ZERO = Contender("DeepSpeed ZeRO-3", "zero", {}, ".venv-deepspeed")
 MINE = [ours(schedule, verify=False) for schedule in ("1f1b", "zb-h1", "zbv")]
-CONTENDERS = [*MINE, TORCH, DDP, GATHERED, FSDP]
+CONTENDERS = [*MINE, TORCH, DDP, GATHERED, FSDP, ZERO]
 AHEAD = [  # of the fastest of pipeshard, at least, with this link
     ("1 Gbit/s", FSDP, 4.0),
     ("1 Gbit/s", DDP, 1.2),
