@@ -127,7 +127,7 @@ def _result(entry: str, rows: Sequence[Row]) -> Result:
     kind = worst([row.kind for row in rows])
     noted = [row for row in rows if row.kind == kind and row.reason]
     where = f"p = {noted[0].p}: " if 0 < len(noted) < len(rows) else ""
-    note = where + short(noted[0].reason) if noted else ""
+    note = (where + short(noted[0].reason)).replace("[", "\\[") if noted else ""  # which begins a link in Markdown
     return Result(task, model_type, kind, max(row.error for row in rows), note)
 
 
