@@ -66,7 +66,7 @@ def boost_model(
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
     refuse_lowered_begin(model, config)
-    refuse_sharded_packing(model, config.fsdp, config.tp_size)
+    refuse_sharded_packing(model, config.fsdp, config.slices_of_stage)
     for became in (tie_on_meta(model), share_weights(model, config.shared_weights, warns=grid.first)):
         if optimizer is not None:
             replace_parameters(optimizer, became)

@@ -83,6 +83,7 @@ def main() -> None:
 @click.option("--zero", is_flag=True, help="With zero_stage=1 over the replicas.")
 @click.option("--fsdp", is_flag=True, help="With fsdp=True over the replicas.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
+@click.option("--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that divide its experts.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
 @click.option("--offload", help="activations: with those of two microbatches at most, and the others on the host.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="With adapters of this rank only.")
@@ -118,6 +119,7 @@ def plan(
     zero: bool,
     fsdp: bool,
     tp: int,
+    ep: int,
     recompute: bool,
     offload: str | None,
     lora: int | None,
@@ -165,6 +167,7 @@ def plan(
             zero_stage=int(zero),
             fsdp=fsdp,
             tp_size=tp,
+            ep_size=ep,
             offload=offload,
             tflops=tflops,
             link=link or None,

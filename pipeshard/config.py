@@ -93,6 +93,8 @@ class PipelineConfig:
         dp_size: the replicas; by default as many as the world has room for.
         tp_size: ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its policy's.
         tp_plan: a custom plan: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
+        ep_size: ranks that divide the experts of each stage, by the architecture's own `ep_plan`. Not with `tp_size`.
+        ep_plan: a custom plan: "ep_dispatch_experts" for modules of experts, and "grouped_gemm" for their parameters.
         zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
         fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, with
             torch's `fully_shard`; parameters are gathered once per step.
@@ -143,6 +145,7 @@ class PipelineConfig:
     compile: bool | dict[str, Any] = False
     dp_size: int | None = None
     tp_size: int = 1
+    ep_size: int = 1
     zero_stage: int = 0
     fsdp: bool = False
     precision: str = "fp32"
@@ -157,6 +160,7 @@ class PipelineConfig:
     check_finite: bool = False
     verify: bool | str = "auto"
     tp_plan: Mapping[str, str] | None = None
+    ep_plan: Mapping[str, str] | None = None
     deferred_batch_norm: bool = False
     num_slices: int | str = 1
     offload: str | None = None
@@ -196,6 +200,11 @@ class PipelineConfig:
         """The number of microbatches in a batch, or the samples in each."""
         return self.num_microbatches, self.microbatch_size
 
+    @property
+    def slices_of_stage(self) -> int:
+        """The ranks that hold slices of one stage."""
+        return self.tp_size * self.ep_size
+
     def refuse_uncut(self) -> None:
         """Raise ConfigurationError unless exactly one of the two arguments says how to cut batches."""
         if (self.num_microbatches is None) == (self.microbatch_size is None):
@@ -231,7 +240,7 @@ class PipelineConfig:
     def defers(self) -> bool:
         """Whether weight gradients may be computed separately although the schedule does not require it: parameters of
         layers and their forwards must not be changed in any other way."""
-        return not (self.compile or self.tp_size > 1)
+        return not (self.compile or self.slices_of_stage > 1)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
@@ -286,10 +295,16 @@ class PipelineConfig:
 
     def _check_sizes(self) -> None:
         parts = {"pp_size": "stages", "dp_size": "replicas", "tp_size": "slices of each stage"}
+        parts["ep_size"] = "slices of the experts of each stage"
         for name, what in parts.items():
             size = getattr(self, name)
             if not _is_positive(size) and (name, size) != ("dp_size", None):
                 raise ConfigurationError(f"{name}, the number of {what}, must be {POSITIVE}, got {size!r}")
+        if self.tp_size > 1 and self.ep_size > 1:
+            raise ConfigurationError(
+                f"tp_size={self.tp_size} does not go with ep_size={self.ep_size}: the ranks of a stage have slices of "
+                "one kind. Use one of the two, with more stages or replicas"
+            )
 
     def _check_microbatches(self) -> None:
         if self.pp_size == 1 and self.num_microbatches is self.microbatch_size is None:
@@ -314,7 +329,8 @@ class PipelineConfig:
         self._check("timeout", set(times) <= {"step", "other", "between"} and all(map(_is_time, times.values())), what)
         self._check("verify", isinstance(self.verify, bool) or self.verify == "auto", "'auto', True or False")
         self._check_numbers()
-        check_tp_plan(self.tp_plan)
+        check_plan("tp_plan", self.tp_plan)
+        check_plan("ep_plan", self.ep_plan)
 
     def _check_numbers(self) -> None:
         norm = 0.0 if self.max_norm is None else self.max_norm
@@ -362,10 +378,10 @@ class PipelineConfig:
             raise ConfigurationError(f"compile={self.compile!r} {within}: {why}. {others}")
 
 
-def check_tp_plan(plan: Any) -> None:
-    """Check a plan of tensor parallelism: styles by the names of modules, or None."""
+def check_plan(name: str, plan: Any) -> None:
+    """Check a plan of tensor or expert parallelism: styles by the names of modules, or None."""
     if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
-        raise ConfigurationError(f"tp_plan must be a dict of styles by the names of modules, got {plan!r}")
+        raise ConfigurationError(f"{name} must be a dict of styles by the names of modules, got {plan!r}")
 
 
 def check_replicas(zero_stage: int, fsdp: bool) -> None:

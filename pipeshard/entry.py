@@ -57,7 +57,8 @@ def initialize(
     if plugin is None and "pp_size" not in arguments:
         raise ConfigurationError("initialize needs pp_size, the number of pipeline stages, or a plugin")
     if plugin is None:
-        join_alone(arguments["pp_size"], arguments.get("dp_size"), arguments.get("tp_size", 1))
+        slices = arguments.get("tp_size", 1), arguments.get("ep_size", 1)
+        join_alone(arguments["pp_size"], arguments.get("dp_size"), *slices)
     join()
     engine = Engine(plugin or PipelinePlugin(**arguments))
     engine.boost(model, optimizer, criterion, dataloader, lr_scheduler)

@@ -93,6 +93,7 @@ class PipelinePlugin:
         compile: bool | dict[str, Any] = False,
         dp_size: int | None = None,
         tp_size: int = 1,
+        ep_size: int = 1,
         zero_stage: int = 0,
         fsdp: bool = False,
         precision: str = "fp32",
@@ -107,6 +108,7 @@ class PipelinePlugin:
         check_finite: bool = False,
         verify: bool | str = "auto",
         tp_plan: Mapping[str, str] | None = None,
+        ep_plan: Mapping[str, str] | None = None,
         deferred_batch_norm: bool = False,
         num_slices: int | str = 1,
         offload: str | None = None,
@@ -124,7 +126,7 @@ class PipelinePlugin:
             arguments["pp_size"] = pp_size if alone is None else alone.pp_size or pp_size
             check_p2p(p2p)
             self.config = PipelineConfig(**arguments)
-            self._sizes = (pp_size, dp_size, tp_size) if alone is None else (1, 1, 1)
+            self._sizes = (pp_size, dp_size, tp_size, ep_size) if alone is None else (1, 1, 1, 1)
             join_alone(*self._sizes)
             self.dp_size = num_replicas(*self._sizes)
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
@@ -291,7 +293,7 @@ class PipelinePlugin:
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
             shuffle = False
-        replica = dist.get_rank() // (self._sizes[0] * self._sizes[2])  # replicas come last in a grid
+        replica = dist.get_rank() * self.dp_size // dist.get_world_size()  # replicas come last in a grid
         return ResumableDataLoader(
             dataset, batch_size, shuffle, seed, replica=replica, num_replicas=self.dp_size, **options
         )

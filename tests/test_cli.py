@@ -89,6 +89,14 @@ def test_slices_divide_what_a_rank_holds() -> None:
     assert result.exit_code == 1 and "tp_size=3 does not divide num_attention_heads=4" in result.output
 
 
+def test_experts_are_divided() -> None:
+    experts = ["qwen3_moe", "num_hidden_layers=2", "num_experts=8", "head_dim=128"]
+    whole, half = (json.loads(invoke(*experts, *SIZES, "--ep", ep, "--json", "-").output) for ep in ("1", "2"))
+    for one, part in zip(whole["stages"], half["stages"], strict=True):
+        assert 0 < part["memory"]["parameters"] < one["memory"]["parameters"]
+    assert "error: ep_size=2: LlamaForCausalLM comes without an ep_plan" in invoke(*MODEL, *SIZES, "--ep", "2").output
+
+
 def test_numbers_of_slices_are_compared() -> None:
     output = invoke(*MODEL, *SIZES, "--slices").output
     assert "Slices of 1f1b" in output
@@ -129,7 +137,10 @@ def test_packed_weights_take_less_and_compute_the_same(kind: str) -> None:
         assert [two[name] for name in ("forward", "backward", "weight")] == pytest.approx(
             [one[name] for name in ("forward", "backward", "weight")], rel=0.1
         )
-    assert "error: fsdp=True and tp_size shard weights" in invoke(*adapters, "--quantize", kind, "--tp", "2").output
+    assert (
+        "error: fsdp=True, tp_size and ep_size shard weights"
+        in invoke(*adapters, "--quantize", kind, "--tp", "2").output
+    )
 
 
 def test_optimizers_in_8_bits_take_a_quarter() -> None:

@@ -213,7 +213,7 @@ DP, PP, TP = 0, 1, 2  # the axes of the mesh
 
 
 class Grid:
-    """`dp_size` replicas of a pipeline of `pp_size` stages, each stage on `tp_size` ranks with a slice of it.
+    """`dp_size` replicas of a pipeline of `pp_size` stages, each on `tp_size` ranks with a slice of it or its experts.
 
     Neighbouring ranks are slices of one stage, then come the stages, then the replicas: with (2, 2, 1) the pipelines
     are ranks 0, 1 and ranks 2, 3.
@@ -310,44 +310,45 @@ class Grid:
 _grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # of the current world
 
 
-def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:
+def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1, ep_size: int = 1) -> Grid:
     """The Grid of these sizes, the same for all models of this world. Call it on all ranks.
 
     torch keeps a process group, with its threads and what NCCL allocates, until its world ends; a sweep that boosts one
     model after another would have more of them with each. Models do not run at the same time, so their messages
     cannot be mistaken for one another.
     """
-    sizes = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
+    sizes = num_replicas(pp_size, dp_size, tp_size, ep_size), pp_size, tp_size * ep_size
     world = dist.group.WORLD
     assert world is not None
     if world not in _grids:
         _grids.clear()
     of_world = _grids.setdefault(world, {})
     if sizes not in of_world or of_world[sizes].mesh.is_destroyed:
-        of_world[sizes] = Grid(pp_size, dp_size, tp_size)
+        of_world[sizes] = Grid(pp_size, dp_size, tp_size * ep_size)
     return of_world[sizes]
 
 
-def join_alone(pp_size: int, dp_size: int | None, tp_size: int) -> None:
+def join_alone(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int) -> None:
     """Create a process group of this process alone if a single stage is requested and no launcher has started ranks, as
     in a notebook or a plain `python script.py`."""
-    is_single = pp_size == tp_size == (dp_size or 1) == 1
+    is_single = pp_size == tp_size == ep_size == (dp_size or 1) == 1
     if is_single and not dist.is_initialized() and "RANK" not in os.environ:
         # Both backends where there is a GPU. The store lives in this process and opens no port.
         backend = None if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
-def num_replicas(pp_size: int, dp_size: int | None, tp_size: int) -> int:
+def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int = 1) -> int:
     """The number of replicas of a pipeline of these sizes in the world: all that fit, or `dp_size`.
 
     Raises ConfigurationError if the product of the sizes is not the world size, or no world exists.
     """
     if not dist.is_initialized():
         raise ConfigurationError(f"a pipeline needs a world: {NEEDED}")
-    world, one = dist.get_world_size(), pp_size * tp_size
+    world, one = dist.get_world_size(), pp_size * tp_size * ep_size
     if world % one or (dp_size or world // one) * one != world:
-        sizes = f"pp_size={pp_size}" + (f" and tp_size={tp_size}" if tp_size > 1 else "")
+        slices = {"tp_size": tp_size, "ep_size": ep_size}
+        sizes = f"pp_size={pp_size}" + "".join(f" and {name}={size}" for name, size in slices.items() if size > 1)
         wanted = f"{sizes} and dp_size={dp_size}" if dp_size else sizes
         processes = one * (dp_size or 1)
         raise ConfigurationError(

@@ -169,8 +169,10 @@ class Pipeline:
     def _shard(self) -> None:
         """Keep the parameters of this rank, in the form in which they are trained, and set up their gradients."""
         model, config, grid = self.model, self.config, self.grid
-        size = grid.tp_size
-        plan = plan_of(model, size, config.tp_plan, self.policy.tp_plan) if size > 1 else None
+        plan: dict[str, str] = {}
+        if grid.tp_size > 1:
+            of_policy = self.policy.tp_plan
+            plan = plan_of(model, config.tp_size, config.tp_plan, of_policy, config.ep_size, config.ep_plan)
         self.seed = first_seed(self.grid.world)  # what is drawn must not depend on the rank
         before = dict(model.named_parameters())
         # What Booster loads right after `configure` is not drawn before.

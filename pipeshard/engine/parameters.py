@@ -150,6 +150,6 @@ class HeldParameters:
         hooked = [name for name in replaced if has_hooks(before[name])]
         if hooked := [name for names in gather_objects(hooked, self.grid.world) for name in names]:
             raise ConfigurationError(
-                f"{hooked[0]} has a gradient hook, but fsdp and tp_size > 1 replace the parameter by a sharded one: "
-                "remove the hook, and change gradients between execute_pipeline and optimizer.step"
+                f"{hooked[0]} has a gradient hook, but fsdp, tp_size and ep_size replace the parameter by a sharded "
+                "one: remove the hook, and change gradients between execute_pipeline and optimizer.step"
             )

@@ -126,22 +126,22 @@ def refuse_blank_adapters(model: nn.Module) -> None:
         )
 
 
-def refuse_sharded_packing(model: nn.Module, fsdp: bool, tp_size: int) -> None:
+def refuse_sharded_packing(model: nn.Module, fsdp: bool, slices: int) -> None:
     """Refuse to shard packed weights."""
-    if (fsdp or tp_size > 1) and is_quantized(model):
+    if (fsdp or slices > 1) and is_quantized(model):
         raise ConfigurationError(
-            "fsdp=True and tp_size shard weights, and this model has them quantized, which are not sharded. Use more "
-            "stages (pp_size) or replicas without these arguments"
+            "fsdp=True, tp_size and ep_size shard weights, and this model has them quantized, which are not sharded. "
+            "Use more stages (pp_size) or replicas without these arguments"
         )
 
 
 def refuse_lowered_begin(model: nn.Module, config: PipelineConfig) -> None:
     """Refuse adapters that are computed from loaded weights if these are not whole or not as loaded."""
-    if getattr(model, BEGINNING, None) and (config.lowers or config.fsdp or config.tp_size > 1):
+    if getattr(model, BEGINNING, None) and (config.lowers or config.fsdp or config.slices_of_stage > 1):
         raise ConfigurationError(
-            "DoRA, PiSSA and OLoRA begin with what is computed from the loaded weights, and with precision, fsdp or "
-            "tp_size these are cast or sharded before they are loaded. Load the model with its weights before "
-            "booster.enable_lora, or leave these arguments out"
+            "DoRA, PiSSA and OLoRA begin with what is computed from the loaded weights, and with precision, fsdp, "
+            "tp_size or ep_size these are cast or sharded before they are loaded. Load the model with its weights "
+            "before booster.enable_lora, or leave these arguments out"
         )
 
 
@@ -245,7 +245,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             f"{name} takes its direction from the gradients of all parameters together, of which each rank has a part "
-            "only: use another optimizer, or pp_size=1 without tp_size, zero_stage and fsdp"
+            "only: use another optimizer, or pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
         )
     known = type(optimizer).__module__.startswith(KNOWN)
     try:
@@ -268,7 +268,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         )
     if divides:
         raise ConfigurationError(
-            f"{name} looks at whole parameters, of which each rank has slices with tp_size > 1 and fsdp=True: use "
+            f"{name} looks at whole parameters, of which each rank has slices with tp_size, ep_size or fsdp: use "
             "zero_stage=1 instead, or an optimizer that works element by element"
         )
 

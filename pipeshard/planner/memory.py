@@ -112,8 +112,8 @@ class Training:
     With `precision` "bf16" or "fp16" parameters have 16 bits, with fp32 gradients, values and states.
     `zero_stage=1` divides the states and these values among `dp_size` replicas, `fsdp` the values (or instead the
     parameters) and the states: within a step the parameters of a stage are whole, and so are their gradients.
-    `tp_size` ranks divide the parameters that a tensor parallel plan slices. With `offload`, a rank keeps the
-    activations of two microbatches at most.
+    `tp_size` ranks divide the parameters that a tensor parallel plan slices, and `ep_size` ranks those of experts. With
+    `offload`, a rank keeps the activations of two microbatches at most.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
     """
@@ -124,6 +124,7 @@ class Training:
     zero_stage: int = 0
     fsdp: bool = False
     tp_size: int = 1
+    ep_size: int = 1
     offload: str | None = None
 
     def __post_init__(self) -> None:
@@ -133,7 +134,7 @@ class Training:
         check_precision(self.precision, autocast=False)
         check_replicas(self.zero_stage, self.fsdp)
         check_offload(self.offload)
-        check_positive(dp_size=self.dp_size, tp_size=self.tp_size)
+        check_positive(dp_size=self.dp_size, tp_size=self.tp_size, ep_size=self.ep_size)
 
     def __str__(self) -> str:
         low = "" if self.precision == "fp32" else f", precision {self.precision}"
@@ -142,6 +143,7 @@ class Training:
         return (
             f"optimizer {self.optimizer}{low}{replicas}"
             + (f", tp_size {self.tp_size}" if self.tp_size > 1 else "")
+            + (f", ep_size {self.ep_size}" if self.ep_size > 1 else "")
             + (f", {self.offload} on the host" if self.offload else "")
         )
 
@@ -157,6 +159,7 @@ class Training:
             zero_stage=self.zero_stage,
             fsdp=self.fsdp,
             tp_size=self.tp_size,
+            ep_size=self.ep_size,
             offload=self.offload,
         )
 
@@ -167,6 +170,11 @@ class Training:
     def on_host(self, actions: Sequence[Action], sizes: Sequence[int]) -> int:
         """The activations of a rank on the host."""
         return most_on_host(actions, sizes) if self.offload else 0
+
+    @property
+    def slices(self) -> int:
+        """The number of ranks that divide the weights of a stage."""
+        return self.tp_size * self.ep_size
 
     @property
     def parts(self) -> int:

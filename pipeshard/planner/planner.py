@@ -12,7 +12,7 @@ from torch import nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.read import dummy_inputs, read_batch
-from pipeshard.config import check_tp_plan
+from pipeshard.config import check_plan
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.refusals import refuse_sharded_packing
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
@@ -96,6 +96,8 @@ def plan(
     fsdp: bool = False,
     tp_size: int = 1,
     tp_plan: Mapping[str, str] | None = None,
+    ep_size: int = 1,
+    ep_plan: Mapping[str, str] | None = None,
     offload: str | None = None,
     tflops: float | None = None,
     link: str | Sequence[str] | None = None,
@@ -121,7 +123,9 @@ def plan(
         fsdp: True divides the persistent memory of a unit among the replicas.
         tp_size: as for the plugin. Sliced parameters are divided, with their gradients and states; times and
             activations are those of whole units.
-        tp_plan: as for the plugin.
+        tp_plan: as for the plugin, and so are the next two.
+        ep_size: divides the experts' parameters in the same way.
+        ep_plan: a custom plan.
         offload: as for the plugin. Copies to the host and back take no time here.
         profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them
             now, "profile:PATH" unless that file exists.
@@ -143,8 +147,8 @@ def plan(
     speeds = speeds_of(partition, pp_size) if device_speed is None else device_speed
     devices = Devices.parse(pp_size, device_memory, speeds, link)
     microbatch, m = first_microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
-    training = Training(optimizer, precision, dp_size, zero_stage, fsdp, tp_size, offload)
-    subject = study(model, microbatch, criterion, policy, partition, training, profile, tp_plan)
+    training = Training(optimizer, precision, dp_size, zero_stage, fsdp, tp_size, ep_size, offload)
+    subject = study(model, microbatch, criterion, policy, partition, training, profile, tp_plan, ep_plan)
     subject = timed(subject, tflops, link).on(devices)
     unit = 1.0 if subject.in_seconds else sum(map(sum, subject.costs)) / sum(devices.speeds) or 1.0
 
@@ -193,10 +197,11 @@ def study(
     training: Training,
     profile: Profile | str | Path | None,
     tp_plan: Mapping[str, str] | None = None,
+    ep_plan: Mapping[str, str] | None = None,
 ) -> Subject:
     """The properties of a model and its microbatch before the cut; arguments and errors are those of `plan`."""
     tie_on_meta(model)
-    refuse_sharded_packing(model, training.fsdp, training.tp_size)
+    refuse_sharded_packing(model, training.fsdp, training.slices)
     cuts = named_modules_of(partition)
     precision = Precision(training.precision, False, torch.device("cpu"))
     lowered, microbatch = precision.lowered(model), precision.of_batch(microbatch)
@@ -209,10 +214,11 @@ def study(
         plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
         measured = _profile(profile, partition, model, flow, microbatch, criterion)
     policy, sliced = policy or find_policy(model), dict[nn.Parameter, int]()
-    if training.tp_size > 1:
-        check_tp_plan(tp_plan)
-        styles = plan_of(model, training.tp_size, tp_plan, policy.tp_plan)
-        sliced = sliced_sizes(model, {call.unit for call in flow.calls}, training.tp_size, styles)
+    if training.slices > 1:
+        check_plan("tp_plan", tp_plan)
+        check_plan("ep_plan", ep_plan)
+        styles = plan_of(model, training.tp_size, tp_plan, policy.tp_plan, training.ep_size, ep_plan)
+        sliced = sliced_sizes(model, {call.unit for call in flow.calls}, training.slices, styles)
     forms = Forms(lowered, sliced, {layer.get_parameter("weight"): layer for _, layer in packed_layers(model)})
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
     return Subject(

@@ -1,12 +1,14 @@
-"""Tensor parallelism: the parameters of a stage's units divided over ranks, by the model's `tp_plan`.
+"""Tensor parallelism: the parameters of a stage's units divided over ranks, by the model's `tp_plan` or `ep_plan`.
 
 transformers slices a model as it loads it, on every rank of the world. Here a stage is sliced after it was cut, so that
 the trace sees whole modules, and only the parameters of the stage are divided. The parallel layers are transformers'
 own, and two more styles for models without a plan there: GPT-2's Conv1D, and modules that know their number of heads.
+Expert parallelism is the same with another plan: the slice of a rank is some of the experts of each layer.
 """
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,37 +28,48 @@ CONV1D: dict[str, dict[str, Any]] = {
     "conv1d_qkv": {"by": "outputs", "blocks": 3},
     "conv1d_rowwise": {"by": "inputs"},
 }
+EXPERTS, DISPATCH = "grouped_gemm", "ep_dispatch_experts"  # the styles of experts' parameters, and of their module
+EXAMPLES = {
+    "tp": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}',
+    "ep": f'{{"layers.*.mlp.experts": "{DISPATCH}", "layers.*.mlp.experts.gate_up_proj": "{EXPERTS}", ...}}',
+}
 
 
 def plan_of(
-    model: nn.Module, size: int, of_user: Mapping[str, str] | None, of_policy: Mapping[str, str] | None
+    model: nn.Module,
+    tp_size: int,
+    tp_plan: Mapping[str, str] | None,
+    of_policy: Mapping[str, str] | None,
+    ep_size: int = 1,
+    ep_plan: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The style of every module and parameter that is sliced over `size` ranks: by the user's plan, by the model's own
-    `tp_plan`, or by the plan of its policy for the base model.
+    """The style of every module and parameter that is sliced over the ranks of a stage: by the user's plan, by the
+    model's own `tp_plan` (with `ep_size` its `ep_plan`), or by the plan of its policy for the base model.
 
     Raises ConfigurationError for a model that cannot be sliced, and for a plan that does not fit it.
     """
+    by, size, of_user = ("ep", ep_size, ep_plan) if ep_size > 1 else ("tp", tp_size, tp_plan)
     _, base = without_adapters(model)
     name = type(base).__name__
     try:
         from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
     except ImportError as error:
         raise ConfigurationError(
-            f"tp_size={size}: {name} has no plan of tensor parallelism, which models of transformers 5 have. Use "
-            "tp_size=1, and more stages or fsdp=True"
+            f"{by}_size={size}: {name} has no {by}_plan, which models of transformers 5 have. Use {by}_size=1, and "
+            "more stages or fsdp=True"
         ) from error
     if base is not model:
         raise ConfigurationError(
-            f"tp_size={size}: adapters on sliced layers are not supported. Use tp_size=1 with LoRA"
+            f"{by}_size={size}: adapters on sliced layers are not supported. Use {by}_size=1 with LoRA"
         )
-    plan = dict(of_user or getattr(model, "tp_plan", None) or _rooted(model, of_policy or {}))
+    plan = dict(of_user or getattr(model, f"{by}_plan", None) or _rooted(model, (by == "tp" and of_policy) or {}))
     names = [path for path, _ in model.named_modules()] + [path for path, _ in model.named_parameters()]
     generic = {path: replace_layer_number_by_wildcard(path) for path in names if path}
     for rule, style in plan.items():
-        style_of(style)
+        style_of(style, by)
         if of_user and rule not in generic.values():
             known = sorted(set(generic.values()))
-            raise ConfigurationError(f"tp_plan names {rule}, which {name} does not have: {hint(rule, known)}")
+            raise ConfigurationError(f"{by}_plan names {rule}, which {name} does not have: {hint(rule, known)}")
     expanded: dict[str, str] = {}
     for path, module in model.named_modules():
         whole = plan.get(generic.get(path, ""))
@@ -68,24 +81,52 @@ def plan_of(
             expanded[path] = whole
     if not expanded:
         raise ConfigurationError(
-            f"tp_size={size}: {name} comes without a tp_plan. Use tp_size=1, or give one, "
-            'PipelinePlugin(tp_plan={"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...})'
+            f"{by}_size={size}: {name} comes without {'a' if by == 'tp' else 'an'} {by}_plan. Use {by}_size=1, or give "
+            f"one, PipelinePlugin({by}_plan={EXAMPLES[by]})"
         )
-    _check_config(base, size)
+    if by == "tp":
+        _check_config(base, size)
+    _check_experts(model, size, expanded, by)
     return expanded
 
 
-def style_of(name: str) -> Any:
+def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
+    """Refuse numbers of experts that `size` does not divide, and a plan that leaves weights of sliced experts whole, or
+    slices them for a module that runs all experts."""
+    dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
+    for path, module in dispatching.items():
+        if not isinstance(count := getattr(module, "num_experts", None), int) or count % size:
+            raise ConfigurationError(
+                f"{by}_size={size} does not divide num_experts={count} of {path}: choose one that does"
+            )
+        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
+            raise ConfigurationError(
+                f"{by}_size={size}: {path} runs its experts with experts_implementation='eager', which not every "
+                "architecture can do with some of them. Call model.set_experts_implementation('grouped_mm')"
+            )
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        within = next((path for path in dispatching if name.startswith(f"{path}.")), None)
+        style = plan.get(name)
+        if style not in (EXPERTS, PARTIAL) if within else style == EXPERTS:
+            raise ConfigurationError(
+                f"{by}_plan gives {name} the style {style!r}: the weights of experts need {EXPERTS!r}, others inside "
+                f"their module {PARTIAL!r}, and the module {DISPATCH!r}"
+            )
+
+
+def style_of(name: str, by: str = "tp") -> Any:
     """The parallel layer of this name, from transformers or this module; raises ConfigurationError if unknown."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
+    if name in (EXPERTS, DISPATCH):
+        return Experts()
     if name.startswith(DIVIDE):
         return Divided(name.removeprefix(DIVIDE).split(","))
     if name in CONV1D:
         return Conv1DSlice(**CONV1D[name])
     if name not in ALL_PARALLEL_STYLES:
         known = [*ALL_PARALLEL_STYLES.keys(), *CONV1D, f"{DIVIDE}ATTRIBUTES"]
-        raise ConfigurationError(f"tp_plan has the style {name!r}, which is unknown: {hint(name, known)}")
+        raise ConfigurationError(f"{by}_plan has the style {name!r}, which is unknown: {hint(name, known)}")
     return ALL_PARALLEL_STYLES[name]
 
 
@@ -133,14 +174,50 @@ class Divided:
                 raise ConfigurationError(f"tp_plan divides {name} of {kind}, which is {value!r}, by tp_size={size}")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            whole = {name: getattr(module, name) for name in self.attributes}
-            vars(module).update((name, value // size) for name, value in whole.items())
-            try:
+            with _set(module, {name: getattr(module, name) // size for name in self.attributes}):
                 return plain(*args, **kwargs)
-            finally:
-                vars(module).update(whole)
 
         module.forward = forward
+
+
+class Experts:
+    """Some of the experts of a layer on each rank, all of which route every token: each computes the outputs of its own
+    experts, and the outputs are summed over the ranks, as are the gradients of the tokens and of their weights."""
+
+    def validate_param(self, module: nn.Module, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
+        pass
+
+    def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:
+        whole = module.get_parameter(key)
+        sliced = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        module._parameters[key] = nn.Parameter(sliced, requires_grad=whole.requires_grad)
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> None:
+        from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
+
+        inside = {"num_experts": module.num_experts // mesh.size()}
+        if hasattr(module, "_is_expert_parallel"):
+            inside["_is_expert_parallel"] = True
+        with _set(module, inside):
+            EpDispatchExpertsParallel().install_forward(module, mesh, tp_mesh=mesh, ep_implementation="all_reduce")
+        dispatching = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _set(module, inside):
+                return dispatching(*args, **kwargs)
+
+        module.forward = forward
+
+
+@contextmanager
+def _set(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a module has these attributes. A trace and a copy of the model see its own."""
+    own = {name: vars(module)[name] for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(own)
 
 
 class Conv1DSlice:

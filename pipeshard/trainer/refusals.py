@@ -18,7 +18,7 @@ _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True
 REFUSED = {
     "deepspeed": _DIVIDED,
     "fsdp": _DIVIDED,
-    "parallelism_config": "replicas and slices are those of PipelinePlugin(dp_size=..., tp_size=...)",
+    "parallelism_config": "replicas and slices are those of PipelinePlugin(dp_size=..., tp_size=..., ep_size=...)",
     "auto_find_batch_size": "one stage alone would run out of memory: `pipeshard plan` says which batch size fits",
     "fp16_full_eval": _FULL,
     "bf16_full_eval": _FULL,

@@ -167,6 +167,8 @@ def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
         dp_size=replicas,
         tp_size=1,
         tp_plan=None,
+        ep_size=1,
+        ep_plan=None,
         zero_stage=config.zero_stage if replicas > 1 else 0,
         fsdp=False,
         compile=False,

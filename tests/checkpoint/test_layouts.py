@@ -25,23 +25,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and arguments of th
     "fsdp": (4, {"pp_size": 2, "fsdp": True}),
     "slices": (4, {"pp_size": 2, "tp_size": 2}),
     "wide": (2, {"pp_size": 1, "fsdp": True}),
+    "experts": (2, {"pp_size": 1, "ep_size": 2}),
 }
 
 
-def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32") -> float:
+def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32", name: str = "llama-tied") -> float:
     """Go on from `folder`, if `first` is not 0, for some steps, and save there; the error against one process."""
     torch.manual_seed(0)
-    model = zoo.build("llama-tied")
+    model = zoo.build(name)
     unsplit = Unsplit(copy.deepcopy(model))
     options = dict(LAYOUTS[layout][1])
-    split = Split(
-        model, options.pop("pp_size"), zoo.batch("llama-tied"), num_microbatches=2, precision=precision, **options
-    )
+    split = Split(model, options.pop("pp_size"), zoo.batch(name), num_microbatches=2, precision=precision, **options)
     grid = split.plugin.grid
     if first:
         assert load_training_state(folder, split.model, split.optimizer) == first
     for step in range(first + steps):
-        data = zoo.batch("llama-tied", seed=step)
+        data = zoo.batch(name, seed=step)
         unsplit.backward(data)
         unsplit.step()
         if step >= first:
@@ -54,10 +53,10 @@ def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32
     whole: Any = to_sequential(split.model)
     assert type(whole) is type(unsplit.model) and type(whole.lm_head).__name__ == "Linear"
     plain = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/weights", dtype="auto")
-    for (name, p), q in zip(whole.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p, q), name
+    for (key, p), q in zip(whole.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q), key
     if precision == "fp32":
-        expected, got = unsplit.model(**zoo.batch("llama-tied")).loss, whole(**zoo.batch("llama-tied")).loss
+        expected, got = unsplit.model(**zoo.batch(name)).loss, whole(**zoo.batch(name)).loss
         assert float(got.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
     return parameter_error(split, unsplit.model)
 
@@ -79,6 +78,15 @@ def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32
 def test_a_run_goes_on_in_another_layout(pool: Pool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
     for k, layout in enumerate(layouts):
         errors = pool.run(run, LAYOUTS[layout][0], layout, str(tmp_path), 2 * k, 2)
+        assert max(errors) < 2e-5, (layout, errors)
+
+
+@pytest.mark.turns
+@pytest.mark.processes
+@pytest.mark.parametrize("layouts", [("experts", "one", "experts"), ("stages", "experts", "wide")], ids="-".join)
+def test_experts_go_on_in_another_layout(pool: Pool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    for k, layout in enumerate(layouts):
+        errors = pool.run(run, LAYOUTS[layout][0], layout, str(tmp_path), 2 * k, 2, name="mixtral")
         assert max(errors) < 2e-5, (layout, errors)
 
 

@@ -105,6 +105,7 @@ def refused(options: dict[str, Any], name: str) -> str:
         ({"pp_size": 1, "zero_stage": 1, "fsdp": True}, NAME, "fsdp=True shards the optimizer's state already"),
         ({"pp_size": 1, "tp_size": 2, "policy": Policy}, "gpt2", "tp_size=2: GPT2LMHeadModel comes without a tp_plan"),
         ({"pp_size": 3}, NAME, "pp_size=3 but the world has 2 processes"),
+        ({"pp_size": 1, "ep_size": 3}, NAME, "pp_size=1 and ep_size=3 but the world has 2 processes"),
         ({"pp_size": 1, "dp_size": 3}, NAME, "pp_size=1 and dp_size=3 but the world has 2 processes"),
         ({"pp_size": 1, "tp_size": 0}, NAME, "slices of each stage, must be a positive integer, got 0"),
         ({"pp_size": 2, "precision": "int8"}, NAME, "precision='int8' is unknown"),
