@@ -138,22 +138,25 @@ def test_packed_weights_take_what_is_planned(pool: Pool, tmp_path: Path, kind: s
         assert {name: getattr(planned, name) for name in measured} == measured
 
 
-def slices(name: str) -> dict[str, tuple[int, int]]:
+def slices(name: str, by: str) -> dict[str, tuple[int, int]]:
     """Of every parameter here, how many numbers a rank is said to have, and has."""
     model, batch = zoo.build(name), zoo.batch(name, ROWS, LENGTH)
-    planned = plan_of(model, 2, None, find_policy(model).tp_plan)
+    planned = plan_of(model, 2, None, find_policy(model).tp_plan, 2 if by == "ep_size" else 1)
     sizes = sliced_sizes(model, find_units(model).keys(), 2, planned)
     named = {key: sizes.get(parameter, parameter.numel()) for key, parameter in model.named_parameters()}
-    booster = Booster(plugin=PipelinePlugin(1, tp_size=2, num_microbatches=2, dry_run_input=batch, verify=False))
+    booster = Booster(plugin=PipelinePlugin(1, **{by: 2}, num_microbatches=2, dry_run_input=batch, verify=False))
     boosted, *_ = booster.boost(model)
     return {key: (named[key], local(p).numel()) for key, p in boosted.unwrap().named_parameters()}
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "mixtral", "t5", "bert"])
-def test_what_is_said_to_be_sliced_is(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [(name, "tp_size") for name in ("llama-tied", "gpt2", "mixtral", "t5", "bert")] + [("mixtral", "ep_size")],
+)
+def test_what_is_said_to_be_sliced_is(pool: Pool, name: str, by: str) -> None:
     """By plans of the architecture's own and of its policy; fused weights and experts too."""
-    first, second = pool.run(slices, 2, name)
+    first, second = pool.run(slices, 2, name, by)
     assert all(said == there for said, there in first.values()), first
     assert all(said >= there for said, there in second.values()), second
     for found in (first, second):
