@@ -214,7 +214,6 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
         ([*MODEL, *SIZES, "--lora", "2", "--quantize", "nf5"], "error: quantize='nf5' is unknown: did you mean nf4"),
         ([*MODEL, *SIZES, "--quantize", "nf4"], "error: quantize='nf4' freezes the base weights: give adapters a rank"),
         ([*MODEL, *SIZES, "--optimizer", "adam_8bit"], "error: optimizer='adam_8bit' is unknown: did you mean adamw_8"),
-        ([*MODEL, *SIZES, "--lora", "2", "--tp", "2"], "error: tp_size=2: adapters on sliced layers"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(arguments: list[str], message: str) -> None:

@@ -49,7 +49,7 @@ def plan_of(
     Raises ConfigurationError for a model that cannot be sliced, and for a plan that does not fit it.
     """
     by, size, of_user = ("ep", ep_size, ep_plan) if ep_size > 1 else ("tp", tp_size, tp_plan)
-    _, base = without_adapters(model)
+    prefix, base = without_adapters(model)
     name = type(base).__name__
     try:
         from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
@@ -58,11 +58,8 @@ def plan_of(
             f"{by}_size={size}: {name} has no {by}_plan, which models of transformers 5 have. Use {by}_size=1, and "
             "more stages or fsdp=True"
         ) from error
-    if base is not model:
-        raise ConfigurationError(
-            f"{by}_size={size}: adapters on sliced layers are not supported. Use {by}_size=1 with LoRA"
-        )
-    plan = dict(of_user or getattr(model, f"{by}_plan", None) or _rooted(model, (by == "tp" and of_policy) or {}))
+    plan = dict(of_user or getattr(base, f"{by}_plan", None) or _rooted(base, (by == "tp" and of_policy) or {}))
+    plan = {rule if rule.startswith(prefix) else prefix + rule: style for rule, style in plan.items()}
     names = [path for path, _ in model.named_modules()] + [path for path, _ in model.named_parameters()]
     generic = {path: replace_layer_number_by_wildcard(path) for path in names if path}
     for rule, style in plan.items():
@@ -71,8 +68,12 @@ def plan_of(
             known = sorted(set(generic.values()))
             raise ConfigurationError(f"{by}_plan names {rule}, which {name} does not have: {hint(rule, known)}")
     expanded: dict[str, str] = {}
+    of_adapters: dict[str, str] = {}
     for path, module in model.named_modules():
-        whole = plan.get(generic.get(path, ""))
+        whole = plan.get(generic.get(path, ""), of_adapters.get(path))
+        if whole is not None and type(module).__module__.startswith("peft."):
+            of_adapters |= _of_adapters(path, module, whole, by, size)
+            continue
         for key, _ in module.named_parameters(recurse=False):  # before the module, whose forward goes by them
             parameter = f"{path}.{key}" if path else key
             if style := plan.get(generic.get(parameter, parameter), whole):
@@ -128,6 +129,23 @@ def style_of(name: str, by: str = "tp") -> Any:
         known = [*ALL_PARALLEL_STYLES.keys(), *CONV1D, f"{DIVIDE}ATTRIBUTES"]
         raise ConfigurationError(f"{by}_plan has the style {name!r}, which is unknown: {hint(name, known)}")
     return ALL_PARALLEL_STYLES[name]
+
+
+def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[str, str]:
+    """The styles inside of a sliced layer with LoRA: B computes the outputs of a slice, or A reads its inputs."""
+    matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style, "")
+    adapters = getattr(layer, matrix, {})
+    variants = getattr(layer, "lora_variant", {})  # DoRA and the like, which look at whole matrices
+    drops = adapters and style == "rowwise" and any(getattr(one, "p", 0.0) for one in layer.lora_dropout.values())
+    if not adapters or variants or drops:
+        what = (
+            "lora_dropout, which would drop other inputs of each slice" if drops else "adapters that cannot be sliced"
+        )
+        raise ConfigurationError(
+            f"{by}_size={size}: {path} ({style} in the {by}_plan) has {what}. Use LoRA without variants and dropout on "
+            f"colwise and rowwise layers, other target_modules, or {by}_size=1"
+        )
+    return {f"{path}.base_layer": style} | {f"{path}.{matrix}.{name}": style for name in adapters}
 
 
 def _rooted(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,15 +17,17 @@ from colossalai.booster import Booster
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeshard import PipelinePlugin, Policy, load_training_state, register_policy, save_training_state, to_sequential
 from pipeshard.engine import grad_sync as gradients
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
 from pipeshard.split.policy import find_policy
+from pipeshard.split.tensor_parallel import plan_of
 from tests import zoo
 from tests.covering import covering
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, differences, parameter_error
+from tests.unsplit import Split, Unsplit, compared, differences, parameter_error
 
 pytestmark = pytest.mark.local
 
@@ -105,6 +108,67 @@ def three_steps(case: str) -> None:
 @pytest.mark.parametrize(("case", "p"), covering(list(CASES), [2, 3], strength=1))
 def test_three_steps(pool: Pool, case: str, p: int) -> None:
     pool.run(three_steps, p, case)
+
+
+def sliced(folder: str, p: int, name: str, by: str, targets: Any) -> list[str]:
+    """Two steps of adapters on ranks with slices, or with some of the experts, and what is saved of them."""
+    model: Any = zoo.build(name)
+    if by == "ep_size":
+        model.set_experts_implementation("batched_mm")
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=targets)).double()
+    unsplit, data = Unsplit(copy.deepcopy(model)), zoo.batch(name)
+    split = Split(model, p, data, num_microbatches=2, **{by: 2})
+    found = []
+    for _ in range(2):
+        found += compared(
+            split, unsplit, split.backward(data)["loss"], unsplit.backward_in_parts(data, num_microbatches=2)
+        )
+        unsplit.step()
+        split.step()
+    split.booster.save_lora_as_pretrained(split.model, folder)
+    saved = PeftModel.from_pretrained(zoo.build(name).double(), folder)
+    for key, parameter in unsplit.model.named_parameters():
+        if not torch.allclose(saved.get_parameter(key), parameter, atol=1e-9):
+            found.append(f"{key} was saved with other values")
+    assert any("lora_" in key and isinstance(q, DTensor) for key, q in split.held.items()) == (by == "tp_size")
+    return found
+
+
+@pytest.mark.turns
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("p", "name", "by", "targets"),
+    [
+        (1, "llama-tied", "tp_size", "all-linear"),
+        (2, "llama", "tp_size", ["o_proj", "gate_proj"]),
+        (1, "mixtral", "ep_size", ["q_proj", "o_proj"]),
+    ],
+)
+def test_adapters_of_sliced_layers(pool: Pool, tmp_path: Path, p: int, name: str, by: str, targets: Any) -> None:
+    assert not [
+        what for found in pool.run(sliced, 2 * p, str(tmp_path / "lora"), p, name, by, targets) for what in found
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "fields", "message"),
+    [
+        ("gpt2", (2, 1), {"target_modules": ["c_attn"]}, "c_attn (conv1d_qkv in the tp_plan) has adapters that cannot"),
+        ("llama", (2, 1), {"target_modules": ["o_proj"], "use_dora": True}, "o_proj (rowwise in the tp_plan) has"),
+        ("llama", (2, 1), {"target_modules": ["o_proj"], "lora_dropout": 0.1}, "has lora_dropout, which would drop"),
+        ("llama", (2, 1), {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head (colwise_gather"),
+        ("mixtral", (1, 2), {"target_parameters": ["experts.gate_up_proj"]}, "experts (ep_dispatch_experts in the"),
+    ],
+)
+def test_adapters_that_cannot_be_sliced_are_refused(
+    name: str, sizes: tuple[int, int], fields: dict[str, Any], message: str
+) -> None:
+    model = zoo.build(name)
+    model.config.update({key: 0.0 for key in ("attn_pdrop", "resid_pdrop") if hasattr(model.config, key)})
+    adapted, of_policy = get_peft_model(model, LoraConfig(**fields)), find_policy(model).tp_plan
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        plan_of(adapted, sizes[0], None, of_policy, sizes[1])
 
 
 def without_gradients() -> None:
