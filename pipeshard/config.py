@@ -295,7 +295,7 @@ class PipelineConfig:
 
     def _check_sizes(self) -> None:
         parts = {"pp_size": "stages", "dp_size": "replicas", "tp_size": "slices of each stage"}
-        parts["ep_size"] = "slices of the experts of each stage"
+        parts |= {"ep_size": "slices of the experts of each stage"}
         for name, what in parts.items():
             size = getattr(self, name)
             if not _is_positive(size) and (name, size) != ("dp_size", None):

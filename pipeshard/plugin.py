@@ -126,9 +126,10 @@ class PipelinePlugin:
             arguments["pp_size"] = pp_size if alone is None else alone.pp_size or pp_size
             check_p2p(p2p)
             self.config = PipelineConfig(**arguments)
-            self._sizes = (pp_size, dp_size, tp_size, ep_size) if alone is None else (1, 1, 1, 1)
-            join_alone(*self._sizes)
-            self.dp_size = num_replicas(*self._sizes)
+            sizes = (pp_size, dp_size, tp_size, ep_size) if alone is None else (1, 1, 1, 1)
+            join_alone(*sizes)
+            self.dp_size = num_replicas(*sizes)
+            self._sizes = *sizes[:2], sizes[2] * sizes[3]
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
         self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)
         self._boosted: list[weakref.ref[PipelineModel]] = []

@@ -310,21 +310,21 @@ class Grid:
 _grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # of the current world
 
 
-def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1, ep_size: int = 1) -> Grid:
+def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:
     """The Grid of these sizes, the same for all models of this world. Call it on all ranks.
 
     torch keeps a process group, with its threads and what NCCL allocates, until its world ends; a sweep that boosts one
     model after another would have more of them with each. Models do not run at the same time, so their messages
     cannot be mistaken for one another.
     """
-    sizes = num_replicas(pp_size, dp_size, tp_size, ep_size), pp_size, tp_size * ep_size
+    sizes = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
     world = dist.group.WORLD
     assert world is not None
     if world not in _grids:
         _grids.clear()
     of_world = _grids.setdefault(world, {})
     if sizes not in of_world or of_world[sizes].mesh.is_destroyed:
-        of_world[sizes] = Grid(pp_size, dp_size, tp_size * ep_size)
+        of_world[sizes] = Grid(pp_size, dp_size, tp_size)
     return of_world[sizes]
 
 

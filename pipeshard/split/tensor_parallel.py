@@ -132,15 +132,16 @@ def style_of(name: str, by: str = "tp") -> Any:
 
 
 def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[str, str]:
-    """The styles inside of a sliced layer with LoRA: B computes the outputs of a slice, or A reads its inputs."""
+    """The styles inside of a sliced layer with LoRA: B computes the outputs of a slice, or A reads its inputs.
+
+    Raises ConfigurationError for other adapters, and for DoRA and the like, which look at whole matrices.
+    """
     matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style, "")
     adapters = getattr(layer, matrix, {})
-    variants = getattr(layer, "lora_variant", {})  # DoRA and the like, which look at whole matrices
+    variants = getattr(layer, "lora_variant", {}) or any(getattr(layer, "use_dora", {}).values())
     drops = adapters and style == "rowwise" and any(getattr(one, "p", 0.0) for one in layer.lora_dropout.values())
     if not adapters or variants or drops:
-        what = (
-            "lora_dropout, which would drop other inputs of each slice" if drops else "adapters that cannot be sliced"
-        )
+        what = "lora_dropout, which would differ from slice to slice" if drops else "adapters that cannot be sliced"
         raise ConfigurationError(
             f"{by}_size={size}: {path} ({style} in the {by}_plan) has {what}. Use LoRA without variants and dropout on "
             f"colwise and rowwise layers, other target_modules, or {by}_size=1"

@@ -156,7 +156,7 @@ def test_adapters_of_sliced_layers(pool: Pool, tmp_path: Path, p: int, name: str
     [
         ("gpt2", (2, 1), {"target_modules": ["c_attn"]}, "c_attn (conv1d_qkv in the tp_plan) has adapters that cannot"),
         ("llama", (2, 1), {"target_modules": ["o_proj"], "use_dora": True}, "o_proj (rowwise in the tp_plan) has"),
-        ("llama", (2, 1), {"target_modules": ["o_proj"], "lora_dropout": 0.1}, "has lora_dropout, which would drop"),
+        ("llama", (2, 1), {"target_modules": ["o_proj"], "lora_dropout": 0.1}, "has lora_dropout, which would differ"),
         ("llama", (2, 1), {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head (colwise_gather"),
         ("mixtral", (1, 2), {"target_parameters": ["experts.gate_up_proj"]}, "experts (ep_dispatch_experts in the"),
     ],
