@@ -24,6 +24,7 @@ from pipeshard.split.policy import Policy
 from pipeshard.split.route import Recompute
 
 REDUCTIONS = ("token", "batch", "microbatch")
+CUTS = "num_microbatches", "microbatch_size", "microbatch_tokens"
 POSITIVE = "a positive integer"
 LEAST_OF_SLICE = 256  # positions, with num_slices="auto"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +65,10 @@ class PipelineConfig:
     Args:
         pp_size: p, the number of stages.
         num_microbatches: how many microbatches each batch is cut into along its samples, or instead
-        microbatch_size: the samples of each. With pp_size=1 and for a PipelineTrainer, both may be omitted.
+        microbatch_size: the samples of each, or instead
+        microbatch_tokens: the most tokens of each, including padding. Samples of similar length are grouped, and the
+            padding of a microbatch is cut off to its own longest sample. With pp_size=1 and for a PipelineTrainer, all
+            three may be omitted.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
             gradients of linear and embedding layers are computed separately, while a stage would wait. Or a
             `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one, which runs as given, with
@@ -164,6 +168,7 @@ class PipelineConfig:
     deferred_batch_norm: bool = False
     num_slices: int | str = 1
     offload: str | None = None
+    microbatch_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -197,7 +202,7 @@ class PipelineConfig:
 
     @property
     def cut(self) -> tuple[int | None, int | None]:
-        """The number of microbatches in a batch, or the samples in each."""
+        """The number of microbatches in a batch, or the samples in each; neither if they are grouped by tokens."""
         return self.num_microbatches, self.microbatch_size
 
     @property
@@ -206,10 +211,15 @@ class PipelineConfig:
         return self.tp_size * self.ep_size
 
     def refuse_uncut(self) -> None:
-        """Raise ConfigurationError unless exactly one of the two arguments says how to cut batches."""
-        if (self.num_microbatches is None) == (self.microbatch_size is None):
-            sizes = f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size}"
-            raise ConfigurationError(f"{sizes}: give exactly one of the two")
+        """Raise ConfigurationError unless exactly one of the three arguments says how to cut batches."""
+        if len(self._cuts) != 1:
+            given = self._cuts or dict.fromkeys(CUTS)
+            sizes = " and ".join(f"{name}={value}" for name, value in given.items())
+            raise ConfigurationError(f"{sizes}: give exactly one of {', '.join(CUTS)}")
+
+    @property
+    def _cuts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in CUTS if getattr(self, name) is not None}
 
     @property
     def has_exact_loss(self) -> bool:
@@ -225,6 +235,11 @@ class PipelineConfig:
     def has_slices(self) -> bool:
         """Whether microbatches are cut along the sequence."""
         return self.num_slices != 1
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether samples are grouped by tokens, and padding is cut off."""
+        return self.microbatch_tokens is not None
 
     def slices_of(self, totals: Sequence[int]) -> int:
         """How many slices to cut each microbatch of a step with this many positions into."""
@@ -307,14 +322,14 @@ class PipelineConfig:
             )
 
     def _check_microbatches(self) -> None:
-        if self.pp_size == 1 and self.num_microbatches is self.microbatch_size is None:
+        if self.pp_size == 1 and not self._cuts:
             self._settle(num_microbatches=1)
-        if None not in self.cut:
+        if len(self._cuts) > 1:
             self.refuse_uncut()
 
     def _check_kinds(self) -> None:
         self._check("loss_reduction", self.loss_reduction in REDUCTIONS, "'token', 'batch' or 'microbatch'")
-        for name in ("num_microbatches", "microbatch_size"):
+        for name in CUTS:
             self._check(name, getattr(self, name) is None or _is_positive(getattr(self, name)), POSITIVE)
         is_number = _is_positive(self.num_slices)
         self._check("num_slices", is_number or self.num_slices == "auto", f"'auto' or {POSITIVE}")
@@ -360,6 +375,11 @@ class PipelineConfig:
             raise ConfigurationError(
                 f"num_slices={self.num_slices!r} does not go with schedule={name_of(self.schedule)!r}, which has no "
                 f"program for slices. Use one of {', '.join(SLICED)}"
+            )
+        if self.is_ragged:
+            raise ConfigurationError(
+                f"num_slices={self.num_slices!r} does not go with microbatch_tokens={self.microbatch_tokens}: slices "
+                "of a step have equal numbers, which microbatches of other lengths may not have. Use one of the two"
             )
         if self.compile:
             raise ConfigurationError(

@@ -112,6 +112,7 @@ class PipelinePlugin:
         deferred_batch_norm: bool = False,
         num_slices: int | str = 1,
         offload: str | None = None,
+        microbatch_tokens: int | None = None,
         **foreign: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name in PipelineConfig.__dataclass_fields__}

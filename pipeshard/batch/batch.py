@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,21 @@ BatchDims = Mapping[str, int | None]  # by path: the dimension that counts the s
 FOR_CRITERION = "criterion."  # begins the names of what the model is not called with
 
 
+class Span(NamedTuple):
+    """Where the positions of a microbatch begin in its batch, which has `total`, and their number."""
+
+    start: int
+    length: int
+    total: int
+
+
+class Place(NamedTuple):
+    """The samples of its batch that a microbatch has, and by path the positions that it has of a leaf."""
+
+    rows: tuple[int, ...]
+    spans: Mapping[str, Span]
+
+
 @dataclass(frozen=True)
 class Batch:
     """One batch as a flat list of leaves.
@@ -26,7 +41,8 @@ class Batch:
     scalar, a (1, 1, s, s) mask, a string, ...). `owners` has, for leaves by path whose dimension 0 (or else the last)
     counts something else, how many of its entries each sample has, () if that is not known. Of positional entries, the
     model is called with the first `taken` ones (None: all), and a criterion gets all of them. `entry` names the module
-    that is called with it, "" for the model itself.
+    that is called with it, "" for the model itself. `place` is where a microbatch lies in its batch, if it
+    does not have consecutive samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -37,6 +53,7 @@ class Batch:
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     taken: int | None = None
     entry: str = ""
+    place: Place | None = None
 
     @classmethod
     def of(

@@ -40,13 +40,14 @@ def _error(run: Callable[[Batch], object], batch: Batch) -> Exception | None:
 
 def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> str:
     """What to do about microbatch i, which fails with `error`, in `module` if that is known."""
-    start = sum(part.rows for part in parts[:i])
+    start, place = sum(part.rows for part in parts[:i]), parts[i].place
+    rows = f"{start} to {start + parts[i].rows - 1}" if place is None else ", ".join(map(str, place.rows))
     names = cut_inputs(batch)
-    place = f" in {module}" if module else ""
+    where = f" in {module}" if module else ""
     example = f"{{{names[0]!r}: None}}" if names else "{<name>: None}"
     return (
-        f"rows {start} to {start + parts[i].rows - 1} of the batch (microbatch {i} of {len(parts)}) do not run by "
-        f"themselves, but the whole batch of {batch.rows} rows does: {type(error).__name__}{place}: {error}. An input "
+        f"rows {rows} of the batch (microbatch {i} of {len(parts)}) do not run by "
+        f"themselves, but the whole batch of {batch.rows} rows does: {type(error).__name__}{where}: {error}. An input "
         f"may index the rows. Pass num_microbatches=1 to PipelinePlugin. If one of {', '.join(names)} does not count "
         f"the rows in its first dimension, pass batch_dims instead, for example batch_dims={example} if every "
         "microbatch needs all of it"

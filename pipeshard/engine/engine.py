@@ -30,6 +30,7 @@ from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.offload import Offload, transfer_of
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
+from pipeshard.engine.ragged import Ragged
 from pipeshard.engine.reader import News, Reader
 from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import Places, refuse_compiled, refuse_criterion, refuse_recomputed
@@ -117,11 +118,12 @@ class Pipeline:
         if config.has_slices:
             self.slope = attention_slope(model)
         self.cached = disable_caches(model)  # configs to be given their cache back
-        self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)
+        self.reader = Reader(RowDims(model, config.batch_dims), self._cut, self._may_cut, grid, self.precision)
         sample, flow = self._trace(sample, named_modules_of(partition))
         with self.precision.seeming(model), self.precision.running():
             measured = costs(partition, flow, sample) if is_profile(partition) else None
         self.policy = self._partition(flow, sample, partition, measured)
+        self.ragged = Ragged(model).plan_for(config, flow, self.policy.units) if config.is_ragged else None
         self.containers = containers(model, self.policy.units)
         self.called = [*self.containers, *self.policy.units.values()]
         replicas = grid.replicas if grid.dp_size > 1 else None
@@ -262,7 +264,7 @@ class Pipeline:
         def news(batches: Sequence[Batch]) -> News:
             nonlocal found
             self.planner.look(criterion)
-            unproven = exact and self.planner.any_unproven(batches, self.config.cut, criterion)
+            unproven = exact and self.planner.any_unproven(batches, self._cut(batches), criterion)
             trains = any(parameter.requires_grad for parameter in self.holdings.held.values())
             bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
@@ -304,7 +306,7 @@ class Pipeline:
                 found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
             with self.precision.running(), self._tracing(batches, criterion, outputs):
-                self.planner.prove(batches, self.config.cut, criterion, self.grid.world)
+                self.planner.prove(batches, self._cut(batches), criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
             out = self._run(batches, found, criterion, train, return_loss, outputs, exact, weight)
         if train:
@@ -329,8 +331,15 @@ class Pipeline:
     def _cut(self, batches: Sequence[Batch]) -> list[list[Batch]]:
         """The microbatches of each batch; cached for the same batches."""
         if [*map(id, self._parts[0])] != [*map(id, batches)]:
-            self._parts = list(batches), [batch.split(*self.config.cut) for batch in batches]
+            self._parts = list(batches), [self._split(batch) for batch in batches]
         return self._parts[1]
+
+    def _may_cut(self) -> bool:
+        """Whether a batch may have several microbatches."""
+        return self.config.num_microbatches != 1
+
+    def _split(self, batch: Batch) -> list[Batch]:
+        return batch.split(*self.config.cut) if self.ragged is None else self.ragged.split(batch, self.config)
 
     def _to_find(self, batches: Sequence[Batch], train: bool) -> list[list[Batch]]:
         """The batches that need a way through the stages: the microbatches, followed by their slices, if there are

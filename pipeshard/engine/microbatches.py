@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.batch.batch import Batch, split_sizes
+from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, key_of
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
@@ -53,7 +53,6 @@ from pipeshard.split.route import Recompute, Route
 
 MOST_FLOWS = 128  # that are kept: batches may hold something that differs in each, and that a trace depends on
 NUMBERS = 4096  # of ways that are kept: lengths of batches
-Cut = tuple[int | None, int | None]  # the number of microbatches in a batch, or the samples in each
 
 
 class FoundWays(NamedTuple):
@@ -390,29 +389,37 @@ class RouteCache:
                     "not hold it: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
                 )
 
-    def _unproven(self, batch: Batch, num_microbatches: int, criterion: Criterion | None) -> bool:
+    def _unproven(self, batch: Batch, parts: Sequence[Batch], criterion: Criterion | None) -> bool:
         """Whether the rule for the loss of this batch is not known yet."""
-        if num_microbatches == 1 and self.replicas is None:
+        if len(parts) == 1 and self.replicas is None:
             return False
-        return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, num_microbatches))
+        return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, _largest(parts)))
 
-    def any_unproven(self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None) -> bool:
+    def any_unproven(
+        self, batches: Sequence[Batch], cut: Sequence[Sequence[Batch]], criterion: Criterion | None
+    ) -> bool:
         """Whether the rule is unknown for one of these batches, in the state of the last `look`."""
-        return any(self._unproven(batch, len(split_sizes(batch.rows, *cut)), criterion) for batch in batches)
+        return any(self._unproven(batch, parts, criterion) for batch, parts in zip(batches, cut, strict=True))
 
     def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
         """The loss of this replica's outputs, with its `part` in the step's loss."""
         return loss if self.weight is None or part is None else part / self.weight
 
-    def prove(self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None, world: dist.ProcessGroup) -> None:
+    def prove(
+        self,
+        batches: Sequence[Batch],
+        cut: Sequence[Sequence[Batch]],
+        criterion: Criterion | None,
+        world: dist.ProcessGroup,
+    ) -> None:
         """Find the rule on all ranks at the same time; a rank may know it for its own batches.
 
         Raises ConfigurationError on all of them if one of them finds none.
         """
         failure: Exception | None = None
         try:
-            for batch in batches:
-                self.learn(batch, batch.split(*cut)[0], criterion)
+            for batch, parts in zip(batches, cut, strict=True):
+                self.learn(batch, batch.split(microbatch_size=_largest(parts))[0], criterion)
         except Exception as error:  # of the model too: the other ranks have to learn of it
             failure = error
         reasons = gather_objects(None if failure is None else summary(failure), world)
@@ -423,7 +430,7 @@ class RouteCache:
 
     def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
         """Find the rule on this rank only."""
-        kind, sizes = self._kind(batch, criterion), self._sizes(batch, -(-batch.rows // first.rows))
+        kind, sizes = self._kind(batch, criterion), self._sizes(batch, first.rows)
         if self.rules.covers(kind, batch, sizes):  # another rank, or another batch, is what is new
             return
         (flow, _), proven = self._find(first, criterion), ProvenRule(SUM)
@@ -433,9 +440,10 @@ class RouteCache:
             proven = prove_loss_rule(self.model, flow, batch, criterion, sizes, known)
         self.rules.add(kind, proven, flow, batch)
 
-    def _sizes(self, batch: Batch, num_microbatches: int) -> Sizes:
+    def _sizes(self, batch: Batch, part: int) -> Sizes:
+        """Those of the batch and of a microbatch of this many samples."""
         replicas = 1 if self.replicas is None else self.replicas.size()
-        return Sizes.of(batch, num_microbatches, replicas)
+        return Sizes.of(batch, -(-batch.rows // part), replicas)
 
     def _rule(self, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
         if len(batches) == 1 and self.replicas is None:
@@ -473,6 +481,10 @@ class RouteCache:
                 "replicas batches of one kind, with labels or without"
             )
         return float(table[:, 0].sum())
+
+
+def _largest(parts: Sequence[Batch]) -> int:
+    return max(part.rows for part in parts)
 
 
 def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.batch.batch import Batch
+from pipeshard.batch.batch import Batch, Place, Span
 from pipeshard.batch.tree import field_of, flatten_with_names
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.errors import UsageError, summary
@@ -164,13 +164,35 @@ class Outputs:
             dim = next((d for d, slope in enumerate(slopes) if slope and slope[0]), None)
             if k in self._losses and loss is not None:
                 leaves.append(loss)
-            elif len(column) == 1 or not isinstance(first, Tensor | int | float | str):
+            elif (len(column) == 1 and self._batches[0].place is None) or not isinstance(
+                first, Tensor | int | float | str
+            ):
                 leaves.append(first)
             elif not isinstance(first, Tensor) or first.ndim == 0 or (dim is None and slopes):
                 leaves.append(_same(name, column))
             else:
-                leaves.append(torch.cat(column, self._sample_dim(name, column) if dim is None else dim))
+                dim = self._sample_dim(name, column) if dim is None else dim
+                leaves.append(self._restored(name, column, dim, flow))
         return tree_unflatten(leaves, tree)
+
+    def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
+        """The output of all samples in their order, from microbatches of any of them; `dim` counts the samples. The
+        positions that a microbatch has cut off as padding are zeros."""
+        places = [batch.place for batch in self._batches if batch.place is not None]
+        if not places:
+            return torch.cat(list(column), dim)
+        spans = _spans(name, column, dim, flow, places)
+        shape = list(column[0].shape)
+        shape[dim] = sum(len(place.rows) for place in places)
+        for at, of_parts in spans.items():
+            shape[at] = of_parts[0].total
+        whole = column[0].new_zeros(shape)
+        for k, (part, place) in enumerate(zip(column, places, strict=True)):
+            view = whole
+            for at, of_parts in spans.items():
+                view = view.narrow(at, *of_parts[k][:2])
+            view.index_copy_(dim, torch.tensor(place.rows, device=view.device), part)
+        return whole
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
         """The dimension that counts the samples of an output that was traced at only one size: if several may, one
@@ -192,6 +214,27 @@ class Outputs:
             reasons = gather_objects(None if self._failure is None else str(self._failure), group)
             raise self._failure or UsageError(next(filter(None, reasons)))
         return doubtful
+
+
+def _spans(
+    name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, places: Sequence[Place]
+) -> dict[int, list[Span]]:
+    """The dimensions of an output that count positions, with those of each microbatch: they grow with these in the
+    trace, or otherwise have their number in every microbatch. Raises UsageError for another one that differs."""
+    slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
+    known = [group[0][0] for group in flow.axes.groups[1:] if group]
+    found: dict[int, list[Span]] = {}
+    for at in (at for at in range(column[0].ndim) if at != dim):
+        grows = [path for path, slope in zip(known, slopes[at][1:], strict=False) if slope] if slopes else []
+        others = [path for path in places[0].spans if path not in known or not slopes]
+        sizes = [part.shape[at] for part in column]
+        for path in grows or others:
+            of_path = [place.spans[path] for place in places if path in place.spans]
+            if sizes == [span.length for span in of_path]:
+                found.setdefault(at, of_path)
+        if at not in found and (grows or len(set(sizes)) > 1):
+            raise _unmergeable(name, "depends on how much padding a microbatch has")
+    return found
 
 
 def _names(asked: Any) -> list[str]:

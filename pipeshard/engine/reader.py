@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeshard.batch.batch import Batch, split_sizes
+from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import RowDims
 from pipeshard.batch.tree import flatten, text
 from pipeshard.distributed.collectives import gather_objects, meet
@@ -135,21 +135,21 @@ def _joined(digests: Sequence[int]) -> int:
 
 
 class Reader:
-    """Reads batches for a model; `cut()` is (number of microbatches, None) or (None, samples in each)."""
+    """Reads batches for a model, of which `cut` gives the microbatches; `cuts()` is whether it may give several."""
 
     def __init__(
-        self, row_dims: RowDims, cut: Callable[[], tuple[int | None, int | None]], grid: Grid, precision: Precision
+        self,
+        row_dims: RowDims,
+        cut: Callable[[Sequence[Batch]], Sequence[Sequence[Batch]]],
+        cuts: Callable[[], bool],
+        grid: Grid,
+        precision: Precision,
     ) -> None:
-        self.row_dims, self.cut, self.grid, self.precision = row_dims, cut, grid, precision
-
-    @property
-    def cuts(self) -> bool:
-        """Whether a batch is cut into several microbatches, by the plugin's arguments."""
-        return self.cut()[0] != 1
+        self.row_dims, self.cut, self.cuts, self.grid, self.precision = row_dims, cut, cuts, grid, precision
 
     def settle(self, batch: Batch) -> Batch:
         """A batch that was already read, in the form that the model receives."""
-        return self.precision.of_batch(self.row_dims.settle(batch) if self.cuts else batch)
+        return self.precision.of_batch(self.row_dims.settle(batch) if self.cuts() else batch)
 
     def next(
         self, data_iter: Iterator[Any], mode: str, news: Callable[[Sequence[Batch]], News], count: int = 1
@@ -159,12 +159,13 @@ class Reader:
         `mode` describes the step, and `news(batches)` is what to report to the other ranks.
         """
         batches: list[Batch] | Exception
+        parts = 0
         try:
             batches = [self._read(data_iter) for _ in range(count)]
+            parts = sum(map(len, self.cut(batches)))
         except Exception as error:  # of the user's dataset too: the other ranks have to learn of it
             batches = error
         read = () if isinstance(batches, Exception) else batches
-        parts = sum(len(split_sizes(batch.rows, *self.cut())) for batch in read)
         try:
             agreement = agree(self.grid, batches, parts, mode, news(read) if read else News())
         except BatchError as disagreement:
@@ -190,4 +191,4 @@ class Reader:
             ) from None
         if isinstance(data, Batch):
             return self.precision.of_batch(data)
-        return self.precision.of_batch(self.row_dims.read(data, self.cuts))
+        return self.precision.of_batch(self.row_dims.read(data, self.cuts()))

@@ -62,6 +62,7 @@ def simulate(
     weight: ActionCost = 0.0,
     latency: ActionCost = 0.0,
     returned: ActionCost | None = None,
+    sizes: Sequence[float] = (),
 ) -> Simulation:
     """Simulate `program`, with communication added if it has none.
 
@@ -70,12 +71,14 @@ def simulate(
     order, once its input has arrived. Messages never block the rank that posts them, but they are rendezvous: a
     transfer begins when both ends are posted and the earlier ones of its directed edge are complete. `latency` is the
     time that it then takes to bring a stage its input, and `returned` the time for the gradients that a stage sends
-    back (by default `latency`): one number, or one per stage.
+    back (by default `latency`): one number, or one per stage. `sizes` has a factor for the costs of each microbatch.
 
     Raises DeadlockError, which lists the waiting ranks and their messages, if the program cannot finish or if the two
     ends of an edge disagree on the order of messages; ConfigurationError for costs that are negative or not one per
-    stage.
+    stage, or sizes that are not one per microbatch.
     """
+    if len(sizes) not in (0, program.num_microbatches):
+        raise ConfigurationError(f"sizes has {len(sizes)} factors for {program.num_microbatches} microbatches")
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
     returned = latency if returned is None else returned
@@ -86,10 +89,10 @@ def simulate(
         if not any(map(any, transfers.values())) and not program.has_communication:
             # Messages that take no time and are posted in time are there when they are sent, so they need not be run;
             # but if something waits forever, they tell for what.
-            spans = _Run(program, costs | transfers).finish()
+            spans = _Run(program, costs | transfers, sizes).finish()
         if spans is None:
             program = program if program.has_communication else add_communication(program)
-            run = _Run(program, costs | transfers)
+            run = _Run(program, costs | transfers, sizes)
             spans = run.finish()
             if spans is None:
                 raise DeadlockError("\n  ".join([f"program {program.name!r} cannot finish:", *run.stuck()]))
@@ -107,11 +110,12 @@ def simulate_parts(
     *,
     latency: ActionCost = 0.0,
     returned: ActionCost | None = None,
+    sizes: Sequence[float] = (),
 ) -> Simulation:
     """`simulate` with separate costs of B and W: B takes both in a program without W, too."""
     if not program.has_weight:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
-    return simulate(program, forward, backward, weight, latency, returned)
+    return simulate(program, forward, backward, weight, latency, returned, sizes)
 
 
 @contextmanager
@@ -166,8 +170,8 @@ class _Run:
     the times of what an action needed. On each edge the k-th send matches the k-th receive.
     """
 
-    def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]]) -> None:
-        self.program, self.costs = program, costs
+    def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], sizes: Sequence[float]) -> None:
+        self.program, self.costs, self.sizes = program, costs, sizes or [1.0] * program.num_microbatches
         self.has_communication = program.has_communication
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
         self.edges = {ends: _Edge(*ends) for ends in itertools.permutations(range(len(program.ranks)), 2)}
@@ -189,11 +193,11 @@ class _Run:
 
     def _costs(self, kind: Kind, stage: int) -> list[float]:
         """The costs by microbatch."""
-        m, cost = self.program.num_microbatches, self.costs[kind][stage]
+        cost = self.costs[kind][stage]
         if kind is not Kind.B or not self.split:
-            return [cost] * m
+            return [cost * size for size in self.sizes]
         whole = cost + self.costs[Kind.W][stage]
-        return [cost if (i, stage) in self.split else whole for i in range(m)]
+        return [(cost if (i, stage) in self.split else whole) * size for i, size in enumerate(self.sizes)]
 
     def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, StageStep, Times, float] | None:
         """For a message: its edge, the posts of its two ends, the step of the other end, the times of arrival, and how

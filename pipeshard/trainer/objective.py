@@ -67,8 +67,8 @@ class Objective:
         self._kept: KeptState | None = None  # as it is before the window
         self._random: dict[str, Any] = {}  # the generators' states, as compute_loss leaves them
         self._failure: UsageError | None = None
-        self._is_stepping = False  # rather than tried
-        self._calls = 0  # of compute_loss in this step, which are to come
+        self._calls = 0  # of compute_loss in this step
+        self._pipeline: Pipeline | None = None  # that steps
         # Of the last trial in which sizes fit together: the sizes, and which outputs get a gradient from the loss.
         self._sizes: dict[str, torch.Size] = {}
         self._reached: tuple[int, ...] = ()
@@ -91,17 +91,17 @@ class Objective:
         self._random, self._failure = random_state(), None
 
     @contextmanager
-    def stepping(self, pipeline: Pipeline, calls: int) -> Iterator[None]:
-        """Around the step of a window, with this many calls of compute_loss; at its end all ranks receive its changes.
+    def stepping(self, pipeline: Pipeline) -> Iterator[None]:
+        """Around the step of a window; at its end all ranks receive the changes of compute_loss.
 
         Accelerate reports synchronized gradients only in the last call, as in one process.
         """
         accelerator = self.trainer.accelerator
-        self._is_stepping, self._calls = True, calls
+        self._pipeline, self._calls = pipeline, 0
         try:
             yield
         finally:
-            self._is_stepping, accelerator.is_last_call = False, True
+            self._pipeline, accelerator.is_last_call = None, True
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,11 +160,11 @@ class Objective:
         It uses the random numbers that it would use in one process. Refusals are raised at the step's end, on
         every rank.
         """
-        if not self._is_stepping:
+        if self._pipeline is None:
             return self(outputs, inputs)
         before = random_state()
-        self._calls -= 1
-        self.trainer.accelerator.is_last_call = self._calls == 0
+        self._calls += 1
+        self.trainer.accelerator.is_last_call = self._calls == len(self._pipeline.ran)
         try:
             muted = self(outputs, inputs) if self.trainer.accelerator.num_processes > 1 else None
             set_random_state(self._random)

@@ -95,6 +95,8 @@ def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
     """How to cut each batch of a window of this many, so that the window has the requested number of microbatches."""
     if config.microbatch_size is not None:
         return {"microbatch_size": config.microbatch_size, "num_microbatches": None}
+    if config.is_ragged:
+        return {}
     asked = config.num_microbatches
     if asked is None or (asked == 1 and config.pp_size == 1):
         return {"num_microbatches": 1}

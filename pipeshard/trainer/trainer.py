@@ -23,7 +23,6 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
-from pipeshard.batch.batch import split_sizes
 from pipeshard.batch.read import first_samples
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.training_state import random_state, set_random_state
@@ -259,8 +258,7 @@ class Loop(Trainer):
             return self._stages.step(window, None, weight).to(self.args.device)
         self._objective.begin()
         pipeline = self._stages.boosted.pipeline
-        parts = [split_sizes(find_batch_size(batch) or 1, *pipeline.config.cut) for batch in window]
-        with self._objective.stepping(pipeline, sum(map(len, parts))):
+        with self._objective.stepping(pipeline):
             loss = self._stages.step(window, self._objective, weight, self._objective.note)
         return loss.to(self.args.device)
 

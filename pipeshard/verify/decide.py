@@ -18,6 +18,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
+from pipeshard.engine.ragged import Ragged
 from pipeshard.errors import BatchError, ConfigurationError, VerificationError
 from pipeshard.hf import is_of_transformers, padding_token, without_adapters
 from pipeshard.planner.memory import format_bytes
@@ -91,18 +92,20 @@ def prove_at_boost(
         _warn_of_batch_norms(model)
     alone, stages = standing_alone() is not None, config.num_stages
     auto = config.verify == "auto" and not alone
-    is_sliced = config.has_slices
-    if not alone and (not config.verify or (stages == 1 and not is_sliced)):
+    is_sliced, is_ragged = config.has_slices, config.is_ragged
+    is_cut = is_sliced or is_ragged  # within samples
+    if not alone and (not config.verify or (stages == 1 and not is_cut)):
         return ""
-    known = auto and not is_sliced and is_known(model, criterion, optimizer)
+    known = auto and not is_cut and is_known(model, criterion, optimizer)
     if int(gather(torch.tensor(int(known)), grid.world)[0]):  # a hook may be on one rank only
         return ""
 
     of_world = replace(config, dp_size=grid.dp_size)
-    proven = shortened(sample, POSITIONS) if is_sliced else sample  # on all ranks, which raise what it raises
+    # On all ranks, which raise what it raises.
+    proven = shortened(sample, POSITIONS) if is_sliced else Ragged(model).padded(sample) if is_ragged else sample
 
     def work(note: Callable[[], None]) -> Proof:
-        if stages == 1 and not is_sliced:
+        if stages == 1 and not is_cut:
             return Proof(UNPROVEN, "there is one stage only: name another number by --pp")
         copies = _copies(config.pp_size, min(2, grid.dp_size))
         free = (SHARE if auto else 1.0) * _free(grid.device)
@@ -110,7 +113,7 @@ def prove_at_boost(
         why = "its weights are on meta" if on_meta else _too_large(model, free, copies)
         fits = not on_meta and not _too_large(model, free, FEW_COPIES)
         large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
-        seconds = (SECONDS_OF_LARGE if large or is_sliced else SECONDS) if auto else None
+        seconds = (SECONDS_OF_LARGE if large or is_cut else SECONDS) if auto else None
         made = prove(of_world, grid.device, model, optimizer, criterion, proven, seconds, note, large)
         if not is_sliced or made.kind not in (EXACT, PARTLY):
             return made
@@ -133,6 +136,13 @@ def prove_at_boost(
         )
     if is_sliced and proof.kind in (DIFFERENT, UNPROVEN):
         _refuse_slices(config, name, proof)
+    if is_ragged and proof.kind == DIFFERENT:
+        raise VerificationError(
+            f"microbatch_tokens={config.microbatch_tokens}: {name} without the padding of its samples does not train "
+            f"as it does with it: {proof.reason}. Either the loss counts padding, whose labels must be -100, or the "
+            "model reads it in spite of attention_mask. Use num_microbatches; PipelinePlugin(verify=False) skips this "
+            "check"
+        )
     if proof.kind == DIFFERENT:
         raise VerificationError(
             f"{name} split into {config.pp_size} stages is not the model that it is unsplit, so it is "

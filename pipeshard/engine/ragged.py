@@ -1,0 +1,243 @@
+"""Ragged: samples of different lengths, grouped into microbatches by tokens, without padding that none of them needs.
+
+Padding is where the attention mask is 0 (of a decoder without one: after its last label) and no label counts. It is cut
+off every tensor that has the positions. Neither a sum over valid labels nor attention under a mask depends on it, which
+the proof at boost checks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.batch.batch import Batch, Place, Span, split_sizes
+from pipeshard.batch.grouping import TokenCost, group, orders
+from pipeshard.config import PipelineConfig
+from pipeshard.errors import BatchError
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.hf import (
+    DECODER_MASK,
+    IDS,
+    IGNORED,
+    LABELS,
+    MASK,
+    POSITIONS,
+    is_encoder_decoder,
+    is_mask,
+    is_of_decoder,
+    media_kind,
+    padding_token,
+    targets,
+)
+from pipeshard.schedule.program import Program
+from pipeshard.schedule.simulate import simulate_parts
+from pipeshard.slices.refusals import attention_slope
+from pipeshard.split.partition import call_costs
+
+ENCODER, DECODER = "encoder", "decoder"
+
+
+class Side(NamedTuple):
+    """The positions of a batch's encoder (or only) inputs, or of its decoder's: `total` for all samples, of which each
+    has those from its `first` one to before its `end`."""
+
+    total: int
+    first: tuple[int, ...]
+    end: tuple[int, ...]
+
+    def length(self, sample: int) -> int:
+        return self.end[sample] - self.first[sample]
+
+    def span(self, samples: Sequence[int]) -> Span:
+        """The positions that these samples need."""
+        start = min(self.first[k] for k in samples)
+        return Span(start, max(self.end[k] for k in samples) - start, self.total)
+
+
+class Ragged:
+    """Cuts batches of `model` into microbatches of at most `microbatch_tokens` padded tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.encoder_decoder = model, is_encoder_decoder(model)
+        self._fixed = set[tuple[str, int]]()  # dimensions that once had another size than the positions
+
+    def plan_for(self, config: PipelineConfig, flow: Dataflow, units: Mapping[str, nn.Module]) -> Self:
+        """Group by the costs of the traced calls, for this schedule. Call it before `split`."""
+        self.cost = self._cost(flow, units)
+        self.idle = (config.pp_size - 1) / config.num_model_chunks
+        self._program = lru_cache(config.program)
+        self._order = lru_cache(self._fastest)
+        return self
+
+    def _cost(self, flow: Dataflow, units: Mapping[str, nn.Module]) -> TokenCost:
+        """The planner's costs of the traced calls: those of the parameters alone, and the rest for each token."""
+        fixed = sum(call_costs(flow, units, 0.0))
+        lengths = self._totals({path: shape for path, shape, _ in flow.axes.tensors}).values()
+        slope = attention_slope(self.model)
+        rows, *_ = *flow.axes.sizes, 1
+        tokens = TokenCost(0.0, slope).of(rows, list(lengths))
+        every = sum(call_costs(flow, units)) - fixed
+        return TokenCost(fixed * tokens / every if every else 0.0, slope)
+
+    def split(self, batch: Batch, config: PipelineConfig) -> list[Batch]:
+        """The microbatches of a batch, by tokens, or by the number that `config` requests instead.
+
+        Raises BatchError if a sample has more than `microbatch_tokens` tokens, if the batch has no tokens, or
+        if its padding cannot be cut off.
+        """
+        sides = self._sides(batch)
+        if config.microbatch_tokens is not None:
+            groups = self._groups(sides, batch.rows, config.microbatch_tokens)
+        else:
+            sizes = split_sizes(batch.rows, *config.cut)
+            groups = [list(range(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        return [self._part(batch, rows, sides) for rows in groups]
+
+    def _groups(self, sides: Mapping[str, Side], rows: int, limit: int) -> list[list[int]]:
+        lengths = [tuple(side.length(k) for side in sides.values()) for k in range(rows)]
+        for k, of_sample in enumerate(lengths):
+            if sum(of_sample) > limit:
+                of = f" ({' and '.join(f'{n} of the {name}' for name, n in zip(sides, of_sample))})" * (len(sides) > 1)
+                raise BatchError(
+                    f"sample {k} of the batch has {sum(of_sample)} tokens{of}, more than microbatch_tokens={limit}: "
+                    "truncate samples to it, or raise microbatch_tokens"
+                )
+        groups = group(lengths, limit, self.cost, self.idle)
+        longest = [[max(of_side) for of_side in zip(*(lengths[k] for k in samples))] for samples in groups]
+        times = tuple(self.cost.of(len(samples), each) for samples, each in zip(groups, longest, strict=True))
+        return [groups[k] for k in self._order(times)]
+
+    def _fastest(self, times: tuple[float, ...]) -> list[int]:
+        """The order of microbatches with these times in which the schedule takes the least time."""
+        program: Program = self._program(len(times))
+        even = [1.0] * len(program.placement)
+
+        def makespan(order: Sequence[int]) -> float:
+            return simulate_parts(program, even, even, even, sizes=[times[k] for k in order]).makespan
+
+        return min(orders(times), key=makespan)
+
+    def _sides(self, batch: Batch) -> dict[str, Side]:
+        """The positions of the batch's samples. Raises BatchError if they are not known."""
+        totals = self._totals({path: tuple(batch.by_sample(path).shape) for path in batch.tensors})
+        if ENCODER not in totals:
+            raise BatchError(
+                f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so the "
+                "lengths of its samples are not known. Give the batch as a dict of the forward's arguments, or use "
+                "num_microbatches"
+            )
+        return {name: self._side(name, batch, total) for name, total in totals.items()}
+
+    def _totals(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """The number of positions of each side, which one of its leaves has as its second dimension."""
+        leaves: dict[str, tuple[str, ...]] = {ENCODER: (IDS, "inputs_embeds")}
+        if self.encoder_decoder:
+            leaves[DECODER] = (f"decoder_{IDS}", "decoder_inputs_embeds", LABELS)
+        found = {
+            name: [shapes[path][1] for path in paths if len(shapes.get(path, ())) > 1] for name, paths in leaves.items()
+        }
+        return {name: totals[0] for name, totals in found.items() if totals}
+
+    def _side(self, name: str, batch: Batch, total: int) -> Side:
+        used = self._used(name, batch, total)
+        if used is None:
+            return Side(total, (0,) * batch.rows, (total,) * batch.rows)
+        used[:, 0] |= ~used.any(1)
+        first: list[int] = used.int().argmax(1).tolist()
+        end: list[int] = (total - used.flip(1).int().argmax(1)).tolist()
+        is_left = self._mask(name, batch, total) is not None and any(first) and set(end) == {total}
+        if is_left:
+            self._refuse_left(name, batch, total, first)
+        return Side(total, tuple(first) if is_left else (0,) * batch.rows, tuple(end))
+
+    def _used(self, name: str, batch: Batch, total: int) -> Tensor | None:
+        """Which positions of each sample are no padding; None if nothing says so. Without a mask, labels of a decoder
+        do, which attends to no later positions."""
+        mask = self._mask(name, batch, total)
+        counted = [] if mask is None else [mask != 0]
+        if mask is not None or name == DECODER:
+            counted += [
+                (leaf != IGNORED).flatten(2).any(2) if leaf.ndim > 2 else leaf != IGNORED
+                for leaf in self._labels(name, batch, total)
+            ]
+        return torch.stack([each.cpu() for each in counted]).any(0) if counted else None
+
+    def _mask(self, name: str, batch: Batch, total: int) -> Tensor | None:
+        path = MASK if name == ENCODER else DECODER_MASK
+        mask = batch.by_sample(path) if path in batch.tensors else None
+        return mask if mask is not None and mask.shape == (batch.rows, total) else None
+
+    def _labels(self, name: str, batch: Batch, total: int) -> list[Tensor]:
+        """The targets with one entry, or several, per position."""
+        paths = (path for path in targets(batch.tensors) if self._side_of(path) == name)
+        return [batch.by_sample(path) for path in paths if self._dims(path, batch, total)]
+
+    def _refuse_left(self, name: str, batch: Batch, total: int, first: Sequence[int]) -> None:
+        """Raise BatchError for padding on the left that the loss depends on."""
+        needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
+        counting = [path for path in batch.tensors if path.endswith("_positions")]  # of an answer
+        if needed not in batch.tensors or counting:
+            why = f"{counting[0]} counts it" if counting else f"without {needed} its tokens' positions count it"
+            raise BatchError(
+                f"microbatch_tokens: this batch has padding on the left, which is cut off, but {why}. Pad on the right "
+                f"(tokenizer.padding_side = 'right')" + ("" if counting else f", or pass {needed}")
+            )
+        rows = torch.arange(batch.rows)[torch.tensor(first) > 0]
+        for leaf in self._labels(name, batch, total):
+            predicted = leaf[rows, torch.tensor(first)[rows]] != IGNORED
+            if bool(predicted.any()):
+                sample = int(rows[predicted.reshape(len(rows), -1).any(1).cpu()][0])
+                raise BatchError(
+                    f"microbatch_tokens: sample {sample} of the batch is padded on the left, and its first token has a "
+                    f"label, which the model predicts from padding. Set that label to {IGNORED}, or pad on the "
+                    "right (tokenizer.padding_side = 'right')"
+                )
+
+    def _side_of(self, path: str) -> str:
+        return DECODER if is_of_decoder(path, self.encoder_decoder) else ENCODER
+
+    def _dims(self, path: str, batch: Batch, total: int) -> list[int]:
+        """The dimensions of a leaf that count the positions of its side."""
+        leaf, row_dim = batch.tensors[path], batch.row_dims[batch.paths.index(path)]
+        if leaf.ndim < 2 or (media_kind(path) is not None and not is_mask(path)):
+            return []
+        self._fixed |= {(path, dim) for dim, size in enumerate(leaf.shape) if size != total}
+        dims = (dim for dim, size in enumerate(leaf.shape) if size == total and dim != row_dim)
+        return [dim for dim in dims if (path, dim) not in self._fixed]
+
+    def _part(self, batch: Batch, rows: list[int], sides: Mapping[str, Side]) -> Batch:
+        """The microbatch of these samples, without padding that none of them needs."""
+        spans: dict[str, Span] = {}
+
+        def narrowed(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            side = sides.get(self._side_of(path))
+            if side is not None and (dims := self._dims(path, batch, side.total)):
+                start, length, _ = spans[path] = side.span(rows)
+                for positions in dims:
+                    leaf = leaf.narrow(positions, start, length)
+            return leaf.contiguous()  # as the batch's are: a criterion may call view
+
+        return replace(batch.take(torch.tensor(rows)).map(narrowed), place=Place(tuple(rows), spans))
+
+    def padded(self, batch: Batch) -> Batch:
+        """The batch with a quarter as many positions again, which are padding: every microbatch of it has some to cut
+        off."""
+        totals = {name: side.total for name, side in self._sides(batch).items()}
+        totals = {name: total for name, total in totals.items() if self._used(name, batch, total) is not None}
+        fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}
+
+        def fill(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            total = totals.get(self._side_of(path), 0)
+            for positions in self._dims(path, batch, total):
+                shape = list(leaf.shape)
+                shape[positions] = max(1, total // 4)
+                leaf = torch.cat(
+                    [leaf, leaf.new_full(shape, fillings.get(path.removeprefix("decoder_"), 0))], positions
+                )
+            return leaf
+
+        return batch.map(fill)

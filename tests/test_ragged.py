@@ -1,0 +1,217 @@
+"""Tests of ragged batches: samples grouped by tokens train as the whole batch does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2ForSequenceClassification
+
+from pipeshard.errors import PipeshardError
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, compared, parameter_error, refusal
+
+pytestmark = pytest.mark.local
+
+FINE = 1e-6
+LENGTHS = ((5, 31, 12, 7, 7, 20, 3, 9), (40, 2, 2, 13, 6, 5), (17,), (6, 6, 6, 6))
+LIMIT = 48
+
+
+def build(name: str) -> nn.Module:
+    if name != "classifier":
+        return zoo.build(name, torch.float64)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=zoo.VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, pad_token_id=0, num_labels=3
+    )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return GPT2ForSequenceClassification(config).double().train()
+
+
+def data_of(name: str, lengths: tuple[int, ...], seed: int, longest: int = 44) -> dict[str, Tensor]:
+    """Samples padded on the right to `longest` tokens, with uneven labels; targets of T5 have other lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(sizes: list[int], longest: int) -> tuple[Tensor, Tensor]:
+        mask = (torch.arange(longest) < torch.tensor(sizes)[:, None]).long()
+        return torch.randint(3, zoo.VOCABULARY, mask.shape, generator=generator) * mask, mask
+
+    ids, mask = tokens(list(lengths), longest)
+    labels = ids.masked_fill(mask == 0, -100)
+    if name == "classifier":
+        labels = torch.randint(0, 3, (len(lengths),), generator=generator)
+    elif name == "t5":
+        targets, mask_of_targets = tokens([1 + 3 * n % 8 for n in lengths], 8)
+        labels = targets.masked_fill(mask_of_targets == 0, -100)
+    else:
+        labels[0, :4] = -100  # a prompt
+        labels[-1] = -100 if len(lengths) > 1 else labels[-1]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def trained(name: str, **options: Any) -> list[str]:
+    """What differs from the unsplit model on whole batches, in steps with other lengths."""
+    model = build(name)
+    unsplit, replicas = Unsplit(copy.deepcopy(model), max_norm=0.5), options.get("dp_size", 1)
+    sample = data_of(name, LENGTHS[0], 9)
+    p = dist.get_world_size() // replicas
+    split = Split(model, p, sample, microbatch_tokens=LIMIT, max_norm=0.5, **options)
+    grid = split.model.pipeline.grid
+    found = []
+    for step, lengths in enumerate(LENGTHS):
+        lengths *= replicas
+        data = data_of(name, lengths, step)
+        own = zoo.part(data, grid.replica, [len(lengths) // replicas] * replicas)
+        out = split.backward(own, return_outputs=lambda _, batch: batch["input_ids"].shape)
+        found += compared(split, unsplit, out["loss"], unsplit.backward(data), FINE)
+        if any(rows * length > LIMIT for rows, length in out["outputs"] or ()):
+            found.append(f"microbatches {out['outputs']} in step {step}")
+        unsplit.step()
+        split.step()
+        if not (error := parameter_error(split, unsplit.model)) < FINE:
+            found.append(f"parameters differ by {error:.2e} after step {step}")
+    return found
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "t5", "classifier", "gpt2", "bert"])
+def test_ragged_batches_train_as_whole_ones(pool: Pool, p: int, name: str) -> None:
+    assert pool.run(trained, p, name, verify=False) == [[]] * p
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "interleaved", "num_model_chunks": 2},
+        {"schedule": "zb-h1"},
+        {"schedule": "zbv"},
+        {"recompute": True},
+    ],
+)
+def test_schedules_of_ragged_batches(pool: Pool, options: dict[str, Any]) -> None:
+    assert pool.run(trained, 2, "llama", verify=False, **options) == [[]] * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "classifier"])
+def test_ragged_batches_of_replicas(pool: Pool, name: str) -> None:
+    assert pool.run(trained, 4, name, dp_size=2, verify=False) == [[]] * 4
+
+
+def test_ragged_batches_are_proven_at_boost(pool: Pool) -> None:
+    assert pool.run(trained, 2, "llama", verify=True) == [[]] * 2
+
+
+def outputs_differ(name: str) -> list[str]:
+    """What differs from the unsplit model's outputs where there is no padding, which has zeros."""
+    model = build(name)
+    reference = copy.deepcopy(model)
+    split = Split(model, dist.get_world_size(), data_of(name, LENGTHS[0], 9), microbatch_tokens=LIMIT, verify=False)
+    found = []
+    for lengths in LENGTHS:
+        data = data_of(name, lengths, 1)
+        logits = reference(**data).logits
+        out = split.evaluate(data, return_outputs=True)
+        if out["outputs"] is None:
+            continue
+        valid = torch.ones_like(data["labels"]) if logits.ndim == 2 else data["attention_mask"]
+        if name == "t5":
+            valid = data["labels"] != -100
+        expected = logits * valid.bool().unsqueeze(-1)
+        if out["outputs"].logits.shape != logits.shape:
+            found.append(f"logits of shape {out['outputs'].logits.shape}")
+        elif not torch.allclose(out["outputs"].logits * valid.bool().unsqueeze(-1), expected, atol=1e-9):
+            found.append(f"logits of {lengths}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "classifier"])
+def test_outputs_are_in_the_order_of_the_samples(pool: Pool, name: str) -> None:
+    found = pool.run(outputs_differ, 2, name)
+    assert found == [[], []]
+
+
+def raised(data: dict[str, Tensor], **options: Any) -> str:
+    split = Split(build("llama"), dist.get_world_size(), data_of("llama", LENGTHS[0], 9), verify=False, **options)
+    try:
+        split.backward(data)
+    except PipeshardError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sample_above_the_limit_is_named(pool: Pool) -> None:
+    for found in pool.run(raised, 2, data_of("llama", (3, 30, 41), 0), microbatch_tokens=40):
+        assert "sample 2 of the batch has 41 tokens, more than microbatch_tokens=40: truncate" in found
+
+
+def left_padded(with_positions: bool, with_labels: bool) -> dict[str, Tensor]:
+    data = zoo.left_padded(zoo.batch("llama"))
+    first = data["attention_mask"].argmax(1)
+    if not with_labels:
+        data["labels"][torch.arange(8), first] = -100
+    positions = (data["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return data | ({"position_ids": positions} if with_positions else {})
+
+
+def test_padding_on_the_left_that_counts_is_refused(pool: Pool) -> None:
+    for found in pool.run(raised, 2, left_padded(False, False), microbatch_tokens=40):
+        assert "without position_ids its tokens' positions count it" in found
+    for found in pool.run(raised, 2, left_padded(True, True), microbatch_tokens=40):
+        assert "sample 1 of the batch is padded on the left, and its first token has a label" in found
+
+
+def of_left_padded() -> list[str]:
+    model, data = build("gpt2"), left_padded(True, False)
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), data, microbatch_tokens=24, verify=False)
+    out = split.backward(data, return_outputs=lambda _, batch: batch["input_ids"].shape[1])
+    lengths = {9, 10, 11, 12}
+    found = [] if out["outputs"] is None or lengths & {*out["outputs"]} - {12} else [str(out["outputs"])]
+    return found + compared(split, unsplit, out["loss"], unsplit.backward(data), FINE)
+
+
+def test_padding_on_the_left_is_cut_off(pool: Pool) -> None:
+    assert pool.run(of_left_padded, 2) == [[], []]
+
+
+class CountsPadding(nn.Module):
+    """A model of tokens that ignores its attention mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCABULARY, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return {"loss": nn.functional.cross_entropy(self.head(hidden.mean(1)), labels)}
+
+
+def boosted(model: nn.Module, data: dict[str, Tensor], **options: Any) -> str:
+    try:
+        Split(model, dist.get_world_size(), data, microbatch_tokens=LIMIT, **options)
+    except PipeshardError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_reads_its_padding_is_refused_at_boost(pool: Pool) -> None:
+    data = data_of("classifier", LENGTHS[0], 0)
+    for found in pool.run(boosted, 2, CountsPadding(), data):
+        assert "without the padding of its samples does not train as it does with it" in found
+
+
+def test_arguments_that_do_not_go_with_it() -> None:
+    assert "num_microbatches=2 and microbatch_tokens=48: give exactly one of" in refusal(microbatch_tokens=48)
+    assert "microbatch_tokens must be a positive integer" in refusal(num_microbatches=None, microbatch_tokens=0)
+    slices = {"num_microbatches": None, "microbatch_tokens": 48, "num_slices": 2, "pp_size": 2}
+    assert "num_slices=2 does not go with microbatch_tokens=48" in refusal(**slices)
