@@ -108,7 +108,7 @@ def test_ragged_batches_are_proven_at_boost(pool: Pool) -> None:
 
 
 def outputs_differ(name: str) -> list[str]:
-    """What differs from the unsplit model's outputs where there is no padding, which has zeros."""
+    """Steps whose outputs differ from the unsplit model's where there is no padding."""
     model = build(name)
     reference = copy.deepcopy(model)
     split = Split(model, dist.get_world_size(), data_of(name, LENGTHS[0], 9), microbatch_tokens=LIMIT, verify=False)
@@ -119,25 +119,21 @@ def outputs_differ(name: str) -> list[str]:
         out = split.evaluate(data, return_outputs=True)
         if out["outputs"] is None:
             continue
-        valid = torch.ones_like(data["labels"]) if logits.ndim == 2 else data["attention_mask"]
-        if name == "t5":
-            valid = data["labels"] != -100
-        expected = logits * valid.bool().unsqueeze(-1)
-        if out["outputs"].logits.shape != logits.shape:
-            found.append(f"logits of shape {out['outputs'].logits.shape}")
-        elif not torch.allclose(out["outputs"].logits * valid.bool().unsqueeze(-1), expected, atol=1e-9):
+        valid = {"llama": data["attention_mask"] > 0, "t5": data["labels"] != -100}.get(name, slice(None))
+        same_shape = out["outputs"].logits.shape == logits.shape
+        if not same_shape or not torch.allclose(out["outputs"].logits[valid], logits[valid], atol=1e-9):
             found.append(f"logits of {lengths}")
     return found
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "classifier"])
 def test_outputs_are_in_the_order_of_the_samples(pool: Pool, name: str) -> None:
-    found = pool.run(outputs_differ, 2, name)
-    assert found == [[], []]
+    assert pool.run(outputs_differ, 2, name) == [[], []]
 
 
-def raised(data: dict[str, Tensor], **options: Any) -> str:
-    split = Split(build("llama"), dist.get_world_size(), data_of("llama", LENGTHS[0], 9), verify=False, **options)
+def raised(name: str, data: dict[str, Tensor], limit: int) -> str:
+    sample = zoo.batch(name, dtype=torch.float64)
+    split = Split(zoo.build(name, torch.float64), dist.get_world_size(), sample, microbatch_tokens=limit, verify=False)
     try:
         split.backward(data)
     except PipeshardError as error:
@@ -145,9 +141,25 @@ def raised(data: dict[str, Tensor], **options: Any) -> str:
     return ""
 
 
-def test_a_sample_above_the_limit_is_named(pool: Pool) -> None:
-    for found in pool.run(raised, 2, data_of("llama", (3, 30, 41), 0), microbatch_tokens=40):
-        assert "sample 2 of the batch has 41 tokens, more than microbatch_tokens=40: truncate" in found
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        (
+            "llama",
+            data_of("llama", (3, 30, 41), 0),
+            "sample 2 of the batch has 41 tokens, more than microbatch_tokens=40",
+        ),
+        (
+            "t5",
+            data_of("t5", (3, 38), 0),
+            "sample 1 of the batch has 41 tokens (38 of the encoder and 3 of the decoder)",
+        ),
+        ("vit", zoo.batch("vit", dtype=torch.float64), "the batch has neither input_ids nor inputs_embeds"),
+    ],
+)
+def test_batches_that_cannot_be_grouped(pool: Pool, name: str, data: dict[str, Tensor], reason: str) -> None:
+    for found in pool.run(raised, 2, name, data, 40):
+        assert reason in found
 
 
 def left_padded(with_positions: bool, with_labels: bool) -> dict[str, Tensor]:
@@ -160,9 +172,9 @@ def left_padded(with_positions: bool, with_labels: bool) -> dict[str, Tensor]:
 
 
 def test_padding_on_the_left_that_counts_is_refused(pool: Pool) -> None:
-    for found in pool.run(raised, 2, left_padded(False, False), microbatch_tokens=40):
+    for found in pool.run(raised, 2, "llama", left_padded(False, False), 40):
         assert "without position_ids its tokens' positions count it" in found
-    for found in pool.run(raised, 2, left_padded(True, True), microbatch_tokens=40):
+    for found in pool.run(raised, 2, "llama", left_padded(True, True), 40):
         assert "sample 1 of the batch is padded on the left, and its first token has a label" in found
 
 

@@ -47,6 +47,10 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
         ("lora", 2, {}, {}),
         ("weighted", 2, {}, {}),
         ("function", 2, {}, {}),
+        ("causal", 2, {"microbatch_tokens": 11}, {}),
+        ("classifier", 2, {"microbatch_tokens": 11}, {}),
+        ("seq2seq", 2, {"microbatch_tokens": 24}, {}),
+        ("smoothed", 2, {"microbatch_tokens": 11}, {}),
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )

@@ -123,7 +123,9 @@ class Pipeline:
         with self.precision.seeming(model), self.precision.running():
             measured = costs(partition, flow, sample) if is_profile(partition) else None
         self.policy = self._partition(flow, sample, partition, measured)
-        self.ragged = Ragged(model).plan_for(config, flow, self.policy.units) if config.is_ragged else None
+        self.ragged: Ragged | None = None
+        if config.is_ragged:
+            self.ragged = Ragged(model).plan_for(config, flow, self.policy.units, self.device)
         self.containers = containers(model, self.policy.units)
         self.called = [*self.containers, *self.policy.units.values()]
         replicas = grid.replicas if grid.dp_size > 1 else None

@@ -158,15 +158,14 @@ class Outputs:
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         columns = zip(*(tree_flatten(output)[0] for output in self.kept), strict=True)
+        is_whole = len(self._batches) == 1 and self._batches[0].place is None
         leaves = []
         for k, ((name, first), column) in enumerate(zip(named, columns, strict=True)):
             slopes = specs[name].slopes if name in specs else ()
             dim = next((d for d, slope in enumerate(slopes) if slope and slope[0]), None)
             if k in self._losses and loss is not None:
                 leaves.append(loss)
-            elif (len(column) == 1 and self._batches[0].place is None) or not isinstance(
-                first, Tensor | int | float | str
-            ):
+            elif is_whole or not isinstance(first, Tensor | int | float | str):
                 leaves.append(first)
             elif not isinstance(first, Tensor) or first.ndim == 0 or (dim is None and slopes):
                 leaves.append(_same(name, column))
@@ -222,13 +221,13 @@ def _spans(
     """The dimensions of an output that count positions, with those of each microbatch: they grow with these in the
     trace, or otherwise have their number in every microbatch. Raises UsageError for another one that differs."""
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
-    known = [group[0][0] for group in flow.axes.groups[1:] if group]
+    groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
+    known = {path for group in groups for path in group}
     found: dict[int, list[Span]] = {}
     for at in (at for at in range(column[0].ndim) if at != dim):
-        grows = [path for path, slope in zip(known, slopes[at][1:], strict=False) if slope] if slopes else []
-        others = [path for path in places[0].spans if path not in known or not slopes]
+        grows = [path for group, slope in zip(groups, slopes[at][1:] if slopes else ()) if slope for path in group]
         sizes = [part.shape[at] for part in column]
-        for path in grows or others:
+        for path in grows or [path for path in places[0].spans if path not in known]:
             of_path = [place.spans[path] for place in places if path in place.spans]
             if sizes == [span.length for span in of_path]:
                 found.setdefault(at, of_path)

@@ -36,9 +36,13 @@ from pipeshard.hf import (
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
 from pipeshard.slices.refusals import attention_slope
-from pipeshard.split.partition import call_costs
+from pipeshard.split.partition import ELEMENT, call_costs
 
 ENCODER, DECODER = "encoder", "decoder"
+MOVED = 5  # numbers moved for each parameter of a microbatch: two reads, and a gradient that is written and summed
+# Floating-point operations in the time that a unit call takes for any number of tokens: about 2 ms of Python and kernel
+# launches. That of a GPU is an estimate.
+CALL = {"cpu": 1e8, "cuda": 2e11}
 
 
 class Side(NamedTuple):
@@ -65,22 +69,25 @@ class Ragged:
         self.model, self.encoder_decoder = model, is_encoder_decoder(model)
         self._fixed = set[tuple[str, int]]()  # dimensions that once had another size than the positions
 
-    def plan_for(self, config: PipelineConfig, flow: Dataflow, units: Mapping[str, nn.Module]) -> Self:
+    def plan_for(
+        self, config: PipelineConfig, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device
+    ) -> Self:
         """Group by the costs of the traced calls, for this schedule. Call it before `split`."""
-        self.cost = self._cost(flow, units)
+        self.cost = self._cost(flow, units, device)
         self.idle = (config.pp_size - 1) / config.num_model_chunks
         self._program = lru_cache(config.program)
         self._order = lru_cache(self._fastest)
         return self
 
-    def _cost(self, flow: Dataflow, units: Mapping[str, nn.Module]) -> TokenCost:
-        """The planner's costs of the traced calls: those of the parameters alone, and the rest for each token."""
-        fixed = sum(call_costs(flow, units, 0.0))
+    def _cost(self, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device) -> TokenCost:
+        """The planner's costs of the traced calls for each token, and the time of a microbatch with hardly any."""
+        parameters = sum(p.numel() for call in flow.calls for p in units[call.unit].parameters())
+        fixed = MOVED * ELEMENT * parameters + CALL.get(device.type, 0.0) * len(flow.calls)
         lengths = self._totals({path: shape for path, shape, _ in flow.axes.tensors}).values()
         slope = attention_slope(self.model)
         rows, *_ = *flow.axes.sizes, 1
         tokens = TokenCost(0.0, slope).of(rows, list(lengths))
-        every = sum(call_costs(flow, units)) - fixed
+        every = sum(call_costs(flow, units)) - sum(call_costs(flow, units, 0.0))
         return TokenCost(fixed * tokens / every if every else 0.0, slope)
 
     def split(self, batch: Batch, config: PipelineConfig) -> list[Batch]:

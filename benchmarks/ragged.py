@@ -1,0 +1,175 @@
+"""Ragged: tokens per second of samples of different lengths, grouped in several ways.
+
+`python -m benchmarks.ragged` draws lengths as those of FLAN's samples are, from a lognormal distribution with a long
+tail (a median of 128 tokens, a deviation of the logarithm of 1.2, at least 8 and at most 1,024). For a small llama with
+p = 2, each way to group trains on the same batches in turns; for p = 4 and 8 the schedule is simulated with the costs
+that pipeshard groups by. No way exceeds the limit of padded tokens per microbatch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.multiprocessing import Manager
+from torch.multiprocessing.spawn import spawn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import pipeshard
+from pipeshard.batch.grouping import TokenCost, group, orders
+from pipeshard.schedule import one_f_one_b, simulate_parts
+
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "vocab_size": 1024}
+LAYERS, MEDIAN, DEVIATION, LEAST, MOST = 6, 128, 1.2, 8, 1024
+SAMPLES, LIMIT, STEPS, ROUNDS = 48, 2048, 3, 4  # each step is repeated in ROUNDS, of which the fastest counts
+SIMULATED = 30  # steps
+BARS = {"samples": 1.5, "greedy": 1.15, "greedy, sorted": 1.15}  # how many times as many tokens per second
+OURS = "microbatch_tokens"
+Lengths = Sequence[Sequence[int]]
+Groups = list[list[int]]
+
+
+def lengths_of(step: int) -> list[int]:
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.exp(torch.randn(SAMPLES, generator=generator) * DEVIATION) * MEDIAN
+    return [int(length) for length in drawn.clamp(LEAST, MOST)]
+
+
+def by_samples(lengths: Lengths, limit: int, cost: TokenCost, idle: float) -> Groups:
+    """As many samples each as fit the limit if one is the longest."""
+    size = limit // MOST
+    return [list(range(k, min(k + size, len(lengths)))) for k in range(0, len(lengths), size)]
+
+
+def greedy(lengths: Lengths, limit: int, cost: TokenCost, idle: float, is_sorted: bool = False) -> Groups:
+    """Samples in their order, or from short to long, until the next one exceeds the limit."""
+    groups: Groups = [[]]
+    numbers = range(len(lengths))
+    for k in sorted(numbers, key=lambda k: lengths[k][0]) if is_sorted else numbers:
+        longest = max(lengths[one][0] for one in [*groups[-1], k])
+        if longest * (len(groups[-1]) + 1) > limit:
+            groups.append([])
+        groups[-1].append(k)
+    return groups
+
+
+def greedy_sorted(lengths: Lengths, limit: int, cost: TokenCost, idle: float) -> Groups:
+    return greedy(lengths, limit, cost, idle, is_sorted=True)
+
+
+WAYS: dict[str, Callable[..., Groups]] = {
+    "samples": by_samples,
+    "greedy": greedy,
+    "greedy, sorted": greedy_sorted,
+    OURS: group,
+}
+
+
+def as_given(times: Sequence[float]) -> Iterator[list[int]]:
+    yield list(range(len(times)))
+
+
+@contextmanager
+def grouping(name: str) -> Iterator[None]:
+    """Inside, pipeshard groups in this way, with each microbatch's padding cut to its own longest sample."""
+    path, tried = "pipeshard.engine.ragged", orders if name == OURS else as_given
+    with mock.patch(f"{path}.group", WAYS[name]), mock.patch(f"{path}.orders", tried):
+        yield
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    lengths = torch.tensor(lengths_of(step))
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    ids = torch.randint(SIZES["vocab_size"], mask.shape, generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def measure(rank: int, store: str, results: Any) -> None:
+    """By each way: the seconds of each step, its loss and its number of microbatches."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
+    torch.manual_seed(0)
+    whole = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=LAYERS, max_position_embeddings=MOST))
+    engines: dict[str, Any] = {}
+    for name in WAYS:
+        model = copy.deepcopy(whole)
+        optimizer = torch.optim.AdamW(model.parameters())
+        how: dict[str, Any] = {"pp_size": 2, "microbatch_tokens": LIMIT, "verify": False, "dry_run_input": batch_of(0)}
+        engines[name] = pipeshard.initialize(model, optimizer, **how)
+    found: dict[str, list[tuple[float, float, int]]] = {name: [(math.inf, 0.0, 0)] * STEPS for name in WAYS}
+    for _ in range(ROUNDS):
+        for step, (name, engine) in itertools.product(range(STEPS), engines.items()):
+            with grouping(name):
+                dist.barrier()
+                start = time.perf_counter()
+                out = engine.execute_pipeline(iter([batch_of(step)]), engine.model, None, engine.optimizer)
+                dist.barrier()
+                seconds = time.perf_counter() - start
+            engine.optimizer.zero_grad()
+            found[name][step] = min(found[name][step], (seconds, float(out["loss"]), len(engine.model.pipeline.ran)))
+    results[rank] = found, engines[OURS].model.pipeline.ragged.cost
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def simulated(p: int, name: str, cost: TokenCost) -> list[float]:
+    """Tokens per time of 1F1B, step by step, by these costs."""
+    found, even = [], [1.0] * p
+    for step in range(SIMULATED):
+        lengths = lengths_of(step)
+        groups = WAYS[name]([(length,) for length in lengths], LIMIT, cost, p - 1.0)
+        times = [cost.of(len(samples), [max(lengths[k] for k in samples)]) for samples in groups]
+        program = one_f_one_b(p, len(groups))
+        tried = [[times[k] for k in order] for order in (orders if name == OURS else as_given)(times)]
+        spans = [simulate_parts(program, even, even, even, sizes=sizes).makespan for sizes in tried]
+        found.append(sum(lengths) / min(spans))
+    return found
+
+
+def main() -> None:
+    with Manager() as manager, tempfile.TemporaryDirectory() as folder:
+        results: Any = manager.dict()
+        spawn(measure, (f"{folder}/store", results), nprocs=2)
+        (found, cost), (others, _) = results[0], results[1]
+    tokens = [sum(lengths_of(step)) for step in range(STEPS)]
+    rates = {
+        name: [n / max(one[0], other[0]) for n, one, other in zip(tokens, found[name], others[name], strict=True)]
+        for name in WAYS
+    }
+    by_p = {p: {name: simulated(p, name, cost) for name in WAYS} for p in (2, 4, 8)}
+    table = Table("grouped by", "microbatches", "tokens/s, p=2", *(f"{OURS} is, p={p}" for p in ("2, measured", *by_p)))
+    failed = False
+    for name in WAYS:
+        ratios = [_ratio(rates, name), *(_ratio(of_p, name) for of_p in by_p.values())]
+        failed |= name in BARS and min(ratios) < BARS[name]
+        count = statistics.mean(m for *_, m in found[name])
+        cells = [f"{count:.0f}", f"{statistics.median(rates[name]):.0f}", *(f"{ratio:.2f}x" for ratio in ratios)]
+        table.add_row(name, *cells)
+    console = Console(width=130)
+    console.print(table)
+    losses = {name: [loss for _, loss, _ in steps] for name, steps in found.items()}
+    off = max(abs(a - b) / abs(b) for each in losses.values() for a, b in zip(each, losses[OURS], strict=True))
+    console.print(f"{cost}; losses differ by at most {off:.1e}; bars {BARS}")
+    raise SystemExit(failed)
+
+
+def _ratio(rates: dict[str, list[float]], name: str) -> float:
+    """How many times as many tokens per second pipeshard's grouping trains, as the median over the steps."""
+    return statistics.median(a / b for a, b in zip(rates[OURS], rates[name], strict=True))
+
+
+if __name__ == "__main__":
+    main()
