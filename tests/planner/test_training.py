@@ -183,7 +183,7 @@ def test_json_has_every_option_that_was_counted() -> None:
     options: dict[str, Any] = {"precision": "bf16", "dp_size": 2, "zero_stage": 1, "tp_size": 2, "optimizer": "sgd"}
     made = plan(zoo.build("llama"), zoo.batch("llama", ROWS, LENGTH), 2, num_microbatches=4, **options)
     counted = json.loads(made.to_json())["training"]
-    assert counted == {**options, "fsdp": False, "offload": None}
+    assert counted == {**options, "ep_size": 1, "fsdp": False, "offload": None}
     assert str(made.training) == "optimizer sgd, precision bf16, 2 replicas, zero_stage=1, tp_size 2"
 
 
