@@ -151,9 +151,14 @@ class PipelineCheckpointIO:
         save, self.pending, saving, self.saving = self.pending, None, self.saving, False
         if save is not None and save.thread is not None:
             save.thread.join()
-        with together(self.grid.world) if saving else nullcontext():
-            if save is not None and save.failed is not None:
-                raise CheckpointError(f"saving {save.target} in the background failed: {save.failed}")
+        try:
+            with together(self.grid.world) if saving else nullcontext():
+                if save is not None and save.failed is not None:
+                    raise CheckpointError(f"saving {save.target} in the background failed: {save.failed}")
+        except CheckpointError:
+            if save is not None:
+                save.abandon()  # what this stage has written, where another one failed
+            raise
 
     @together_in("load_model")
     def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True, **_: Any) -> nn.Module:

@@ -387,11 +387,11 @@ def test_in_the_background(pool: Pool, tmp_path: Path) -> None:
     assert all(torch.equal(value, loaded[key]) for stage in stages for key, value in stage.items())
 
 
-def failing_in_the_background(folder: str) -> None:
+def failing_in_the_background(folder: str, failing: int) -> None:
     split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == failing:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, unlimited[1]))
         split.booster.save_model(split.model, folder, shard=True, use_async=True)
         split.booster.checkpoint_io.pending.thread.join()
@@ -400,8 +400,12 @@ def failing_in_the_background(folder: str) -> None:
     split.booster.save_model(split.model, folder, shard=True)
 
 
-def test_a_failure_in_the_background_is_told(pool: Pool, tmp_path: Path) -> None:
-    for message in pool.run_expecting(CheckpointError, failing_in_the_background, 2, str(tmp_path)):
+@pytest.mark.processes  # which have limits of their own
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_in_the_background_is_told(pool: Pool, tmp_path: Path, failing: int) -> None:
+    """Where the first stage failed, the finished part of the other one stayed."""
+    for message in pool.run_expecting(CheckpointError, failing_in_the_background, 2, str(tmp_path), failing):
         assert "in the background failed" in message and ("File too large" in message or "stages [1]" in message)
     assert not list(tmp_path.glob("*.safetensors"))
 
