@@ -79,12 +79,14 @@ def trained(name: str, **options: Any) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "t5", "classifier", "gpt2", "bert"])
 def test_ragged_batches_train_as_whole_ones(pool: Pool, p: int, name: str) -> None:
     assert pool.run(trained, p, name, verify=False) == [[]] * p
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -98,6 +100,7 @@ def test_schedules_of_ragged_batches(pool: Pool, options: dict[str, Any]) -> Non
     assert pool.run(trained, 2, "llama", verify=False, **options) == [[]] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "t5", "classifier"])
 def test_ragged_batches_of_replicas(pool: Pool, name: str) -> None:
     assert pool.run(trained, 4, name, dp_size=2, verify=False) == [[]] * 4
@@ -126,6 +129,7 @@ def outputs_differ(name: str) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "t5", "classifier"])
 def test_outputs_are_in_the_order_of_the_samples(pool: Pool, name: str) -> None:
     assert pool.run(outputs_differ, 2, name) == [[], []]
