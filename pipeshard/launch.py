@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
-    """Run the script that calls this, or another program, as so many ranks of this machine, each of which has RANK set;
+    """Run the script that calls this, or another program, as `ranks` processes of this machine, with RANK set in each;
     returns the exit status. With `quiet`, libraries show no progress bars and no warnings on the ranks."""
     for name, value in {"OMP_NUM_THREADS": threads(ranks), **(QUIET if quiet else {})}.items():
         os.environ.setdefault(name, value)
@@ -84,7 +84,7 @@ def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
 
 
 def threads(ranks: int) -> str:
-    """The value of OMP_NUM_THREADS with which so many ranks share the cores of this machine."""
+    """The value of OMP_NUM_THREADS with which this number of ranks share the cores of this machine."""
     return str(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 

@@ -23,7 +23,7 @@ CALL, ERROR = "call", ".error"  # files for the ranks, and of a rank
 
 
 def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
-    """Run `fn(*args)` on so many ranks of this machine; returns the result of each.
+    """Run `fn(*args)` on `ranks` processes of this machine; returns the result of each.
 
         losses = pipeshard.notebook_launch(train, 2)[0]
 

@@ -73,7 +73,7 @@ class Hosts:
             _ip("-n", name, "link", "set", INTERFACE, "up")
 
     def limit(self, rate: str) -> None:
-        """Let the cable carry so much in each direction, such as "1gbit"; "" for as much as it can."""
+        """Limit the rate of the cable in each direction, such as "1gbit"; "" removes the limit."""
         for name in self.names:
             if rate:
                 _tc("-n", name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", rate, *BUFFERS)

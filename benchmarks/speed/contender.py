@@ -47,7 +47,7 @@ class ContenderError(Exception):
 
 class Pair:
     """A contender's two live processes, stopped unless `round` is running: the threads of process groups would poll.
-    With `hosts` each has a network of its own."""
+    With `hosts` each runs in a separate network."""
 
     def __init__(self, contender: Contender, work: Work, label: str = "", hosts: Hosts | None = None) -> None:
         self.contender, self.label, self.hosts = contender, label, hosts

@@ -83,6 +83,11 @@ class Work:
         ids = torch.randint(self.vocabulary, (self.samples, length or self.length), generator=generator)
         return {"input_ids": ids, "labels": ids}
 
+    def share(self, batch: Batch, rank: int, size: int) -> list[Batch]:
+        """The microbatches of replica `rank` of `size`."""
+        parts = self.split(batch)
+        return parts[rank * len(parts) // size : (rank + 1) * len(parts) // size]
+
     def split(self, batch: Batch) -> list[Batch]:
         parts = [tensor.split(self.microbatch) for tensor in batch.values()]
         return [dict(zip(batch, tensors)) for tensors in zip(*parts, strict=True)]

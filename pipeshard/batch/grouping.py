@@ -4,9 +4,9 @@ Among samples sorted by length, the fastest groups are runs of neighbours, which
 Jiang et al. 2023, arXiv:2311.10418).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,9 @@ class TokenCost(NamedTuple):
     fixed: float = 0.0
     slope: float = 0.0
 
-    def of(self, rows: int, lengths: Sequence[int]) -> float:
-        """The time of `rows` samples, padded to these lengths (of an encoder and a decoder, or one alone)."""
+    def of(self, rows: Any, lengths: Iterable[Any]) -> Any:
+        """The time of `rows` samples, padded to these lengths (of an encoder and a decoder, or one alone); of several
+        microbatches, if all of these are arrays."""
         return self.fixed + rows * sum(length + self.slope * length**2 / 2 for length in lengths)
 
 
@@ -63,8 +64,7 @@ def _costs(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost) -> lis
         longest = np.maximum.accumulate(table[max(0, end - most) : end][::-1])
         rows = np.arange(1, len(longest) + 1)
         fitting = int((rows * longest.sum(1) <= limit).sum()) or 1
-        each = longest + cost.slope * longest**2 / 2
-        found.append((cost.fixed + rows * each.sum(1))[:fitting][::-1])
+        found.append(cost.of(rows, longest.T)[:fitting][::-1])
     return found
 
 

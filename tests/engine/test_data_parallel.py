@@ -30,7 +30,7 @@ from tests.parity.entries import find
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split, Unsplit, compared, gradient_error, parameter_error
 
-CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2, "v-half": 2}
+CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2}
 
 
 def split_of(name: str, p: int, model: Any, **options: Any) -> Split:

@@ -15,11 +15,11 @@ from benchmarks.speed.work import Work
 from tests.hosts import Hosts, missing
 
 TEXT = """\
-Two ranks, each in a network namespace of its own, with AdamW in fp32 on the same batches of 16 samples. A pipeline
+Two ranks, each in a separate network namespace, with AdamW in fp32 on the same batches of 16 samples. A pipeline
 cuts the model, replicas cut the batch. FSDP2 divides parameters, gradients and the optimizer's state between the
 replicas: "each microbatch" gathers a layer's parameters for every forward and backward, "once a step" keeps them until
 the step's end. Both, and DDP, accumulate the gradients of their microbatches and reduce them once a step; ZeRO-3
-divides the same, and reduces after each microbatch. The link has no other traffic and no latency of its own
+divides the same, and reduces after each microbatch. The link has no other traffic and adds no latency
 (`tc tbf`). Times are a step's, medians over the rounds. Memory is the largest resident set of a rank in a step, Python
 and torch included, and sent what a rank sends in a step."""
 
@@ -50,8 +50,7 @@ def run(effort: Effort, progress: Progress) -> Section:
     with Hosts() as hosts:
 
         def before(k: int) -> None:
-            if k % rounds == 1 or rounds == 1:
-                hosts.limit(rates[(k - 1) // rounds])
+            hosts.limit(rates[max(k - 1, 0) // rounds])  # the warm-up has the first one
 
         found = Rounds(work, lanes, rounds * len(LINKS), progress, hosts, before).run()
     raw = {name: vars(outcome) for name, outcome in found.items()}

@@ -23,15 +23,7 @@ class Trainer:
             partition_method="uniform",
             dynamic_shape=dynamic_shape,
         )
-        adamw = {"lr": LEARNING_RATE, "weight_decay": 0.01, "torch_adam": True, "adam_w_mode": True}
-        config = {
-            "train_micro_batch_size_per_gpu": work.microbatch,
-            "gradient_accumulation_steps": work.microbatches,
-            "optimizer": {"type": "AdamW", "params": adamw},
-            "gradient_clipping": 0.0,  # left out, it would be 1.0
-            "steps_per_print": 10**9,
-        }
-        self.engine, *_ = deepspeed.initialize(model=module, config=config)
+        self.engine, *_ = deepspeed.initialize(model=module, config=settings(work, work.microbatches))
         _model.cache_clear()
 
     def step(self, batch: Batch) -> float:
@@ -40,6 +32,18 @@ class Trainer:
 
     def report(self) -> dict[str, Any]:
         return {}
+
+
+def settings(work: Work, microbatches: int) -> dict[str, Any]:
+    """DeepSpeed's config, for this number of microbatches of a rank."""
+    adamw = {"lr": LEARNING_RATE, "weight_decay": 0.01, "torch_adam": True, "adam_w_mode": True}
+    return {
+        "train_micro_batch_size_per_gpu": work.microbatch,
+        "gradient_accumulation_steps": microbatches,
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "gradient_clipping": 0.0,  # left out, it would be 1.0
+        "steps_per_print": 10**9,
+    }
 
 
 def _layers(work: Work) -> list[Any]:

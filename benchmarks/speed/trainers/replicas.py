@@ -27,8 +27,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
     def step(self, batch: Batch) -> float:
-        parts = self.work.split(batch)
-        mine = parts[self.rank * len(parts) // self.size : (self.rank + 1) * len(parts) // self.size]
+        mine = self.work.share(batch, self.rank, self.size)
         total = torch.zeros(())
         for part in mine:
             with self._syncing(part is mine[-1]):
