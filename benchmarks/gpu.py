@@ -51,6 +51,7 @@ class Case:
     pp: int = 2
     dp: int = 1
     tp: int = 1
+    ep: int = 1  # ranks that divide experts, of a qwen3-moe
     microbatches: int = 4
     options: tuple[tuple[str, Any], ...] = ()  # more of PipelinePlugin's
     generates: bool = False
@@ -60,7 +61,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp * self.ep
 
     def __str__(self) -> str:
         also = "".join(f" {name}={value}" for name, value in self.options)
@@ -71,7 +72,8 @@ class Case:
             + " nf4" * self.quantized
         )
         also += f", rank 1 {self.fault}" * bool(self.fault)
-        sizes = f"pp={self.pp} dp={self.dp}" + f" tp={self.tp}" * (self.tp > 1) + f" m={self.microbatches}"
+        sizes = f"pp={self.pp} dp={self.dp}" + f" tp={self.tp}" * (self.tp > 1) + f" ep={self.ep}" * (self.ep > 1)
+        sizes += f" m={self.microbatches}"
         return f"{self.schedule} {sizes} {self.p2p}/{self.backend} {self.precision}{also}"
 
 
@@ -99,10 +101,12 @@ def cases(device: str) -> list[Case]:
     of_two += [Case(schedule, options=(("offload", "activations"),)) for schedule in ("gpipe", "zb-h1", "zbv")]
     of_two += [Case(kernel=True)] * (device == "cuda") + [Case(options=compiled)]
     of_two += [Case(quantized=True), Case("zbv", quantized=True)]
+    of_two += [Case(pp=1, ep=2)]  # not in 16 bits, where a router chooses other experts
     of_two += [Case(fault=fault) for fault in FAULTS]
     of_four = [Case(dp=2), *(Case(schedule, pp=4) for schedule in ("1f1b", "interleaved", "zbv")), Case(tp=2)]
     of_four += [Case(dp=2, options=(("zero_stage", 1),)), Case(dp=2, options=sharded)]
-    of_four += [Case(dp=2, precision="bf16", options=sharded)]
+    of_four += [Case(dp=2, precision="bf16", options=sharded), Case("zbv", dp=2, options=sharded)]
+    of_four += [Case(ep=2), Case("zbv", ep=2)]
     return [*of_one, *of_two, *of_four]
 
 
@@ -154,17 +158,27 @@ def in_four_bits(model: Any, device: torch.device) -> tuple[Any, Any]:
     return one.to(device), enable_lora(blank, None, adapters, None)
 
 
+def small(experts: bool) -> Any:
+    """A llama, or a qwen3-moe."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 128}
+    sizes |= {"num_attention_heads": 4, "use_cache": False}
+    if not experts:
+        return LlamaForCausalLM(LlamaConfig(**sizes)).train()
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2)).train()
+
+
 def steps(case: Case, device: torch.device) -> Result:
     """What this rank's part of a split model makes, beside the unsplit one on the same device."""
     from colossalai.booster import Booster
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from pipeshard import PipelinePlugin
     from pipeshard.distributed.collectives import whole as complete
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 128}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)).train()
+    model = small(experts=case.ep > 1)
     if case.kernel:
         from benchmarks.triton_silu import Silu
 
@@ -187,13 +201,14 @@ def steps(case: Case, device: torch.device) -> Result:
         precision=case.precision,
         autocast=case.autocast,
         tp_size=case.tp,
+        ep_size=case.ep,
         timeout=LIMIT / 12 if case.fault else LIMIT / 3,
         max_norm=1e9,
         **dict(case.options),
     )
     booster = Booster(plugin=plugin)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    replica = dist.get_rank() // (case.pp * case.tp)
+    replica = dist.get_rank() // (case.ranks // case.dp)
     own = ids[replica * rows : (replica + 1) * rows]
 
     def step() -> Any:

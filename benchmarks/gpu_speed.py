@@ -151,6 +151,8 @@ def whole(layers: int, hidden: int, length: int, rounds: int, device: torch.devi
         "plain loop": lambda: plain(lowered(model, device), ids.to(device), 8),
         "1f1b": lambda: pipeline(copy.deepcopy(model), ids, 8),
         "zb-h1": lambda: pipeline(copy.deepcopy(model), ids, 8, schedule="zb-h1"),
+        "gpipe": lambda: pipeline(copy.deepcopy(model), ids, 8, schedule="gpipe"),
+        "gpipe, offloaded": lambda: pipeline(copy.deepcopy(model), ids, 8, schedule="gpipe", offload="activations"),
     }
     return compare(f"{layers} layers of {hidden:,}, 8 microbatches of 2 x {length:,} tokens", makers, rounds)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import UsageError
 
 # What fully_shard sets.
 FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -35,13 +35,13 @@ def _remove_hooks(module: Any) -> None:
 
 def _fsdp_parameters(module: Any) -> Iterator[Any]:
     """torch's FSDPParams: `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad`."""
-    for group in _fsdp_state(module)._fsdp_param_groups:
+    if (group := _fsdp_state(module)._fsdp_param_group) is not None:
         yield from group.fsdp_params
 
 
 def _post_backward(module: Any) -> None:
     """Start to reduce-scatter the gradients."""
-    for group in _fsdp_state(module)._fsdp_param_groups:
+    if (group := _fsdp_state(module)._fsdp_param_group) is not None:
         group.post_backward()
 
 
@@ -67,8 +67,6 @@ class ShardedUnits:
         dtype: torch.dtype | None,
         apart: set[nn.Parameter],
     ) -> None:
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise ConfigurationError(f"fsdp=True needs torch 2.13 or newer, this is torch {torch.__version__}")
         options: Any = {"mesh": mesh, "reshard_after_forward": False}
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
         self.groups: dict[Any, frozenset[int]] = {}  # a module that torch has the state of, and the stages that run it
@@ -85,7 +83,6 @@ class ShardedUnits:
         for module in self.groups:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-            module.set_reduce_scatter_unused_params(True)
         for module in (self.root, *self.groups):
             _remove_hooks(module)
         _fsdp_state(self.root)._lazy_init()
@@ -125,10 +122,10 @@ class ShardedUnits:
 
     def _reduce(self, modules: Collection[Any]) -> None:
         for module in modules:
-            for parameter in _fsdp_parameters(module) if self.casts else ():  # torch would fill in zeros of 16 bits
+            for parameter in _fsdp_parameters(module):  # torch skips those without a gradient, on this replica alone
                 unsharded = parameter._unsharded_param
                 if unsharded.requires_grad and unsharded.grad is None:
-                    unsharded.grad = torch.zeros_like(unsharded, dtype=torch.float32)
+                    unsharded.grad = torch.zeros_like(unsharded, dtype=torch.float32 if self.casts else None)
             self._waiting.remove(module)
             _post_backward(module)
 
