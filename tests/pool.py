@@ -52,15 +52,21 @@ class WorkerError(Exception):
 
 
 class Pool:
-    """Up to 8 workers. What they print goes to the test's own output once a job has ended."""
+    """Up to 8 workers. What they print goes to the test's own output once a job has ended.
 
-    def __init__(self) -> None:
+    With method "spawn" each one imports by itself: a process that has used a GPU cannot be forked.
+    """
+
+    def __init__(self, method: str = "forkserver") -> None:
+        self._method = method
         self._workers: list[_Worker] = []
         self._jobs = 0
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
 
     def prepare(self) -> None:
         """Start importing in the background. Returns at once."""
+        if self._method == "spawn":
+            return
         with mock.patch.dict(os.environ, ENVIRONMENT):
             forkserver.set_forkserver_preload(PRELOAD)
             forkserver.ensure_running()
@@ -136,15 +142,15 @@ class Pool:
         self.prepare()
         self._workers = [worker for worker in self._workers if worker.process.is_alive()]
         while len(self._workers) < count:
-            self._workers.append(_Worker(Path(self._folder.name)))
+            self._workers.append(_Worker(Path(self._folder.name), self._method))
         return self._workers[:count]
 
 
 class _Worker:
     """The test process's end of one worker."""
 
-    def __init__(self, logs: Path) -> None:
-        context = get_context("forkserver")
+    def __init__(self, logs: Path, method: str) -> None:
+        context: Any = get_context(method)
         self.connection, theirs = context.Pipe()
         handle, self._log = tempfile.mkstemp(dir=logs)
         os.close(handle)

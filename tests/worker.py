@@ -90,7 +90,9 @@ def serve(connection: Connection, log: str) -> None:
 
 
 def _state() -> tuple[Any, ...]:
-    """What a job may change for all that come after it."""
+    """What a job may change for all that come after it. Raises if it has ended what this process computes on a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
     settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
     hooks = [len(hooks) for hooks in vars(nn.modules.module).values() if isinstance(hooks, OrderedDict)]

@@ -38,7 +38,7 @@ def main() -> int:
         sys.exit(str(error))
     console = Console(file=sys.stdout, soft_wrap=True)
     try:
-        run(rows, entries, ps, arguments.watchdog, console, arguments.verify, arguments.precision)
+        run(rows, entries, ps, console, arguments)
     except KeyboardInterrupt:
         console.print(f"interrupted after {len(rows.rows)} rows" + (f"; --resume goes on from {file}" if file else ""))
         return INTERRUPTED
@@ -71,6 +71,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--p", default="2,3", help="numbers of stages (default: %(default)s)")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32",
                         help="autocast: of bf16 (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="of the unsplit model; stages use any GPU (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--worlds", type=int, default=1, help="at a time, for each p (default: %(default)s)")
     parser.add_argument("--sample", type=int, metavar="N", help="only N of the entries, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="the report; its chart goes beside it")
@@ -96,15 +99,7 @@ def chosen(arguments: argparse.Namespace) -> list[Entry]:
     return entries if arguments.sample is None else sample(entries, arguments.sample, arguments.seed)
 
 
-def run(
-    rows: Rows[Row],
-    entries: list[Entry],
-    ps: list[int],
-    watchdog: float,
-    console: Console,
-    verify: bool,
-    precision: str,
-) -> None:
+def run(rows: Rows[Row], entries: list[Entry], ps: list[int], console: Console, arguments: argparse.Namespace) -> None:
     """Sweep what has no row yet, behind a progress bar; what is not exact is printed as it comes."""
     jobs = rows.missing(entries, ps)
     total = len(entries) * len(ps)
@@ -124,9 +119,12 @@ def run(
             progress.update(bar, advance=1, description=row.entry)
 
         def row(pool: Pool, entry: Entry, p: int) -> Row:
-            return row_of(pool, entry, p, watchdog, verify, precision)
+            of = arguments
+            return row_of(pool, entry, p, of.watchdog, of.verify, of.precision, of.device)
 
-        sweep(jobs, save, row, (lambda p: 1) if verify else (lambda p: p))
+        ranks = (lambda p: 1) if arguments.verify else (lambda p: p)
+        method = "forkserver" if arguments.device == "cpu" else "spawn"
+        sweep(jobs, save, row, ranks, worlds=arguments.worlds, method=method)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,12 @@ class Verdict:
     cuts: tuple[str, ...] = ()
 
 
-def check(entry: Entry, precision: str = "fp32") -> Verdict:
-    """One training step of p microbatches on this rank's stage of p; every rank of the world calls it."""
+def check(entry: Entry, precision: str = "fp32", device: str = "cpu") -> Verdict:
+    """One training step of p microbatches on this rank's stage of p; every rank of the world calls it. Without TF32."""
+    torch.backends.cudnn.allow_tf32 = False
+    where = torch.device(device)
     try:
-        verdict = _compare(entry, torch.float32, precision)
+        verdict = _compare(entry, where, torch.float32, precision)
     except Untrainable as error:
         return Verdict("untrainable", reason=str(error))
     except Refused as error:
@@ -59,47 +61,47 @@ def check(entry: Entry, precision: str = "fp32") -> Verdict:
     if "wrong" not in worst:
         return verdict
     if precision != "fp32":
-        return _beside_rounding(entry, precision, verdict)
+        return _beside_rounding(entry, where, precision, verdict)
     try:
-        again = _compare(entry, torch.float64)
+        again = _compare(entry, where, torch.float64)
     except Exception as error:
         reason = f"{verdict.reason} (fp64: {type(error).__name__}: {error})"
         return Verdict("wrong", verdict.error, reason, verdict.cuts)
     if again.kind != "wrong":
         return Verdict("close", again.error, f"in fp64; {verdict.error:.0e} in fp32", verdict.cuts)
-    if verdict.error <= (own := min(_rounding(entry), 1e-4)):  # parts of the model are fp32 whatever its dtype
+    if verdict.error <= (own := min(_rounding(entry, where), 1e-4)):  # parts of the model are fp32 whatever its dtype
         note = f"the unsplit model differs by {own:.0e} from itself in fp64"
         return Verdict("close", verdict.error, note, verdict.cuts)
     return Verdict("wrong", verdict.error, f"{verdict.reason} (fp64: {again.reason})", verdict.cuts)
 
 
-def _beside_rounding(entry: Entry, name: str, verdict: Verdict) -> Verdict:
+def _beside_rounding(entry: Entry, device: torch.device, name: str, verdict: Verdict) -> Verdict:
     """In 16 bits sums differ more if they are made in another order, as what two stages have of one weight is added up
     in fp32, and kernels round by how their inputs lie in memory. No more, though, than 16 bits do in the same model."""
-    precision = _precision(name)
+    precision = _precision(name, device)
     assert precision.dtype is not None
     most = ROUNDINGS * torch.finfo(precision.dtype).eps
-    if verdict.kind == "wrong" and verdict.error <= (own := min(_rounding_16(entry, precision), most)):
+    if verdict.kind == "wrong" and verdict.error <= (own := min(_rounding_16(entry, device, precision), most)):
         return replace(verdict, kind="close", reason=f"the unsplit model differs by {own:.0e} from itself in fp32")
     return verdict
 
 
-def _rounding_16(entry: Entry, precision: Precision) -> float:
+def _rounding_16(entry: Entry, device: torch.device, precision: Precision) -> float:
     """The largest relative difference between gradients of the unsplit model and those in fp32, of the same values,
     whose microbatches count alike."""
-    model, data = _made(entry, torch.float32)
+    model, data = _made(entry, device, torch.float32)
     low, _, m = _reference(model, data, dist.get_world_size(), precision, averaged=True)
     for tensor in precision.lowered(model):
         tensor.data = tensor.data.to(precision.dtype).float()
-    full, *_ = _reference(model, data, m, _precision("fp32"), averaged=True)
+    full, *_ = _reference(model, data, m, _precision("fp32", device), averaged=True)
     return _distance(_gradients(low, _scale(precision)), _gradients(full))
 
 
-def _rounding(entry: Entry) -> float:
+def _rounding(entry: Entry, device: torch.device) -> float:
     """The largest relative difference between gradients of the unsplit model in fp32 and in fp64."""
     gradients = []
     for dtype in (torch.float32, torch.float64):
-        model, data = _made(entry, dtype)
+        model, data = _made(entry, device, dtype)
         _loss(model(**data)).backward()
         gradients.append(_gradients(model))
     return _distance(*gradients)
@@ -122,13 +124,15 @@ class Refused(Exception):
     """The plugin refuses the model."""
 
 
-def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32", averaged: bool = False) -> Verdict:
+def _compare(
+    entry: Entry, device: torch.device, dtype: torch.dtype, name: str = "fp32", averaged: bool = False
+) -> Verdict:
     """One step, whose loss is the whole batch's or, where that is not a sum over these, is `averaged` over the
     microbatches."""
     p = dist.get_world_size()
-    precision = _precision(name)
+    precision = _precision(name, device)
     try:
-        model, data = _made(entry, dtype)
+        model, data = _made(entry, device, dtype)
         unsplit, reference, m = _reference(model, data, p, precision, averaged)
     except Exception as error:
         raise Untrainable(f"{type(error).__name__}: {error}") from error
@@ -142,13 +146,13 @@ def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32", averaged: boo
     except ConfigurationError as error:  # on every rank alike, before the step
         if averaged or "loss_reduction" not in str(error):
             raise
-        return _compare(entry, dtype, name, averaged=True)
+        return _compare(entry, device, dtype, name, averaged=True)
     policy = split.model.pipeline.policy
     chain = chain_of(model)
     if chain is not None and (surprise := chain.mismatch(policy.flow)):
         return Verdict("wrong", reason=f"tests/parity/chains expects that {chain}, but {surprise}")
     cuts = tuple(policy.flow.calls[policy.stages.index(stage)].unit for stage in range(1, p))
-    expected = reference.loss
+    expected = reference.loss.to(loss.device)
     close = CLOSE if dtype == torch.float32 else CLOSE_FP64
     loss_error = abs(float(loss - expected)) / max(abs(float(expected)), 1e-3)
     off = gradient_error(split, unsplit, 1e-3 if name == "fp32" else SINGLE)
@@ -165,12 +169,13 @@ def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32", averaged: boo
     return Verdict("bitwise" if same and torch.equal(loss, expected) else "close", error, note, cuts)
 
 
-def _made(entry: Entry, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+def _made(entry: Entry, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     model = build(entry).to(dtype)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped matrix product has no fp64
-    data = batch(entry, model).items()
-    return model, {name: value.to(dtype) if value.is_floating_point() else value for name, value in data}
+    data = {name: value.to(device) for name, value in batch(entry, model).items()}
+    data = {name: value.to(dtype) if value.is_floating_point() else value for name, value in data.items()}
+    return model.to(device), data
 
 
 def _reference(
@@ -205,7 +210,7 @@ class Reference:
     def of(
         cls, model: nn.Module, data: dict[str, Any], m: int, precision: Precision | None = None, averaged: bool = False
     ) -> Reference:
-        precision = precision or _precision("fp32")
+        precision = precision or _precision("fp32", torch.device("cpu"))
         parts = read_batch(model, data).split(m)
         # In fp32, which tells weights apart.
         weights = [1 / len(parts)] * len(parts) if averaged else weights_of(model, data, parts)
@@ -231,9 +236,9 @@ def summed(model: nn.Module, parts: Sequence[Batch], weights: Sequence[float], p
     return total
 
 
-def _precision(name: str) -> Precision:
+def _precision(name: str, device: torch.device) -> Precision:
     given = PRECISIONS[name]
-    return Precision(given.get("precision", "fp32"), given.get("autocast", False), torch.device("cpu"))
+    return Precision(given.get("precision", "fp32"), given.get("autocast", False), device)
 
 
 def _scale(precision: Precision) -> float:

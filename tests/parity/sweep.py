@@ -39,15 +39,19 @@ def sweep(
     row: Callable[[Pool, Any, int], Any],
     ranks: Callable[[int], int] = lambda p: p,
     preload: str = "tests.parity.preload",
+    worlds: int = 1,
+    method: str = "forkserver",
 ) -> None:
-    """Make the `row` of each p's entries on so many `ranks`, all p at the same time; `save` gets them, one at a time.
+    """Make the `row` of each p's entries on so many `ranks`, all p at the same time, each in `worlds` of its own;
+    `save` gets the rows, one at a time.
 
-    Workers are forked from a process that has imported `preload`. Whatever ends the sweep, no process is left.
+    Workers are forked from a process that has imported `preload`, or started by another `method`. Whatever ends the
+    sweep, no process is left.
     """
     stop, lock = Event(), Lock()
 
     def work(p: int, entries: Sequence[Any]) -> None:
-        pool = Pool()
+        pool = Pool(method)
         pool.run(os.getpid, ranks(p), timeout=START)
         for entry in entries:
             found = row(pool, entry, p)
@@ -56,9 +60,10 @@ def sweep(
                     return  # the row is of workers that were killed
                 save(found)
 
-    _start(preload)
-    with contextlib.redirect_stdout(None), ThreadPoolExecutor(len(jobs)) as threads:  # what the workers print
-        futures = [threads.submit(work, p, entries) for p, entries in jobs.items()]
+    _start(preload, method)
+    parts = [(p, entries[k::worlds]) for p, entries in jobs.items() for k in range(worlds)]
+    with contextlib.redirect_stdout(None), ThreadPoolExecutor(len(parts)) as threads:  # what the workers print
+        futures = [threads.submit(work, *part) for part in parts]
         try:
             for future in as_completed(futures):
                 future.result()
@@ -70,14 +75,20 @@ def sweep(
 
 
 def row_of(
-    pool: Pool, entry: Entry, p: int, watchdog: float = WATCHDOG, verify: bool = False, precision: str = "fp32"
+    pool: Pool,
+    entry: Entry,
+    p: int,
+    watchdog: float = WATCHDOG,
+    verify: bool = False,
+    precision: str = "fp32",
+    device: str = "cpu",
 ) -> Row:
     """What comes of the entry on p ranks: the worst of their verdicts, or how they failed."""
 
     def verdicts() -> list[Verdict]:
         if verify:
             return pool.run(prove, 1, entry, p, timeout=watchdog)
-        return pool.run(check, p, entry, precision, timeout=watchdog)
+        return pool.run(check, p, entry, precision, device, timeout=watchdog)
 
     return judged(entry, p, verdicts if str(entry) not in UNTRAINABLE else lambda: [untrainable(entry)])
 
@@ -114,9 +125,11 @@ def failure(message: str) -> tuple[str, float, str]:
     return kind, 0.0, f"{raised[0].removeprefix('pipeshard.errors.')}\n{message}"
 
 
-def _start(preload: str) -> None:
-    """Start the process that workers are forked from."""
+def _start(preload: str, method: str) -> None:
+    """Start the process that workers are forked from, if they are."""
     os.environ.update(ENVIRONMENT)
+    if method == "spawn":
+        return
     forkserver.set_forkserver_preload([preload, *PRELOAD])
     forkserver.ensure_running()
 
