@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from pipeshard.batch.batch import Batch
@@ -23,7 +24,7 @@ from pipeshard.schedule.given import check
 from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.slices import SLICED, check_slices, number_of_slices, sliced
-from pipeshard.slices.attention import Attention
+from pipeshard.slices.attention import Attention, lower_right
 from pipeshard.slices.cache import Keys
 from pipeshard.slices.cut import Joint, lengths, shortened
 from pipeshard.slices.states import Grown
@@ -474,3 +475,13 @@ def test_page_of_slices(tmp_path: Path) -> None:
     assert outcomes(page) == {"causal-lm/a": "yes", "causal-lm/b": "yes", "causal-lm/c": "refused"}
     whole = markdown([Row("causal-lm/a", 2, "bitwise")], {}, page, sides={"slices": outcomes(page)})
     assert "| a | bitwise | 0 |  | yes |" in whole
+
+
+def test_a_gpu_s_causal_mask_can_be_made_in_a_mode() -> None:
+    """On a GPU the slices of a second model raised "Creating a new Tensor subclass CausalBias", as they do where a user
+    counts flops: torch cannot make a subclass of Tensor in a mode, and a guard of the first model is one."""
+    query, key = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 4, 4)
+    with FlopCounterMode(display=False):
+        mask = lower_right(query, key)
+        attended = functional.scaled_dot_product_attention(query, key, key.cumsum(2), attn_mask=mask)
+    assert attended[0, 0, :, 0].tolist() == [2.0, 2.5]

@@ -106,7 +106,9 @@ class BroadcastP2P(EdgeP2P):
 
     def move(self, tensor: Tensor, source: int, destination: int) -> dist.Work:
         group = self.groups[source, destination]
-        return _started(dist.broadcast(tensor, self.ranks[source], group=group, async_op=True))
+        # With a version counter of its own: gloo writes to a tensor of a GPU that it has sent, with the same values,
+        # and autograd may have saved it.
+        return _started(dist.broadcast(tensor.data, self.ranks[source], group=group, async_op=True))
 
 
 class ISendP2P(EdgeP2P):

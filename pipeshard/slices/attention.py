@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from pipeshard.private import flash_on_cpu, flash_on_cpu_backward
+from pipeshard.private import disable_current_modes, flash_on_cpu, flash_on_cpu_backward
 from pipeshard.slices.states import Grown, Slice
 
 SDPA = "sdpa"
@@ -53,13 +53,18 @@ def register() -> None:
         if key.device.type == "cpu":
             attended = Attention.apply(query, fresh.key, fresh.value, fresh.keys, fresh.values, fresh.now.start, scale)
         else:
-            bias = causal_lower_right(query.shape[-2], key.shape[-2])
             attended = nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=bias, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+                query, key, value, lower_right(query, key), scale=scale, enable_gqa=query.shape[1] != key.shape[1]
             )
         return attended.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(SDPA, attention)
+
+
+def lower_right(query: Tensor, key: Tensor) -> Tensor:
+    """torch's causal mask for the last positions, made outside of modes: in one torch makes no subclass of Tensor."""
+    with disable_current_modes():
+        return causal_lower_right(query.shape[-2], key.shape[-2])
 
 
 def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, kw: dict[str, Any]) -> bool:
