@@ -20,6 +20,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.engine.loss_values import SPAN, Values
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.indices import checking_indices
 from pipeshard.graph.preserve import Before, preserving
 from pipeshard.graph.rng import Randomness, SharedDraws, part_of
 from pipeshard.graph.shapes import Count, TensorSpec, blank_state
@@ -281,6 +282,7 @@ class Glue:
             randomness.at(0)
             stack.enter_context(torch.set_grad_enabled(bool(by)))
             stack.enter_context(handled(self.units, handle))
+            stack.enter_context(checking_indices(self.device))
             private = batch.map(lambda path, tensor, dim: tensor.clone())  # which glue may write to
             output = private.call(self.model)
             if left := next(calls, None):

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from pipeshard.errors import TraceError
+from pipeshard.graph.indices import check_indices
 from pipeshard.graph.question import Recipes
 from pipeshard.private import DispatchMode, functorch_unwrapped, tree_map_only
 
@@ -154,6 +155,7 @@ class Taint(DispatchMode):
         kwargs = kwargs or {}
         inputs = list(tensors_in((*args, *kwargs.values())))
         tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
+        check_indices(func, args, kwargs, inputs)
         run = self._run_in_glue if self.inside is None else self._run_in_unit
         result, tags = run(func, args, kwargs, inputs, tags)
         for output in tensors_in((result,)):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeshard.graph import taint
+from pipeshard.graph.indices import Checking, check_indices
 from pipeshard.graph.taint import Input, Taint, Value, _is_model_code, storage_of
 from pipeshard.graph.tracer import Reading
 
@@ -115,3 +118,23 @@ def test_a_line_of_the_model_is_neither_python_s_nor_torch_s() -> None:
         assert _is_model_code(str(own))
     others = [contextlib.__file__, torch.nn.functional.__file__, taint.__file__, "<string>"]
     assert not any(_is_model_code(str(file)) for file in others)
+
+
+def test_what_is_only_tried_is_checked_operator_by_operator() -> None:
+    """A trial of the loss of gemma4 draws random token ids, of which some stand for images that are not there."""
+    seen: list[Any] = []
+    note = mock.patch("pipeshard.graph.indices.check_indices", lambda func, *rest: seen.append(func._overloadpacket))
+    with note, Checking():
+        torch.nn.functional.embedding(torch.tensor([1]), torch.eye(2))[0].sum()
+    assert torch.ops.aten.embedding in seen and torch.ops.aten.sum in seen
+
+
+def test_a_wrong_index_is_found_before_a_gpu_s_kernel_meets_it() -> None:
+    """Traces with other lengths than the batch's failed inside fuyu, an error on a CPU; on a GPU an
+    assertion of the kernel, after which the process could not compute there any more."""
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    mask, source = torch.tensor([True, True]), torch.ones(1)
+    with pytest.raises(RuntimeError, match="elements of source"):
+        check_indices(torch.ops.aten.masked_scatter.default, (torch.zeros(2), mask, source), {}, [on_gpu])
+    check_indices(torch.ops.aten.masked_scatter.default, (torch.zeros(2), mask, source.to("meta")), {}, [on_gpu])
+    check_indices(torch.ops.aten.add.Tensor, (on_gpu, on_gpu), {}, [on_gpu])

@@ -1,0 +1,51 @@
+"""Indices: those that are out of range are found before a GPU's kernel meets them.
+
+On a CPU an operator raises an error for a wrong index. On a GPU the kernel checks it and ends all that the process
+computes there. Code that is only tried, on other sizes or values than the batch's, may give wrong ones: then the
+operator runs on the CPU first.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeshard.private import DispatchMode, tree_map_only, tree_tensors
+
+aten = torch.ops.aten
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten.index_select}
+INDEXING |= {aten.gather, aten.take, aten.embedding, aten.nll_loss_forward, aten.nll_loss2d_forward}
+INDEXING |= {
+    aten.scatter,
+    aten.scatter_,
+    aten.scatter_add,
+    aten.scatter_add_,
+    aten.scatter_reduce,
+    aten.scatter_reduce_,
+}
+INDEXING |= {aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_, aten.index_fill, aten.index_fill_}
+INDEXING |= {aten.masked_scatter, aten.masked_scatter_}
+
+
+def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
+    """Raise what the operator would raise on a CPU, if `inputs`, its tensors, are on a GPU."""
+    if func._overloadpacket in INDEXING and any(tensor.device.type == "cuda" for tensor in inputs):
+        with suppress(NotImplementedError):  # others are on meta
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), (args, kwargs))
+            func(*args, **kwargs)
+
+
+class Checking(DispatchMode):
+    """Checks the indices of every operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        check_indices(func, args, kwargs, tree_tensors((args, kwargs)))
+        return func(*args, **kwargs)
+
+
+def checking_indices(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, what runs on this device raises an error for a wrong index."""
+    return Checking() if device.type == "cuda" else nullcontext()
