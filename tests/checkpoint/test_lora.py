@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeshard import PipelinePlugin, Policy, load_training_state, register_policy, save_training_state, to_sequential
+from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine import grad_sync as gradients
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
 from pipeshard.split.policy import find_policy
@@ -709,3 +710,23 @@ def test_mistakes_are_refused_on_every_rank_and_harm_nothing(pool: Pool, tmp_pat
         strict=True,
     ):
         assert what in message
+
+
+def test_a_gguf_file_has_the_weights_of_a_model_with_adapters(tmp_path: Path) -> None:
+    """transformers knows a file's tensors by the model's names, which were those of layers with adapters: the base of
+    these was initialized at random, and trained from a loss of 36."""
+    gguf = pytest.importorskip("gguf")
+    model = zoo.build("llama", layers=1)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_block_count(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    for key, value in model.state_dict().items():
+        writer.add_tensor(f"{names.get_name(key.removesuffix('.weight'))}.weight", value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shapes = Source(tmp_path / "model.gguf", model).shapes
+    assert shapes == {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    assert Source(tmp_path / "model.gguf", adapted).shapes == shapes
