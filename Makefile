@@ -1,8 +1,7 @@
 # make setup    creates .venv and installs everything into it (again when this file or pyproject.toml change)
 # make train    fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
-# make examples trains a BERT, adapters on SmolLM2-135M, a vision transformer, a T5, a llama by GRPO, and in the environment of
-#               parity-packages a model of timm and a Flux, each until it has learnt its task;
-#               make examples STEPS=3 is the short form, make example-classify runs one
+# make examples trains a BERT, a T5 and, by GRPO, a llama, and in the environment of parity-packages a model of timm and a Flux,
+#               each until it has learnt its task; make examples STEPS=3 is the short form, make example-classify runs one
 # make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in ten of the
 #               tests that take turns, by commit (SAMPLE_SEED=N runs others)
 # make lint     ruff and mypy alone
@@ -78,7 +77,7 @@ PACKAGES := timm==1.0.31 diffusers==0.42.1 sentence-transformers==6.2.0 open_cli
   segmentation-models-pytorch==0.6.0 x-transformers==2.31.10 vit-pytorch==1.26.11 torch_geometric==2.8.1 fair-esm==2.0.0 \
   speechbrain==1.1.2 pytorch-metric-learning==2.9.0
 
-EXAMPLES := $(patsubst %,example-%,pairs lora digits strings rollouts)
+EXAMPLES := $(patsubst %,example-%,pairs strings rollouts)
 # These need packages of an environment of its own.
 PACKAGED := $(patsubst %,example-%,classify text_to_image)
 

@@ -7,6 +7,8 @@
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,12 @@ import torch
 import torch.distributed as dist
 from rich.progress import track
 from torch.multiprocessing.spawn import spawn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, StackDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, "examples")
 
-from models import load
-from text import Samples
+from finetune import docstrings, samples, source
 
 TOLERANCE = 1e-3
 BATCH, LENGTH, RATE, SEED = 4, 32, 5e-5, 0
@@ -28,7 +30,7 @@ BATCH, LENGTH, RATE, SEED = 4, 32, 5e-5, 0
 def alone(rank: int, steps: int, output: Path, meeting: Path) -> None:
     """One process, plain torch."""
     _join(rank, 1, meeting)
-    model, tokenizer = load("smollm2", output)
+    model, tokenizer = _loaded(AutoModelForCausalLM.from_pretrained)
     model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=RATE)
     losses = []
@@ -50,7 +52,7 @@ def replicas(rank: int, steps: int, output: Path, meeting: Path) -> None:
     from pipeshard import PipelinePlugin
 
     _join(rank, 4, meeting)
-    model, tokenizer = load("smollm2", output)
+    model, tokenizer = _loaded(partial(PipelinePlugin.from_pretrained, AutoModelForCausalLM))
     plugin = PipelinePlugin(pp_size=2, dp_size=2, num_microbatches=2, max_norm=1.0)
     data = plugin.prepare_dataloader(_samples(tokenizer), BATCH // 2, drop_last=True)
     booster = Booster(plugin=plugin)
@@ -93,8 +95,16 @@ def _join(rank: int, world: int, meeting: Path) -> None:
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world)
 
 
+def _loaded(load: Callable[..., Any]) -> Any:
+    """SmolLM2 by `load`, and its tokenizer."""
+    folder, weights = source("smollm2")
+    model = load(folder, gguf_file=weights, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=weights)
+
+
 def _samples(tokenizer: Any) -> Any:
-    return Samples(tokenizer, LENGTH)
+    rows: Any = samples(tokenizer, docstrings(), LENGTH)
+    return StackDataset(input_ids=rows, labels=rows)
 
 
 def _batches(tokenizer: Any, size: int, steps: int) -> Any:
@@ -108,6 +118,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/curves"))
     parser.add_argument("--plot", type=Path, default=Path("docs/curves.svg"))
     args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
     for part, processes in ((alone, 1), (replicas, 4)):
         with tempfile.TemporaryDirectory() as folder:
             spawn(part, (args.steps, args.output, Path(folder) / "meeting"), nprocs=processes)

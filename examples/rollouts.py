@@ -1,7 +1,7 @@
 """Rollouts: TRL's GRPOTrainer through a pipeline, on a toy reward: a llama from random weights learns to echo a letter.
 
 A prompt is a letter, and the reward of a completion is the share of its tokens that are this letter. The stages
-generate the completions together. `python examples/rollouts.py --pp 2` starts its own processes, one a stage; under
+generate the completions together. `python rollouts.py --pp 2` starts its own processes, one per stage; under
 torchrun it is one of them. `model/`, a Hugging Face folder with its tokenizer, gets into `rollouts/` under --output.
 """
 
@@ -90,7 +90,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
     trainer = pipelined(GRPOTrainer)(
         model, echoed, config, train_dataset=Dataset.from_dict({"prompt": list(LETTERS) * 8}),
         processing_class=tokenizer, callbacks=[Shown()],
-        pipeline=PipelinePlugin(pp_size=args.pp, dp_size=args.dp, schedule=args.schedule),
+        pipeline=PipelinePlugin(
+            pp_size=args.pp, dp_size=args.dp, schedule=args.schedule,
+            num_model_chunks=2 if args.schedule == "interleaved" else 1,
+        ),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -1,6 +1,6 @@
 """SFT: a chat model, trained by TRL's SFTTrainer through a pipeline on chats of yours, whole or by adapters.
 
-`python examples/sft.py --model MODEL --data chats.jsonl --pp 2` starts its own processes, one a stage; under torchrun
+`python sft.py --model MODEL --data chats.jsonl --pp 2` starts its own processes, one per stage; under torchrun
 it is one of them. MODEL is a Hugging Face folder or an id of the Hub; the data a file with a chat a line,
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} (or "prompt" and
 "completion", or "text"), a folder of `datasets`, or an id of the Hub. `sft/` under --output gets checkpoints, which
@@ -135,7 +135,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
     trainer = pipelined(Sft)(
         load(args.quantize), config, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer,
         peft_config=adapters,
-        pipeline=PipelinePlugin(pp_size=args.pp, dp_size=args.dp, schedule=args.schedule),
+        pipeline=PipelinePlugin(
+            pp_size=args.pp, dp_size=args.dp, schedule=args.schedule,
+            num_model_chunks=2 if args.schedule == "interleaved" else 1,
+        ),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=args.resume)

@@ -1,28 +1,24 @@
-"""Strings: a small T5, from random weights, learns to write numbers given in words as digits.
+"""Strings: a small T5, from random weights, learns to write numbers given in words as digits, by Seq2SeqTrainer.
 
 "four hundred twelve thousand nine" is "412009": where zeros go depends on words that are not there. An answer counts
-as right if the whole string is. Each digit is the likeliest after the right ones before it, so a string that is right
-throughout is also what greedy generation gives.
+as right if the whole string is, as the stages generate it.
 
-`python examples/strings.py --pp 2` starts its own processes, one a stage; under torchrun it is one of them. It writes
+`python strings.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It writes
 `training.png` and `model/` (a Hugging Face folder) into `strings/` under --output.
 """
 
 import argparse
+import os
 import random
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from loop import Batch
-    from table import Table
+from pipeshard.launch import count, start
+from pipeshard.schedule import SCHEDULES
 
 NUMBERS, HELD_OUT = 60_000, 512
 NAMES = (
@@ -32,56 +28,98 @@ NAMES = (
 ONES, TENS = NAMES.split()[:20], NAMES.split()[20:]
 PAD, END, NO_LABEL = 0, 1, -100
 TOKENS = ["<pad>", "</s>", *"0123456789", *ONES, *TENS, "hundred", "thousand"]
+DIGITS = 7  # tokens of an answer, with its end
 
 
 def main() -> int:
-    return launcher.main(parse(sys.argv[1:]), run)
+    args = parse(sys.argv[1:])
+    if "RANK" not in os.environ:
+        return start(args.pp * args.dp, quiet=True)
+    run(args, Console(quiet=int(os.environ["RANK"]) > 0, highlight=False))
+    return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    return launcher.parse(launcher.flags(__doc__, steps=500, batch_size=128, lr=3e-3), arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--steps", type=count, default=500, help="optimizer steps")
+    add("--pp", type=count, default=2, help="pipeline stages, one process each")
+    add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
+    add("--batch-size", type=count, default=128, help="samples in a batch")
+    add("--lr", type=float, default=3e-3, help="highest learning rate")
+    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    args = parser.parse_args(arguments)
+    if args.microbatches > args.batch_size:
+        parser.error(f"argument --microbatches: {args.microbatches} is more than the batch's {args.batch_size} samples")
+    return args
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are told before.
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    from loop import Loop, Metric, make_booster
-
-    config = T5Config(
-        vocab_size=len(TOKENS),
-        d_model=64,
-        d_kv=32,
-        d_ff=128,
-        num_heads=2,
-        num_layers=2,
-        num_decoder_layers=2,
-        dropout_rate=0.0,
-        pad_token_id=PAD,
-        eos_token_id=END,
-        decoder_start_token_id=PAD,
-    )
-    training, held_out = written_numbers().divided(HELD_OUT)
-    metric = Metric("exact match", _exact)
-    loop = Loop(args, make_booster(args), T5ForConditionalGeneration(config), training, held_out, metric)
-    loop.run_and_save(console, f"{HELD_OUT} unseen numbers", args.output / "strings")
-
-
-def _exact(predicted: "Tensor", batch: "Batch") -> "Tensor":
-    return ((predicted == batch["labels"]) | (batch["labels"] == NO_LABEL)).all(dim=1)
-
-
-def written_numbers() -> "Table":
-    """Different numbers below a million, always the same: the words as `input_ids`, the digits as `labels`."""
+    # They take seconds, so wrong flags are refused before.
     import torch
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, set_seed
 
-    from table import Table
+    from pipeshard import PipelinePlugin
+    from pipeshard.trainer import pipelined
 
+    set_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=len(TOKENS), d_model=64, d_kv=32, d_ff=128, num_heads=2, num_layers=2, num_decoder_layers=2,
+            dropout_rate=0.0, pad_token_id=PAD, eos_token_id=END, decoder_start_token_id=PAD,
+        )
+    )  # fmt: skip
+    output, data = args.output / "strings", written_numbers()
+    config = Seq2SeqTrainingArguments(
+        output_dir=str(output), max_steps=args.steps, learning_rate=args.lr, warmup_steps=args.steps // 10, seed=0,
+        per_device_train_batch_size=args.batch_size,
+        per_device_eval_batch_size=HELD_OUT // 4, eval_strategy="steps", eval_steps=max(1, args.steps // 5),
+        predict_with_generate=True, generation_max_length=1 + DIGITS, logging_steps=max(1, args.steps // 50),
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    trainer = pipelined(Seq2SeqTrainer)(
+        model, config, train_dataset=data[HELD_OUT:], eval_dataset=data[:HELD_OUT], compute_metrics=exact_match,
+        pipeline=PipelinePlugin(
+            pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
+            num_model_chunks=2 if args.schedule == "interleaved" else 1,
+        ),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(str(output / "model"))
+    if trainer.is_world_process_zero():
+        draw(trainer.state.log_history, output / "training.png")
+    right = trainer.evaluate()["eval_exact_match"]
+    console.print(f"exact match on {HELD_OUT} unseen numbers: {right:.1%} after {args.steps} steps")
+    console.print(f"wrote {output}/training.png, {output}/model")
+
+
+def exact_match(prediction: Any) -> dict[str, float]:
+    """The share of answers that are right in full; a generated one begins with the decoder's start."""
+    written, labels = prediction.predictions[:, 1 : 1 + DIGITS], prediction.label_ids[:, :DIGITS]
+    right = (written == labels) | (labels == NO_LABEL)
+    return {"exact_match": float(right.all(1).mean())}
+
+
+def written_numbers() -> list[dict[str, list[int]]]:
+    """Different numbers below a million, always the same: the words as `input_ids`, the digits as `labels`."""
+    ids = {token: k for k, token in enumerate(TOKENS)}
     numbers = random.Random(0).sample(range(1_000_000), NUMBERS)
-    questions = torch.tensor(_padded([words(number) for number in numbers]))
-    answers = torch.tensor(_padded([list(str(number)) for number in numbers]))
-    labels = answers.masked_fill(answers == PAD, NO_LABEL)
-    return Table(input_ids=questions, attention_mask=(questions != PAD).long(), labels=labels)
+    questions = [[*(ids[word] for word in words(number)), END] for number in numbers]
+    longest, found = max(map(len, questions)), []
+    for number, question in zip(numbers, questions):
+        answer, padding = [*(ids[digit] for digit in str(number)), END], longest - len(question)
+        found.append(
+            {
+                "input_ids": [*question, *[PAD] * padding],
+                "attention_mask": [*[1] * len(question), *[0] * padding],
+                "labels": [*answer, *[NO_LABEL] * (DIGITS - len(answer))],
+            }
+        )
+    return found
 
 
 def words(number: int) -> list[str]:
@@ -98,11 +136,15 @@ def _rest(number: int) -> list[str]:
     return words(number) if number else []
 
 
-def _padded(texts: Sequence[list[str]]) -> list[list[int]]:
-    """Token ids, each text closed by `END`, all as long as the longest."""
-    ids = {token: k for k, token in enumerate(TOKENS)}
-    length = max(map(len, texts))
-    return [[*(ids[token] for token in text), END, *[PAD] * (length - len(text))] for text in texts]
+def draw(history: Sequence[Mapping[str, float]], path: Path) -> None:
+    """The loss, and the share of right answers on held-out numbers."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), ("loss", "eval_exact_match")):
+        axes.plot(*zip(*((entry["step"], entry[name]) for entry in history if name in entry)), ".-")
+        axes.set(xlabel="step", ylabel=name)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

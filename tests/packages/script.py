@@ -5,12 +5,10 @@ from __future__ import annotations
 import runpy
 import sys
 from functools import partial
-from pathlib import Path
 
 from pipeshard import launch
 
 if __name__ == "__main__":  # importing tests.packages has declared them
     sys.argv = sys.argv[1:]
     launch.start = partial(launch.start, program=["--module", "tests.packages.script", *sys.argv])  # its ranks, too
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
