@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
-from benchmarks.speed.contender import Contender
+from benchmarks.speed import picture
+from benchmarks.speed.contender import ROOT, Contender
 from benchmarks.speed.lanes import Lane, Rounds, failures, loss_errors
 from benchmarks.speed.limits import limit
 from benchmarks.speed.parts import Effort, replay
@@ -49,6 +50,16 @@ def test_other_losses_are_a_failure() -> None:
     for lane, loss in zip(lanes, (1.0, 1.0, 1.001)):
         rounds.outcomes[lane.name].losses.append(loss)
     assert failures(lanes, rounds.outcomes) == ["c: its losses are off by 1.0e-03"]
+
+
+def test_the_picture_of_readme_shows_the_rows_of_the_page(tmp_path: Path) -> None:
+    table = picture.rows((ROOT / "docs" / "benchmarks.md").read_text())
+    shown = list(picture.described(table))
+    assert shown[0].startswith("pipeshard zbv: no limit (ms) 1") and len(shown) == len(picture.SHOWN)
+    kept = (ROOT / "docs" / "links.svg").read_text()
+    assert all(line in kept for line in shown), "python -m benchmarks.speed.picture draws it again"
+    picture.draw(table | {"torch 1F1B": dict.fromkeys(picture.TITLES, "7 (6 to 8)")}, tmp_path / "links.svg")
+    assert "torch 1F1B: no limit (ms) 7 (6 to 8); " in (tmp_path / "links.svg").read_text()
 
 
 def test_what_a_replayed_unit_costs_is_measured() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.speed import picture
 from benchmarks.speed.parts.work import UNSPLIT, spread
 from benchmarks.speed.section import Section
 
@@ -37,7 +38,10 @@ def write(sections: Mapping[str, Section], folder: Path) -> None:
         lines += ["![time of a step over the limit of 1F1B](benchmarks.svg)", ""]
     for section in sections.values():
         lines += section.markdown()
-    (folder / "benchmarks.md").write_text("\n".join([*lines, PEERS, ""]))
+    page = "\n".join([*lines, PEERS, ""])
+    (folder / "benchmarks.md").write_text(page)
+    if "links" in sections and not sections["links"].failed:
+        picture.draw(picture.rows(page), folder / "links.svg")
 
 
 def _plot(section: Section, path: Path) -> None:

@@ -15,6 +15,8 @@ from benchmarks.speed.work import Work
 from tests.hosts import Hosts, missing
 
 TEXT = """\
+![time of a step and memory of a rank, by link](links.svg)
+
 Two ranks, each in a separate network namespace, with AdamW in fp32 on the same batches of 16 samples. A pipeline
 cuts the model, replicas cut the batch. FSDP2 divides parameters, gradients and the optimizer's state between the
 replicas: "each microbatch" gathers a layer's parameters for every forward and backward, "once a step" keeps them until
