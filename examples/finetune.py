@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     rows: Any = samples(tokenizer, [args.data.read_text()] if args.data else docstrings(), args.sequence_length)
     held_out, training = rows[: 2 * args.batch_size], rows[2 * args.batch_size :]
     if len(training) < args.dp * args.batch_size:
-        raise ValueError(f"--data: {len(rows)} samples of {args.sequence_length} tokens are too few for --batch-size")
+        raise ValueError(f"--data has {len(rows)} samples, too few for --batch-size: give more text or shorter samples")
     dataloader = plugin.prepare_dataloader(
         StackDataset(input_ids=training, labels=training), batch_size=args.batch_size, shuffle=True, seed=0
     )
