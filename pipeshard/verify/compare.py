@@ -183,19 +183,25 @@ def compare_state(
     split: LocalPipeline,
     reference: Reference,
     during: str,
-    fickle: Collection[str] = (),
-    replica: int = 0,
+    fickle: Callable[[], Collection[str]],
+    replica: int,
 ) -> None:
-    """Buffers, and state that forwards have left on modules, by the stage that has them, except `fickle` attributes."""
+    """Buffers, and state that forwards have left on modules, by the stage that has them, except attributes that are
+    `fickle()`, which is called once something differs."""
     buffers = dict(reference.model.named_buffers())
     mine = {name: split.of(name, replica).model.get_buffer(name) for name in buffers}
     comparison.tensors(mine, buffers, "buffers", during)
     for path, module in reference.model.named_modules():
         here = attributes(split.of(f"{path}.", replica).model.get_submodule(path))
         for name, value in attributes(module).items():
-            if name in here and here[name] is not value and f"{path}.{name}" not in fickle:
-                where = f"{path}.{name}" if path else f"the model's {name}"
+            if name not in here or here[name] is value:
+                continue
+            where = f"{path}.{name}" if path else f"the model's {name}"
+            try:
                 comparison.values(here[name], value, "attributes", f"{where} {during}")
+            except Different:
+                if f"{path}.{name}" not in fickle():
+                    raise
 
 
 def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:

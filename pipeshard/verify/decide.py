@@ -35,7 +35,7 @@ SECONDS = 5.0  # that "auto" may take
 SECONDS_OF_LARGE = 60.0  # where a smaller copy stands for a large model
 LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy takes at most
 SHARE = 0.1  # of the free memory that it may take
-COPIES = 6, 3  # of the parameters, for each replica and beside: models, gradients and Adam's state, split and unsplit
+COPIES = 6, 4  # of the parameters, for each replica and beside: models, gradients and Adam's state, split and unsplit
 FEW_COPIES = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
 TELL_PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
 KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
@@ -240,9 +240,10 @@ def _say(proof: Proof, name: str) -> None:
 
 
 def _copies(pp_size: int, replicas: int) -> int:
-    """How many copies of the parameters a proof needs at most: each rank starts with all of them."""
+    """How many copies of the parameters a proof needs at most: each rank starts with all of them, after a
+    step of the unsplit model."""
     of_replica, beside = COPIES
-    return max(of_replica * replicas + beside, pp_size * replicas + 1)
+    return max(of_replica * replicas + beside, pp_size * replicas + 3)
 
 
 def _free(device: torch.device) -> int:

@@ -48,12 +48,20 @@ class RunMode:
 
 @dataclass(frozen=True)
 class Side:
-    """The loss of some batches, its gradients by name, and how many elements each tensor of each output has."""
+    """The loss of some samples and its gradients by name, made of those of microbatches with these shares."""
 
     loss: float
     gradients: dict[str, Tensor | None]
-    sizes: list[list[int]]
     dtype: torch.dtype
+    rows: int
+    shares: Sequence[float]
+
+    @classmethod
+    def of(cls, reference: Reference, loss: Tensor, rows: int, weights: Weights) -> "Side":
+        """The side of a reference after a step."""
+        gradients = dict[str, Tensor | None]()
+        _add_gradients(gradients, reference)
+        return cls(float(loss), gradients, loss.dtype, rows, weights.shares)
 
 
 @dataclass
@@ -171,18 +179,23 @@ class WholeBatch:
         self.way = way
         draws = _draws_of(way)
         whole = self._side(way, [self.batch], Weights([1.0]), draws)
-        why = self._unlike(whole, self._side(way, self.parts, self.weights, draws), way)
+        why = unlike(whole, self._side(way, self.parts, self.weights, draws), way)
         if not why:
-            return ""
+            return self._count(whole)
         self.differs()
         apart = replace(way, apart=True)
-        if len(self.parts) < 2 or self._unlike(whole, self._side(apart, self.parts, self.weights, draws), apart):
+        if len(self.parts) < 2 or unlike(whole, self._side(apart, self.parts, self.weights, draws), apart):
             return why
         if self._is_carried(way):
             return f"{why}: what the forward of a microbatch leaves on the model changes the next"
         moves = "what forwards count or move on the model moves with each microbatch"
         if moves not in self.found.moving:
             self.found.moving.append(moves)
+        return self._count(whole)
+
+    def _count(self, whole: Side) -> str:
+        self.found.losses += 1
+        self.found.gradients += len(whole.gradients)
         return ""
 
     def _is_carried(self, way: RunMode) -> bool:
@@ -192,11 +205,11 @@ class WholeBatch:
         after, expected = (
             self._side(way, [before, second], Weights([0.0, 1.0]), _draws_of(way)) for before in (first, other)
         )
-        return bool(self._unlike(expected, after, way))
+        return bool(unlike(expected, after, way))
 
     def _side(self, way: RunMode, batches: Sequence[Batch], weights: Weights, draws: SharedDraws) -> Side:
         """Forward and backward of each batch in turn, on one copy of the model, or on one for each."""
-        total, start, sizes, gradients, dtype = 0.0, 0, list[list[int]](), dict[str, Tensor | None](), torch.float32
+        total, start, gradients, dtype = 0.0, 0, dict[str, Tensor | None](), torch.float32
         reference = self._reference(way)
         for k, batch in enumerate(batches):
             if k and way.apart:
@@ -204,13 +217,12 @@ class WholeBatch:
                 reference = self._reference(way)
             weight = replace(weights, shares=weights.shares[k : k + 1])
             with self._run(way, batch, start, draws) as typed:
-                loss, outputs = reference.step([typed], weight, (WHOLE_SEED, 0), self.note)
+                loss, _ = reference.step([typed], weight, (WHOLE_SEED, 0), self.note)
             start += batch.rows
             total, dtype = total + float(loss), loss.dtype
-            sizes.append([leaf.numel() for leaf in outputs_of(outputs[0])])
         self.drew |= bool(draws.whole)
         _add_gradients(gradients, reference)
-        return Side(total, gradients, sizes, dtype)
+        return Side(total, gradients, dtype, start, weights.shares)
 
     def _reference(self, way: RunMode) -> Reference:
         """A fresh copy, in the modes in which it is compared."""
@@ -258,34 +270,6 @@ class WholeBatch:
             randomness.at(0)
             return [leaf.numel() for leaf in outputs_of(batch.call(own.model))]
 
-    def _unlike(self, whole: Side, parts: Side, way: RunMode) -> str:
-        """The difference; if there is one, nothing is counted."""
-        short = 8 * max(torch.finfo(whole.dtype).eps, 0.0)
-        floor = 1.0 if way.by_outputs else LOSS_FLOOR
-        if not abs(whole.loss - parts.loss) <= max(LOSS[way.dtype], short) * max(abs(whole.loss), floor):
-            what = "an objective made of the outputs" if way.by_outputs else "the loss"
-            shares = ", ".join(f"{share:.3g}" for share in self.weights.shares)
-            counts = "" if way.by_outputs else f", which count {shares}"
-            return (
-                f"{what} of {self.batch.rows} samples is {whole.loss:.7g}, but {parts.loss:.7g} made of those of "
-                f"{len(self.parts)} microbatches{counts}"
-            )
-        largest = max((size(gradient) for gradient in whole.gradients.values() if gradient is not None), default=0.0)
-        for name, expected in whole.gradients.items():
-            gradient = parts.gradients[name]
-            if expected is None and gradient is None:
-                continue
-            mine, theirs = _filled(gradient, expected), _filled(expected, gradient)
-            relative = max(GRADIENT[way.dtype], 8 * torch.finfo(theirs.dtype).eps)
-            if not float((mine - theirs).abs().max()) <= relative * max(size(theirs), LOSS_FLOOR * largest):
-                return (
-                    f"the gradient of {name} from {self.batch.rows} samples is another than from their "
-                    f"{len(self.parts)} microbatches: {gap(mine, theirs)}"
-                )
-        self.found.losses += 1
-        self.found.gradients += len(whole.gradients)
-        return ""
-
     def _place(self) -> str:
         """Where it begins: the first unit whose results for the same samples differ."""
         results: list[Results] = [{}, {}]
@@ -329,6 +313,29 @@ class WholeBatch:
             with around:
                 yield typed
             self.drew_in_python |= before != python_state()
+
+
+def unlike(whole: Side, parts: Side, way: RunMode) -> str:
+    """The difference between both sides, "" if there is none."""
+    m = f"{len(parts.shares)} microbatches"
+    short = 8 * max(torch.finfo(whole.dtype).eps, 0.0)
+    floor = 1.0 if way.by_outputs else LOSS_FLOOR
+    if not abs(whole.loss - parts.loss) <= max(LOSS[way.dtype], short) * max(abs(whole.loss), floor):
+        what = "an objective made of the outputs" if way.by_outputs else "the loss"
+        counts = "" if way.by_outputs else f", which count {', '.join(f'{share:.3g}' for share in parts.shares)}"
+        return f"{what} of {whole.rows} samples is {whole.loss:.7g}, but {parts.loss:.7g} made of those of {m}{counts}"
+    largest = max((size(gradient) for gradient in whole.gradients.values() if gradient is not None), default=0.0)
+    for name, expected in whole.gradients.items():
+        gradient = parts.gradients[name]
+        if expected is None and gradient is None:
+            continue
+        mine, theirs = _filled(gradient, expected), _filled(expected, gradient)
+        relative = max(GRADIENT[way.dtype], 8 * torch.finfo(theirs.dtype).eps)
+        if not float((mine - theirs).abs().max()) <= relative * max(size(theirs), LOSS_FLOOR * largest):
+            return (
+                f"the gradient of {name} from {whole.rows} samples is another than from their {m}: {gap(mine, theirs)}"
+            )
+    return ""
 
 
 class _Norms(TorchFunctionMode):

@@ -265,7 +265,7 @@ def proof_in_time(model: nn.Module, seconds: float) -> Proof:
     torch.manual_seed(0)
     data = {"x": torch.randn(8, 4, 8), "positions": torch.randint(9, (8, 4)), "y": torch.arange(8) % 5}
     config, clock = PipelineConfig(pp_size=2, num_microbatches=2), Clock()
-    with mock.patch("pipeshard.verify.proof.time", clock), mock.patch("time.sleep", clock.sleep):
+    with mock.patch("pipeshard.verify.limit.time", clock), mock.patch("time.sleep", clock.sleep):
         return prove(config, CPU, model, None, None, read_batch(model, data), seconds)
 
 

@@ -1,0 +1,57 @@
+"""Samples: those of a batch that the steps of a proof use, and how they are cut into microbatches of replicas."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pipeshard.batch.batch import Batch
+from pipeshard.config import PipelineConfig
+from pipeshard.verify.reference import Copies
+from pipeshard.verify.whole import is_batch_norm
+
+ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`count` samples in each step, for `replicas` replicas with `m` microbatches each."""
+
+    count: int
+    m: int
+    replicas: int = 1
+
+    @classmethod
+    def few(cls, config: PipelineConfig, given: Copies) -> "Samples":
+        """A few samples. They are those of two replicas if there are several and the samples suffice; batch norm needs
+        two samples in each microbatch. The optimizer must only have the model's parameters, and the loss must be that
+        of all replicas' samples."""
+        m = 1 if config.num_microbatches == 1 else PARTS
+        parts, rows = 2 * m, given.sample.rows
+        several = (config.dp_size or 1) > 1 and config.loss_reduction == "token"
+        if not several or given.foreign():
+            return cls(ROWS, m)
+        if rows >= 2 * parts:
+            return cls(2 * parts + 1, m, replicas=2)
+        suffice = rows >= parts and not any(map(is_batch_norm, given.model.modules()))
+        return cls(ROWS, m, replicas=2 if suffice else 1)
+
+    @classmethod
+    def all(cls, config: PipelineConfig, batch: Batch) -> "Samples":
+        """The whole batch, cut as in training."""
+        return cls(batch.rows, len(batch.split(*config.cut)))
+
+    def vary(self, batch: Batch) -> bool:
+        """Whether the second step has other samples than the first one."""
+        return batch.rows > self.count
+
+    def of_step(self, batch: Batch, step: int) -> Batch:
+        """The samples of a step: the first ones, then the last ones, backwards."""
+        order = range(batch.rows)
+        return batch.take(torch.tensor((order[::-1] if step % 2 else order)[: self.count]))
+
+    def of_replica(self, step: int, batch: Batch, replica: int) -> Batch:
+        """The samples of one replica in a step."""
+        rows = self.of_step(batch, step)
+        sizes = [part.rows for part in rows.split(self.m * self.replicas)]
+        before = sum(sizes[: replica * self.m])
+        return rows.take(torch.arange(before, before + sum(sizes[replica * self.m : (replica + 1) * self.m])))

@@ -1,0 +1,173 @@
+"""Sides: the split model and copies of the unsplit one, which train by the same steps and are compared after each."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from pipeshard.distributed.local import in_thread
+from pipeshard.errors import summary
+from pipeshard.verify.compare import (
+    Comparison,
+    compare_parameters,
+    compare_state,
+    first_unit,
+    gradients,
+    output_tensors,
+)
+from pipeshard.verify.local import LocalPipeline, Unproven, stepped
+from pipeshard.verify.reference import Reference, Weights
+from pipeshard.verify.samples import Samples
+from pipeshard.verify.whole import RunMode, Side, WholeFound, unlike
+
+SEED = 20261123
+ALL = Weights([1.0])
+
+
+@dataclass(frozen=True)
+class StepCut:
+    """How a step was cut: the weights of its microbatches' losses, whether a part of the loss comes from side outputs
+    of units, and the units. `found` is the result if the samples at once gave the same as the microbatches."""
+
+    step: int
+    weights: Weights
+    has_auxiliary: bool
+    units: tuple[str, ...]
+    found: WholeFound | None
+
+
+@dataclass
+class Undivided:
+    """A copy of the unsplit model that takes the samples of a step at once, and the loss of its last step."""
+
+    reference: Reference
+    loss: Tensor
+
+
+class Sides:
+    """The split model, a copy of the unsplit one for each of its replicas, and possibly an undivided one that has taken
+    the first step, until it differs. `fickle()` returns the attributes that differ between two runs of one model."""
+
+    def __init__(
+        self,
+        split: LocalPipeline,
+        references: list[Reference],
+        samples: Samples,
+        tick: Callable[[], None],
+        fickle: Callable[[], Collection[str]],
+    ) -> None:
+        self.split, self.references, self.samples = split, references, samples
+        self.tick, self.fickle = tick, fickle
+        self.undivided: Undivided | None = None
+        self.unstepped = ""  # why the given optimizer does not step
+        self.first, *self.others = self._optimizers()  # that of the first reference, and those of the ranks
+
+    def step(self, comparison: Comparison, step: int, asked: bool) -> StepCut:
+        """Train both for a step, and compare everything but outputs, which are `asked` for."""
+        split, reference, during = self.split, self.references[0], f"in step {step + 1}"
+        loss, outputs = split.step(partial(self.samples.of_replica, step), self.samples.m, asked, (SEED, step))
+        expected, made = self._unsplit_step(step)
+        comparison.loss(loss, expected, f"the loss {during}")
+        comparison.gradients(*gradients(split, reference), during)
+        for output, of_unsplit in zip(outputs, made, strict=True) if asked else ():
+            what = f"of the output {during}"
+            comparison.tensors(output_tensors(output), output_tensors(of_unsplit), "outputs", what)
+        for replica, each in enumerate(self.references):
+            compare_state(comparison, split, each, during, self.fickle, replica)
+        weights = split.weights(*range(self.samples.replicas))
+        found = self._compare_undivided(step, expected, weights)
+        self._update(comparison)
+        compare_parameters(comparison, split, reference, f"after step {step + 1}")
+        return StepCut(step, weights, self._has_auxiliary(), tuple(split.policy.units), found)
+
+    def first_unit(self) -> str:
+        """The first unit whose results differ in the first step; "" if none does."""
+        samples = self.samples
+        return first_unit(self.split, self.references[0], samples.of_step, samples.m, (SEED, 0), self.tick)
+
+    def _unsplit_step(self, step: int) -> tuple[Tensor, list[Any]]:
+        """The step of each replica on its own copy of the unsplit model: the loss and the outputs of all. The first
+        copy gets the sums of the gradients."""
+        losses, outputs, m = [], list[Any](), self.samples.m
+        for replica, reference in enumerate(self.references):
+            batches = self.samples.of_replica(step, reference.own.sample, replica).split(m)
+            weights, at, first = self.split.weights(replica), (SEED, step), replica * m
+            loss, made = in_thread(partial(reference.step, batches, weights, at, self.tick, first))
+            losses.append(loss)
+            outputs += made
+        total = self.references[0]
+        for reference in self.references[1:]:
+            for into, parameter in zip(total.model.parameters(), reference.model.parameters(), strict=True):
+                if parameter.grad is not None:
+                    into.grad = parameter.grad if into.grad is None else into.grad + parameter.grad
+                    parameter.grad = None
+        return sum(losses[1:], losses[0]), outputs
+
+    def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
+        """Compare loss and gradients of the samples at once with those of the microbatches, which have been compared
+        with the split model. None if they differ, for whatever reason."""
+        undivided = self.undivided
+        if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
+            return None
+        batch = self.samples.of_step(undivided.reference.own.sample, step)
+        try:
+            if step:
+                undivided.loss, _ = undivided.reference.step([batch], ALL, (SEED, step), self.tick)
+            whole = Side.of(undivided.reference, undivided.loss, batch.rows, ALL)
+            is_alike = not unlike(whole, Side.of(self.references[0], expected, batch.rows, weights), RunMode())
+        except Unproven:
+            raise
+        except Exception:  # whatever a model raises on other samples
+            is_alike = False
+        if not is_alike:
+            self.undivided = None
+            return None
+        for parameter in _trained(undivided.reference):
+            parameter.grad = None
+        return WholeFound(losses=1, gradients=len(whole.gradients))
+
+    def _has_auxiliary(self) -> bool:
+        flow = self.split.flow
+        return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
+
+    def _optimizers(self) -> list[Any]:
+        """Those of the first reference and of the ranks; plain SGD if there is none, or if it is refused."""
+        split, reference = self.split, self.references[0]
+        if reference.own.optimizer is not None:
+            try:
+                split.boost()
+                return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
+            except Exception as error:  # whatever an optimizer raises when it is narrowed
+                self.unstepped = summary(error)
+        trained = [reference.model.parameters(), *(rank.held.values() for rank in split.ranks)]
+        own = [[p for p in parameters if p.requires_grad] for parameters in trained]
+        return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]
+
+    def _update(self, comparison: Comparison) -> None:
+        """Step the optimizers with identical gradients, which were compared: Adam amplifies small differences."""
+        reference, max_norm = self.references[0], self.split.ranks[0].pipeline.config.max_norm
+        trained = _trained(reference)
+        gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+        foreign = [parameter.grad for parameter in reference.own.foreign()]
+        norms = self.split.optimize(gradients, foreign, self.others)
+        if norms:
+            norm = nn.utils.clip_grad_norm_(reference.model.parameters(), max_norm or 0.0)
+            for each in norms:
+                comparison.norm(each, float(norm))
+        stepped(self.first)
+        undivided = [self.undivided.reference] if self.undivided is not None else []
+        for other in (*self.references[1:], *undivided):
+            for parameter, updated in zip(_trained(other), trained, strict=True):
+                parameter.data.copy_(updated.data)
+        for parameter in trained:
+            parameter.grad = None
+        self.tick()
+
+
+def _trained(reference: Reference) -> list[nn.Parameter]:
+    """The model's parameters, and the other tensors that its optimizer trains."""
+    return [*reference.model.parameters(), *reference.own.foreign()]
