@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
@@ -30,7 +30,7 @@ from pipeshard.verify.whole import Coupled, WholeBatch, WholeFound, copied_micro
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
-STEPS_OF_PROOF = 8  # of the unsplit model, which a proof takes at most after the first one
+STEPS_OF_PROOF = 6  # of the unsplit model, which a proof takes after the first one if nothing differs
 BEGINS = {
     "forward": "All units return the same: it begins in what the model or the criterion does between or after them",
     "backward": "All units return the same: it begins in the backward pass",
@@ -143,7 +143,7 @@ class _Proving:
         self.cut: list[StepCut] = []
         self.draws, self.is_whole, self.smaller = False, False, ""
         self.samples = Samples.few(config, given)
-        self.tried: Undivided | None = None
+        self.undivided: Undivided | None = None
 
     @property
     def is_divided(self) -> bool:
@@ -280,17 +280,18 @@ class _Proving:
         """Whether the unsplit model runs, how long it takes, and whether it draws random numbers."""
         torch.manual_seed(SEED)
         before, start = generators(self.device), self.limit.elapsed
-        tried = self._unsplit()
-        if not torch.isfinite(tried.loss):
-            raise Unproven(f"the unsplit model's loss is {float(tried.loss)}")
+        tried, loss = self._unsplit()
+        if not torch.isfinite(loss):
+            raise Unproven(f"the unsplit model's loss is {float(loss)}")
         self.limit.step = self.limit.elapsed - start
         self.limit.refuse_long(4 * self.limit.step)
         self.draws = before != generators(self.device)
-        is_comparable = self.is_divided and self.given.sample.rows > 1 and not self.draws
-        self.tried = tried if is_comparable else None
+        self.undivided = None
+        if self.is_divided and self.given.sample.rows > 1:
+            self.undivided = Undivided(self._reference(self._copy())) if self.draws else Undivided(tried, loss)
 
-    def _unsplit(self) -> Undivided:
-        """A copy of the unsplit model after a step."""
+    def _unsplit(self) -> tuple[Reference, Tensor]:
+        """A copy of the unsplit model after a step, and its loss."""
         reference = self._reference(self._copy())
         torch.manual_seed(SEED)
         try:
@@ -302,14 +303,14 @@ class _Proving:
             raise
         except Exception as error:  # whatever the user's model raises
             raise Fails(f"the unsplit model does not run on its batch: {summary(error)}") from error
-        return Undivided(reference, loss)
+        return reference, loss
 
     def _fickle(self) -> frozenset[str]:
         """The attributes that differ between two runs, drawn by torch.seed() or the clock."""
         if not self.draws:
             return frozenset()
         with undisturbed(self.device):
-            return differing(self._unsplit().reference.model, self._unsplit().reference.model)
+            return differing(self._unsplit()[0].model, self._unsplit()[0].model)
 
     def _reference(self, own: Copies) -> Reference:
         return Reference(own, self._criterion(own), self.device)
@@ -335,7 +336,7 @@ class _Proving:
         comparison = Comparison(fine=dtype is torch.float64)
         self.cut.clear()
         sides = self._sides(dtype, self.samples.replicas)
-        sides.undivided, self.tried = self.tried if dtype is None else None, None
+        sides.undivided, self.undivided = self.undivided if dtype is None else None, None
         if sides.unstepped:
             self.but[f"the optimizer's step ({sides.unstepped})"] = None
         for step in range(self.steps):

@@ -1,9 +1,10 @@
 """Sides: the split model and copies of the unsplit one, which train by the same steps and are compared after each."""
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,13 @@ from pipeshard.verify.compare import (
     gradients,
     output_tensors,
 )
+from pipeshard.verify.joined import JoinedDraws
 from pipeshard.verify.local import LocalPipeline, Unproven, stepped
 from pipeshard.verify.reference import Reference, Weights
 from pipeshard.verify.samples import Samples
 from pipeshard.verify.whole import RunMode, Side, WholeFound, unlike
 
+T = TypeVar("T")
 SEED = 20261123
 ALL = Weights([1.0])
 
@@ -42,15 +45,15 @@ class StepCut:
 
 @dataclass
 class Undivided:
-    """A copy of the unsplit model that takes the samples of a step at once, and the loss of its last step."""
+    """A copy of the unsplit model that takes the samples of a step at once, and the loss if it has taken the first."""
 
     reference: Reference
-    loss: Tensor
+    loss: Tensor | None = None
 
 
 class Sides:
-    """The split model, a copy of the unsplit one for each of its replicas, and possibly an undivided one that has taken
-    the first step, until it differs. `fickle()` returns the attributes that differ between two runs of one model."""
+    """The split model, a copy of the unsplit one for each of its replicas, and possibly an undivided one, until it
+    differs. `fickle()` returns the attributes that differ between two runs of one model."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Sides:
         self.split, self.references, self.samples = split, references, samples
         self.tick, self.fickle = tick, fickle
         self.undivided: Undivided | None = None
+        self.draws = JoinedDraws()
         self.unstepped = ""  # why the given optimizer does not step
         self.first, *self.others = self._optimizers()  # that of the first reference, and those of the ranks
 
@@ -92,11 +96,12 @@ class Sides:
     def _unsplit_step(self, step: int) -> tuple[Tensor, list[Any]]:
         """The step of each replica on its own copy of the unsplit model: the loss and the outputs of all. The first
         copy gets the sums of the gradients."""
-        losses, outputs, m = [], list[Any](), self.samples.m
+        losses, outputs, m, self.draws = [], list[Any](), self.samples.m, JoinedDraws()
         for replica, reference in enumerate(self.references):
             batches = self.samples.of_replica(step, reference.own.sample, replica).split(m)
             weights, at, first = self.split.weights(replica), (SEED, step), replica * m
-            loss, made = in_thread(partial(reference.step, batches, weights, at, self.tick, first))
+            run = partial(reference.step, batches, weights, at, self.tick, first)
+            loss, made = in_thread(partial(self._recorded, run))
             losses.append(loss)
             outputs += made
         total = self.references[0]
@@ -107,6 +112,11 @@ class Sides:
                     parameter.grad = None
         return sum(losses[1:], losses[0]), outputs
 
+    def _recorded(self, run: Callable[[], T]) -> T:
+        """`run()`; what it draws is recorded for the undivided model."""
+        with self.draws if self.undivided is not None else nullcontext():
+            return run()
+
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
         """Compare loss and gradients of the samples at once with those of the microbatches, which have been compared
         with the split model. None if they differ, for whatever reason."""
@@ -114,10 +124,12 @@ class Sides:
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None
         batch = self.samples.of_step(undivided.reference.own.sample, step)
+        loss, undivided.loss = undivided.loss, None
         try:
-            if step:
-                undivided.loss, _ = undivided.reference.step([batch], ALL, (SEED, step), self.tick)
-            whole = Side.of(undivided.reference, undivided.loss, batch.rows, ALL)
+            if loss is None:
+                with self.draws.joining(len(weights.shares)):
+                    loss, _ = undivided.reference.step([batch], ALL, (SEED, step), self.tick)
+            whole = Side.of(undivided.reference, loss, batch.rows, ALL)
             is_alike = not unlike(whole, Side.of(self.references[0], expected, batch.rows, weights), RunMode())
         except Unproven:
             raise
