@@ -1,6 +1,7 @@
 """Compare: where the split model differs from the unsplit one, in a step and in its saved state."""
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,8 +136,20 @@ def _poison(value: Any) -> bool:
 
 
 def size(tensor: Tensor) -> float:
-    finite = tensor.detach().nan_to_num(0.0, 0.0, 0.0).abs() if tensor.layout is torch.strided else tensor.to_dense()
-    return float(finite.max()) if tensor.numel() else 0.0
+    """The largest finite magnitude."""
+    if not tensor.numel():
+        return 0.0
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    largest = magnitude(dense)
+    return largest if math.isfinite(largest) else magnitude(dense.nan_to_num(0.0, 0.0, 0.0))
+
+
+def magnitude(tensor: Tensor) -> float:
+    """The largest magnitude; NaN if one is."""
+    if tensor.is_complex():
+        return float(tensor.abs().max())
+    low, high = tensor.aminmax()  # one pass, which needs no memory
+    return max(-float(low), float(high))
 
 
 def gap(split: Any, unsplit: Any) -> str:

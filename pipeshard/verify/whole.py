@@ -15,7 +15,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import summary
 from pipeshard.graph.rng import Randomness, SharedDraws, python_state
 from pipeshard.private import BatchNorm, tree_tensors
-from pipeshard.verify.compare import Results, gap, recorded, size
+from pipeshard.verify.compare import Results, gap, magnitude, recorded, size
 from pipeshard.verify.local import Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
 
@@ -324,14 +324,15 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
         what = "an objective made of the outputs" if way.by_outputs else "the loss"
         counts = "" if way.by_outputs else f", which count {', '.join(f'{share:.3g}' for share in parts.shares)}"
         return f"{what} of {whole.rows} samples is {whole.loss:.7g}, but {parts.loss:.7g} made of those of {m}{counts}"
-    largest = max((size(gradient) for gradient in whole.gradients.values() if gradient is not None), default=0.0)
+    sizes = {name: size(gradient) for name, gradient in whole.gradients.items() if gradient is not None}
+    largest = max(sizes.values(), default=0.0)
     for name, expected in whole.gradients.items():
         gradient = parts.gradients[name]
         if expected is None and gradient is None:
             continue
         mine, theirs = _filled(gradient, expected), _filled(expected, gradient)
         relative = max(GRADIENT[way.dtype], 8 * torch.finfo(theirs.dtype).eps)
-        if not float((mine - theirs).abs().max()) <= relative * max(size(theirs), LOSS_FLOOR * largest):
+        if not magnitude(mine - theirs) <= relative * max(sizes.get(name, 0.0), LOSS_FLOOR * largest):
             return (
                 f"the gradient of {name} from {whole.rows} samples is another than from their {m}: {gap(mine, theirs)}"
             )
