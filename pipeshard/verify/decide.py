@@ -240,8 +240,8 @@ def _say(proof: Proof, name: str) -> None:
 
 
 def _copies(pp_size: int, replicas: int) -> int:
-    """How many copies of the parameters a proof needs at most: each rank starts with all of them, after a
-    step of the unsplit model."""
+    """How many copies of the parameters a proof needs at most: each rank starts with all of them, and the unsplit
+    model has taken a step."""
     of_replica, beside = COPIES
     return max(of_replica * replicas + beside, pp_size * replicas + 3)
 

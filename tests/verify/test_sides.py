@@ -124,7 +124,7 @@ def left_on_a_stage() -> tuple[str, str]:
 
 
 def test_an_attribute_of_a_model_that_draws_is_found(pool: Pool) -> None:
-    """Whether it differs between two runs of one model is looked at once it differs, and was at the start of each
+    """Whether it differs between two runs of one model is looked at once it differs; it was at the start of each
     proof."""
     ((kind, reason),) = pool.run(left_on_a_stage, 1)
     assert kind == DIFFERENT and "layers.1.largest in step 1 is -1" in reason
