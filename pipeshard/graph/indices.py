@@ -30,10 +30,15 @@ INDEXING |= {aten.masked_scatter, aten.masked_scatter_}
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """Raise what the operator would raise on a CPU, if `inputs`, its tensors, are on a GPU."""
+    """Raise what the operator would raise on a CPU, if `inputs`, its tensors, are on a GPU. Only indices and masks are
+    copied there."""
+
+    def on_cpu(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu") if tensor.is_floating_point() else tensor.cpu()
+
     if func._overloadpacket in INDEXING and any(tensor.device.type == "cuda" for tensor in inputs):
-        with suppress(NotImplementedError):  # others are on meta
-            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), (args, kwargs))
+        with suppress(NotImplementedError):  # of a kernel that the CPU does not have, or of an index on meta
+            args, kwargs = tree_map_only(Tensor, on_cpu, (args, kwargs))
             func(*args, **kwargs)
 
 

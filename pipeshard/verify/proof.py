@@ -18,6 +18,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.engine.dependent import dependent_text, failing, is_of_model
 from pipeshard.errors import BatchError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
+from pipeshard.graph.indices import checking_indices
 from pipeshard.verify.compare import Comparison, differing
 from pipeshard.verify.limit import Limit, TooMuch
 from pipeshard.verify.local import Different, LocalPipeline, Unproven
@@ -107,7 +108,7 @@ def prove(
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, Limit(seconds, note), steps)
     kind, reason, refused, coupled = EXACT, "", False, False
     cause: BaseException | None = None
-    with undisturbed(device):
+    with undisturbed(device), checking_indices(device):
         try:
             with untouched(proving.given):
                 proving.run(large)

@@ -136,5 +136,5 @@ def test_a_wrong_index_is_found_before_a_gpu_s_kernel_meets_it() -> None:
     mask, source = torch.tensor([True, True]), torch.ones(1)
     with pytest.raises(RuntimeError, match="elements of source"):
         check_indices(torch.ops.aten.masked_scatter.default, (torch.zeros(2), mask, source), {}, [on_gpu])
-    check_indices(torch.ops.aten.masked_scatter.default, (torch.zeros(2), mask, source.to("meta")), {}, [on_gpu])
+    check_indices(torch.ops.aten.masked_scatter.default, (torch.zeros(2), mask.to("meta"), source), {}, [on_gpu])
     check_indices(torch.ops.aten.add.Tensor, (on_gpu, on_gpu), {}, [on_gpu])

@@ -68,7 +68,7 @@ def run(effort: Effort, progress: Progress) -> Section:
 
 def _memory(effort: Effort, progress: Progress) -> tuple[list[Table], list[Bar], dict[str, Outcome]]:
     """The most activations of the first rank, in those that a whole microbatch leaves behind."""
-    work, n = Work(hidden=128, heads=4, vocabulary=256, length=2048, microbatch=1, microbatches=MANY), max(SLICES)
+    work, n = Work(hidden=128, heads=4, vocabulary=256, length=2048, microbatch=1, microbatches=MANY), 8
     contenders = {k: ours("1f1b", num_slices=k, verify=False) for k in (1, n)}
     lanes = [
         Lane(replace(contender, variables=PROMPT), lambda k: batches(k, 1))
