@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -206,6 +206,11 @@ def recomputes(module: nn.Module) -> bool:
 def can_recompute(model: nn.Module) -> bool:
     """Whether `model.gradient_checkpointing_enable()` works."""
     return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
+def is_of_peft(module: object, kind: str) -> TypeGuard[Any]:
+    """Whether this is an instance of peft's class of this name. It does not import peft, which takes a second."""
+    return any(base.__name__ == kind and base.__module__.startswith("peft.") for base in type(module).__mro__)
 
 
 def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:

@@ -195,6 +195,18 @@ def test_adapters_are_around_the_model() -> None:
     assert hf.is_of_transformers(model) and hf.is_of_transformers(base) and not hf.is_of_transformers(nn.ReLU())
 
 
+def test_the_classes_of_adapters() -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2)
+    model = peft.get_peft_model(llama(), config)
+    layer, head = (
+        model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj"),
+        model.base_model.model.lm_head,
+    )
+    assert hf.is_of_peft(model, "PeftModel") and not hf.is_of_peft(llama(), "PeftModel")
+    assert hf.is_of_peft(layer, "LoraLayer") and hf.is_of_peft(layer, "BaseTunerLayer")
+    assert hf.is_of_peft(head, "ModulesToSaveWrapper") and hf.is_of_peft(head, "AuxiliaryTrainingWrapper")
+
+
 def test_the_file_that_names_an_adapter(tmp_path: Any) -> None:
     peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(tmp_path)
     assert (tmp_path / hf.ADAPTER_CONFIG).exists()

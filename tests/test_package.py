@@ -19,9 +19,10 @@ def test_public_names_exist() -> None:
 
 @pytest.mark.turns
 def test_policies_are_a_part_of_the_package() -> None:
-    code = "import pipeshard.policies; print(pipeshard.policies.__doc__)"
+    """They import no adapters, of which not every model has some: to import peft took longer than all else."""
+    code = "import sys, pipeshard.policies; print(pipeshard.policies.__doc__, 'peft' in sys.modules)"
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
-    assert "register_policy" in run.stdout, run.stderr
+    assert "register_policy" in run.stdout and run.stdout.endswith("False\n"), run.stderr
 
 
 def test_a_number_on_meta_is_an_error() -> None:

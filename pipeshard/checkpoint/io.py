@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,6 +22,7 @@ from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
+from pipeshard.hf import is_of_peft
 from pipeshard.split.packed import UNWRITTEN, is_quantized
 
 SHARD = 1024  # MB of a shard, at most
@@ -70,7 +70,7 @@ class PipelineCheckpointIO:
         boosted = boosted_model(model)
         self.wait()
         refuse_packed(boosted.unwrap())
-        has_adapters = isinstance(boosted.unwrap(), PeftModel)
+        has_adapters = is_of_peft(boosted.unwrap(), "PeftModel")
         if merge and not (has_adapters and shard):
             raise CheckpointError("merge=True writes a folder (shard=True) of a model with adapters")
         if has_adapters and not merge:

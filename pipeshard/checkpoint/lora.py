@@ -1,12 +1,13 @@
 """LoRA: adapters of peft, added to a model before it is boosted, and saved as peft itself saves them."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict, load_peft_weights
 from torch import Tensor, nn
 
 from pipeshard.checkpoint.files import existing, new_folder, together
@@ -15,9 +16,12 @@ from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, w
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
-from pipeshard.hf import ADAPTER_CONFIG
+from pipeshard.hf import ADAPTER_CONFIG, is_of_peft
 from pipeshard.split.adapters import is_blank, put_adapters, stand_ins
 from pipeshard.split.ties import first_names
+
+if TYPE_CHECKING:
+    from peft import PeftModel  # the import takes a second: the functions that need it do it
 
 
 def enable_lora(
@@ -32,9 +36,11 @@ def enable_lora(
     Raises UsageError for a model that is boosted or has adapters, ConfigurationError for quantization and for a
     configuration that does not fit the model, or a model on meta, CheckpointError for a folder that does not.
     """
+    from peft import get_peft_model
+
     if isinstance(model, PipelineModel):
         raise UsageError("the model is boosted already: call booster.enable_lora(model, ...) before booster.boost")
-    if isinstance(model, PeftModel):
+    if is_of_peft(model, "PeftModel"):
         raise UsageError(
             "the model has adapters already: pass the model without them, or boost this one as it is (more adapters: "
             "model.add_adapter(name, config))"
@@ -58,6 +64,8 @@ def enable_lora(
 
 
 def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
+    from peft import PeftModel
+
     path = existing(Path(folder))
     with explained(
         lambda error: CheckpointError(
@@ -81,7 +89,7 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     Raises CheckpointError, on every rank, for any other model, a file or a folder of something else.
     """
     module = model.unwrap() if isinstance(model, PipelineModel) else model
-    if not isinstance(model, PipelineModel) or not isinstance(module, PeftModel):
+    if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):
         raise CheckpointError(
             f"this is a {type(module).__name__}: pass what booster.boost(...) made of a model with adapters, which "
             "booster.enable_lora(model, lora_config=...) returns"
@@ -111,8 +119,10 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
 
     Raises CheckpointError, on every rank, for a folder that lacks one of them, or has others.
     """
-    module, holdings = model.unwrap(), model.pipeline.holdings
-    assert isinstance(module, PeftModel)
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    module: Any = model.unwrap()
+    holdings = model.pipeline.holdings
     with together(model.pipeline.grid.world):
         state = nn.Module.state_dict(module)
         names, first = {id(tensor): name for name, tensor in state.items()}, first_names(module)
@@ -147,6 +157,8 @@ def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], p
 
 def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
     """The names of the tensors of all adapters that peft saves."""
+    from peft import get_peft_model_state_dict
+
     chosen = [t for adapter in module.peft_config for t in get_peft_model_state_dict(module, state, adapter).values()]
     names = {id(tensor): name for name, tensor in state.items()}
     if any(id(tensor) not in names for tensor in chosen):

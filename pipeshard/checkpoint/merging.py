@@ -3,24 +3,22 @@
 import copy
 from typing import Any
 
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from pipeshard.errors import CheckpointError, explained, summary
+from pipeshard.hf import is_of_peft
 from pipeshard.split.adapters import base_names
 from pipeshard.split.ties import names_of
 
 WHOLE = "of what pipeshard.to_sequential(model, rank=0) returns there"
 
 
-def merged(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The `tensors` that a stage owns (by full names) with the active adapters merged, by their names in the model
     inside. The model itself does not change.
 
     Raises CheckpointError for adapters that are not part of a weight, or part of a tied one.
     """
-    assert isinstance(module, PeftModel)
     if any(config.is_prompt_learning for config in module.peft_config.values()):
         raise CheckpointError(f"merge=True: prompts are not part of the weights. Call save_pretrained {WHOLE}")
     tied = {name for names in names_of(module).values() if len(names) > 1 for name in names}
@@ -40,13 +38,13 @@ def merged(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _layers(module: nn.Module) -> dict[str, Any]:
     """The layers with adapters by their paths; of nested ones only the outer one."""
-    layers = {f"{path}.": layer for path, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)}
+    layers = {f"{path}.": layer for path, layer in module.named_modules() if is_of_peft(layer, "BaseTunerLayer")}
     return {path: layer for path, layer in layers.items() if not path.endswith("base_layer.")}
 
 
 def _of_base(layer: Any, path: str) -> dict[str, nn.Parameter]:
     """The parameters of the original layer without adapters, by full names."""
-    while isinstance(layer, BaseTunerLayer):
+    while is_of_peft(layer, "BaseTunerLayer"):
         layer, path = _inside(layer), f"{path}base_layer."
     return {f"{path}{name}": parameter for name, parameter in layer.named_parameters()}
 
@@ -55,7 +53,7 @@ def _merged(layer: Any, path: str) -> dict[str, Tensor]:
     """These parameters as peft merges them in a copy of the layer."""
     with explained(lambda error: CheckpointError(f"merge=True: {path[:-1]} cannot be merged: {summary(error)}")):
         inner = made = copy.deepcopy(layer)
-        while isinstance(inner, BaseTunerLayer):
+        while is_of_peft(inner, "BaseTunerLayer"):
             inner.merge(safe_merge=True)
             inner = _inside(inner)
     return {name: parameter.detach() for name, parameter in _of_base(made, path).items()}

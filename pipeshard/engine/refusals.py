@@ -16,7 +16,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -30,7 +29,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.units import containers
-from pipeshard.hf import recomputes
+from pipeshard.hf import is_of_peft, recomputes
 from pipeshard.split.adapters import BEGINNING, base_names
 from pipeshard.split.packed import is_quantized
 
@@ -114,7 +113,7 @@ def refuse_released(model: nn.Module) -> None:
 
 def refuse_blank_adapters(model: nn.Module) -> None:
     """Refuse adapters on meta: peft has initialized them, and the values are lost."""
-    if not isinstance(model, PeftModel):
+    if not is_of_peft(model, "PeftModel"):
         return
     known = base_names(model)
     blank = [name for name, p in model.named_parameters() if p.is_meta and name not in known]

@@ -12,14 +12,10 @@ from copy import copy
 from typing import Any
 
 import torch
-from peft import PeftModel
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.hf import without_adapters
+from pipeshard.hf import is_of_peft, without_adapters
 from pipeshard.split.initialize import give
 from pipeshard.split.packed import is_quantized
 
@@ -38,7 +34,7 @@ def is_blank(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], PeftModel]) -> PeftModel:
+def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
     """Apply `put` (peft's `get_peft_model`) to a model on meta: the adapters get the values that they would have on
     the loaded model, around weights on meta.
 
@@ -56,7 +52,7 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
         drawn.init_lora_weights = False  # peft draws no more for these
     with stand_ins(model):
         made = put(model, drawn)
-    for wrapper in filter(lambda module: isinstance(module, ModulesToSaveWrapper), made.modules()):
+    for wrapper in filter(lambda module: is_of_peft(module, "ModulesToSaveWrapper"), made.modules()):
         for parameter in wrapper.get_submodule("modules_to_save").parameters():
             give(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
     for each in made.peft_config.values():
@@ -110,7 +106,7 @@ def begin(model: nn.Module) -> None:
     """Copy the initialized weights of the original to trained copies (`modules_to_save`), then `begin_with_weights`."""
     if getattr(model, BEGINNING, None) is None:
         return
-    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    wrappers: list[Any] = [module for module in model.modules() if is_of_peft(module, "ModulesToSaveWrapper")]
     for wrapper in wrappers:
         for made in wrapper.modules_to_save.values():
             for parameter, original in zip(made.parameters(), wrapper.original_module.parameters(), strict=True):
@@ -123,9 +119,9 @@ def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]
     """Compute the initial values of adapters in the layers whose weights are here; `set_value` takes the full name of a
     parameter, and its value."""
     adapters = getattr(model, BEGINNING, None)
-    if not adapters or not isinstance(model, PeftModel):
+    if not adapters or not is_of_peft(model, "PeftModel"):
         return
-    layers: list[tuple[str, Any]] = [pair for pair in model.named_modules() if isinstance(pair[1], LoraLayer)]
+    layers: list[tuple[str, Any]] = [pair for pair in model.named_modules() if is_of_peft(pair[1], "LoraLayer")]
     for path, layer in layers:
         if all(type(p) is nn.Parameter and not p.is_meta for p in layer.parameters()):
             for adapter in adapters & layer.scaling.keys():
@@ -160,12 +156,12 @@ def base_names(model: nn.Module) -> dict[str, str]:
 
 
 def _named(module: nn.Module, full: str, plain: str) -> Iterator[tuple[str, str]]:
-    if isinstance(module, BaseTunerLayer):
+    if is_of_peft(module, "BaseTunerLayer"):
         yield from _named(module.get_submodule("base_layer"), f"{full}base_layer.", plain)
         return
-    if isinstance(module, AuxiliaryTrainingWrapper):
+    if is_of_peft(module, "AuxiliaryTrainingWrapper"):
         yield from _named(module.original_module, f"{full}original_module.", plain)
-        copies = module.modules_to_save.items() if isinstance(module, ModulesToSaveWrapper) else ()
+        copies = module.modules_to_save.items() if is_of_peft(module, "ModulesToSaveWrapper") else ()
         for adapter, made in copies:
             yield from _named(made, f"{full}modules_to_save.{adapter}.", plain)
         return

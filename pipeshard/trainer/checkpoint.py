@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 
 from pipeshard.checkpoint.files import new_folder, together, writes
 from pipeshard.checkpoint.io import io_of, refuse_packed
@@ -28,6 +27,7 @@ from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError
+from pipeshard.hf import is_of_peft
 
 logger = logging.getLogger("pipeshard")
 FOLDER, STATE, RANDOM = "pipeline", "trainer_state.json", "rng_state*.pth"
@@ -42,7 +42,7 @@ def save_weights(model: PipelineModel, folder: Path) -> None:
         if grid.first:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / MANIFEST).unlink(missing_ok=True)  # of a checkpoint that this one takes the place of
-    if not isinstance(model.unwrap(), PeftModel):
+    if not is_of_peft(model.unwrap(), "PeftModel"):
         refuse_packed(model.unwrap())
         io_of(model).save_folder(model, folder)
         return
@@ -57,7 +57,7 @@ def save_weights(model: PipelineModel, folder: Path) -> None:
 
 @together_in("trainer.load_weights")
 def load_checkpoint_weights(model: PipelineModel, folder: Path) -> None:
-    if isinstance(model.unwrap(), PeftModel):
+    if is_of_peft(model.unwrap(), "PeftModel"):
         load_lora(model, folder)
     else:
         io_of(model).load_model(model, str(folder))
