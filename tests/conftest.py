@@ -1,10 +1,11 @@
 """Fixtures for all tests."""
 
+import gc
 import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -13,21 +14,16 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on wh
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
 
 from tests.covering import ALL, SEED, drawn, one_in, waiting
-from tests.pool import Pool
+
+if TYPE_CHECKING:
+    from tests.pool import Pool  # which imports torch, and the process that gives out the tests does without
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")
 
-_pool = Pool()
 PROCESSES = 12  # one in so many tests whose ranks may be threads runs on processes
 RANKS = os.environ.get("RANKS", "")  # "threads" or "processes" for all tests that may have either
 TURNS = 14  # one in so many tests that take turns runs
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """The first test that needs workers makes them import while the other tests are still being collected."""
-    if "pool" in getattr(item, "fixturenames", ()):
-        _pool.prepare()
 
 
 @pytest.hookimpl(trylast=True)  # after those that are deselected by their marks
@@ -46,6 +42,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left.update(waiting_of([item for item in items if item not in left]))
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Workers begin as copies of this process, which has imported all that tests need, and has run none."""
+    from tests.pool import copies_of_here, prepare
+
+    gc.collect()
+    gc.freeze()  # a million objects that stay
+    if any("workers" in getattr(item, "fixturenames", ()) for item in session.items):
+        with copies_of_here():
+            prepare()
 
 
 def kind_of(item: pytest.Item) -> Any:
@@ -74,7 +81,7 @@ def is_local(item: pytest.Item) -> bool:
 
 
 @pytest.fixture
-def pool(request: pytest.FixtureRequest, workers: Pool) -> Pool:
+def pool(request: pytest.FixtureRequest, workers: "Pool") -> "Pool":
     """Ranks: `pool.run(function, world_size, *args)` calls a function on every rank. They are worker processes, or
     threads of one where the test or its module is marked `local`."""
     from tests.local import LocalPool  # which imports the engine, as not every run of tests needs it
@@ -83,9 +90,12 @@ def pool(request: pytest.FixtureRequest, workers: Pool) -> Pool:
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Pool]:
+def workers() -> Iterator["Pool"]:
     """The worker processes."""
-    yield _pool
-    (forkserver,) = _pool.run(os.getppid, 1)
-    _pool.shutdown()
+    from tests.pool import Pool
+
+    pool = Pool()
+    yield pool
+    (forkserver,) = pool.run(os.getppid, 1)
+    pool.shutdown()
     os.kill(forkserver, signal.SIGKILL)  # else it would spend seconds on unloading what it has imported

@@ -1,11 +1,12 @@
 """The pool: worker processes, started once and reused, that run a test's function as the ranks of a gloo world.
 
     test process                    forkserver                     workers
-    Pool.prepare ────── starts ───▶ imports torch, transformers
+    prepare ─────────── starts ───▶ imports torch, transformers
     Pool.run ────────── asks for ─▶ forks ───────────────────────▶ rank 0, 1, ...   (kept for the next job)
              ◀─────── one Outcome each, within the timeout ───────
 
-Importing takes seconds and happens once, beside the collection of tests; a worker is then forked in milliseconds.
+Importing takes seconds and happens once; a worker is then forked in milliseconds. The forkserver of tests is itself
+forked, from the process that has collected them.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import wait
@@ -47,6 +49,34 @@ ENVIRONMENT = {
 } | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
 
 
+def prepare() -> None:
+    """Start importing in the background. Returns at once."""
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        forkserver.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def copies_of_here() -> Iterator[None]:
+    """Inside, a forkserver begins as a copy of this process, where that is safe: it has imported what this one has."""
+    with mock.patch("multiprocessing.util.spawnv_passfds", fork) if sys.platform == "linux" else nullcontext():
+        yield
+
+
+def fork(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
+    """Run what `python -c` would in a copy of this process, which closes the other end of the pipe that ends it."""
+    if process := os.fork():
+        return process
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {*passed}:
+        with contextlib.suppress(OSError):
+            if any(os.path.sameopenfile(descriptor, one) for one in passed):
+                os.close(descriptor)
+    try:
+        exec(args[-1], {})
+    finally:
+        os._exit(0)
+
+
 class WorkerError(Exception):
     """A job failed. The message shows every rank, the first to fail first."""
 
@@ -62,14 +92,6 @@ class Pool:
         self._workers: list[_Worker] = []
         self._jobs = 0
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
-
-    def prepare(self) -> None:
-        """Start importing in the background. Returns at once."""
-        if self._method == "spawn":
-            return
-        with mock.patch.dict(os.environ, ENVIRONMENT):
-            forkserver.set_forkserver_preload(PRELOAD)
-            forkserver.ensure_running()
 
     def run(self, fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
         """Call `fn(*args, **kwargs)` on every rank of a gloo world of its own; the ranks' return values, in order.
@@ -139,7 +161,8 @@ class Pool:
     def _hire(self, count: int) -> list["_Worker"]:
         if not 1 <= count <= MAX_WORKERS:
             raise ValueError(f"world_size={count}: use 1 to {MAX_WORKERS}.")
-        self.prepare()
+        if self._method == "forkserver":
+            prepare()
         self._workers = [worker for worker in self._workers if worker.process.is_alive()]
         while len(self._workers) < count:
             self._workers.append(_Worker(Path(self._folder.name), self._method))

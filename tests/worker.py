@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,6 +64,8 @@ def serve(connection: Connection, log: str) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    warnings.simplefilter("ignore")
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2)
     torch.set_num_threads(1)
