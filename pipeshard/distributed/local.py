@@ -129,7 +129,7 @@ class LocalWorld:
     def __init__(
         self,
         size: int,
-        note: Callable[[], None] = lambda: None,
+        note: Callable[[], None] | None = None,
         keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.size, self.note, self.keeping = size, note, keeping
@@ -169,7 +169,7 @@ class LocalWorld:
         self._running = rank
         with context:
             rank.resume()
-        while rank.ready is None and not rank.is_done:
+        while self.note is not None and rank.ready is None and not rank.is_done:
             self.note()
             with context:
                 rank.resume()
@@ -183,9 +183,10 @@ class LocalWorld:
         self._running.give_back(ready, waits_for)
 
     def pause(self) -> None:
-        """Let the world's own thread call `note`. Called by the rank that runs."""
+        """Let the world's own thread call `note`, if there is one. Called by the rank that runs."""
         assert self._running is not None
-        self._running.give_back()
+        if self.note is not None:
+            self._running.give_back()
 
     def meet(self, group: "WorldGroup", kind: str, brought: Any, finish: Callable[[list[Any]], None]) -> LocalWork:
         """Join a collective call of a group; `finish` gets the arguments of all ranks once the last rank has joined."""
