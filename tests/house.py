@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +37,7 @@ MARK = "<!-- layers -->\n```text\n"
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its name without `pipeshard.`; packages' own files are left out."""
     files = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
@@ -55,6 +57,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name.removeprefix("pipeshard.") for alias in node.names if "pipeshard." in alias.name)
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     known = modules()
     return {name: {other for other in imports(path) if other in known} - {name} for name, path in known.items()}

@@ -1,6 +1,7 @@
 """Tests of the pool of workers."""
 
 import os
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,10 @@ def process_id() -> int:
 
 def threads_and_environment() -> tuple[int, str | None]:
     return torch.get_num_threads(), os.environ.get("HF_HUB_OFFLINE")
+
+
+def has_imported(module: str) -> bool:
+    return module in sys.modules
 
 
 def fail_on(rank: int) -> None:
@@ -116,6 +121,11 @@ def test_a_worker_whose_job_left_other_settings_is_replaced(pool: Pool) -> None:
     before, after = pool.run(pollute, 2, 1), pool.run(process_id, 2)
     assert after[0] == before[0] and after[1] != before[1]
     assert pool.run(default_dtype, 2) == [torch.float32] * 2
+
+
+def test_a_worker_begins_as_a_copy_of_this_process(pool: Pool) -> None:
+    """Each imported again what this process had, for seconds."""
+    assert pool.run(has_imported, 1, "hypothesis") == [sys.platform == "linux"]
 
 
 def test_at_most_eight_workers(pool: Pool) -> None:
