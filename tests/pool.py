@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,6 +59,7 @@ def prepare() -> None:
 @contextlib.contextmanager
 def copies_of_here() -> Iterator[None]:
     """Inside, a forkserver begins as a copy of this process, where that is safe: it has imported what this one has."""
+    resource_tracker.ensure_running()  # a process that the forkserver starts first, and that is to be no copy
     with mock.patch("multiprocessing.util.spawnv_passfds", fork) if sys.platform == "linux" else nullcontext():
         yield
 
