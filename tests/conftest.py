@@ -12,6 +12,7 @@ from hypothesis import settings
 
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on where in memory the numbers are
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # which is read once, when the hub is imported
 
 from tests.covering import ALL, SEED, drawn, one_in, waiting
 
