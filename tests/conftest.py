@@ -47,13 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Workers begin as copies of this process, which has imported all that tests need, and has run none."""
-    from tests.pool import copies_of_here, prepare
+    from tests.pool import prepare
 
     gc.collect()
     gc.freeze()  # a million objects that stay
     if any("workers" in getattr(item, "fixturenames", ()) for item in session.items):
-        with copies_of_here():
-            prepare()
+        prepare(copied=True)
 
 
 def kind_of(item: pytest.Item) -> Any:

@@ -49,19 +49,16 @@ ENVIRONMENT = {
 } | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
 
 
-def prepare() -> None:
-    """Start importing in the background. Returns at once."""
+def prepare(copied: bool = False) -> None:
+    """Start importing in the background, or, with `copied`, in a copy of this process, which has imported much already;
+    on Linux, where that is safe. Returns at once."""
+    copied = copied and sys.platform == "linux"
+    way = mock.patch("multiprocessing.util.spawnv_passfds", fork) if copied else nullcontext()
     with mock.patch.dict(os.environ, ENVIRONMENT):
-        forkserver.set_forkserver_preload(PRELOAD)
-        forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def copies_of_here() -> Iterator[None]:
-    """Inside, a forkserver begins as a copy of this process, where that is safe: it has imported what this one has."""
-    resource_tracker.ensure_running()  # a process that the forkserver starts first, and that is to be no copy
-    with mock.patch("multiprocessing.util.spawnv_passfds", fork) if sys.platform == "linux" else nullcontext():
-        yield
+        resource_tracker.ensure_running()  # the forkserver would start it, as a copy too
+        with way:
+            forkserver.set_forkserver_preload(PRELOAD)
+            forkserver.ensure_running()
 
 
 def fork(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
