@@ -15,18 +15,19 @@ from torch import Tensor
 from pipeshard.private import DispatchMode, tree_map_only, tree_tensors
 
 aten = torch.ops.aten
-INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten.index_select}
-INDEXING |= {aten.gather, aten.take, aten.embedding, aten.nll_loss_forward, aten.nll_loss2d_forward}
-INDEXING |= {
-    aten.scatter,
-    aten.scatter_,
-    aten.scatter_add,
-    aten.scatter_add_,
-    aten.scatter_reduce,
-    aten.scatter_reduce_,
-}
-INDEXING |= {aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_, aten.index_fill, aten.index_fill_}
-INDEXING |= {aten.masked_scatter, aten.masked_scatter_}
+WRITING = (
+    "index_put",
+    "index_add",
+    "index_copy",
+    "index_fill",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+    "masked_scatter",
+)
+INDEXING = {aten.index, aten.index_select, aten.gather, aten.take, aten.embedding}
+INDEXING |= {aten.nll_loss_forward, aten.nll_loss2d_forward}
+INDEXING |= {getattr(aten, name + end) for name in WRITING for end in ("", "_")}
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
