@@ -1,4 +1,4 @@
-"""Fine-tune: a causal language model through the stages of a pipeline, in a training loop of its own.
+"""Fine-tune: a causal language model through the stages of a pipeline, in its own training loop.
 
 `python finetune.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It trains
 SmolLM2-135M on the docstrings of Python's standard library, or --model on the text of --data; all weights, or with

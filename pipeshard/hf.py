@@ -213,6 +213,11 @@ def is_of_peft(module: object, kind: str) -> TypeGuard[Any]:
     return any(base.__name__ == kind and base.__module__.startswith("peft.") for base in type(module).__mro__)
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a part of this model is peft's: the model around it, a layer with an adapter, or a wrapper."""
+    return any(type(module).__module__.startswith("peft.") for module in model.modules())
+
+
 def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
     """The architecture's own model, which in a PeftModel is a module inside, and the prefix of its names there."""
     base: Any = getattr(model, "get_base_model", lambda: model)()

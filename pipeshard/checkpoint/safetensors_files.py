@@ -30,7 +30,7 @@ from pipeshard.checkpoint.files import sync, writes
 from pipeshard.checkpoint.untrusted import has_content, is_inside, load_plain, read_document
 from pipeshard.distributed.collectives import local, reason
 from pipeshard.errors import CheckpointError, explained, listed, summary
-from pipeshard.hf import without_adapters
+from pipeshard.hf import has_adapters, without_adapters
 
 # In the order of preference; an index names the files of a folder that has several.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -164,7 +164,7 @@ def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
     """The whole file, since transformers must convert llama.cpp's names and order of rows."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    if model is not None:  # it has other names with adapters in its layers
+    if model is not None and has_adapters(model):  # its layers have other names
         base: Any = without_adapters(model)[1]
         with torch.device("meta"):
             model = type(base)(base.config)

@@ -106,8 +106,8 @@ class BroadcastP2P(EdgeP2P):
 
     def move(self, tensor: Tensor, source: int, destination: int) -> dist.Work:
         group = self.groups[source, destination]
-        # With a version counter of its own: gloo writes to a tensor of a GPU that it has sent, with the same values,
-        # and autograd may have saved it.
+        # `data` has a separate version counter: gloo copies a sent message back into the GPU's tensor, which autograd
+        # may have saved.
         return _started(dist.broadcast(tensor.data, self.ranks[source], group=group, async_op=True))
 
 

@@ -35,14 +35,12 @@ def _remove_hooks(module: Any) -> None:
 
 def _fsdp_parameters(module: Any) -> Iterator[Any]:
     """torch's FSDPParams: `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad`."""
-    if (group := _fsdp_state(module)._fsdp_param_group) is not None:
-        yield from group.fsdp_params
+    yield from _fsdp_state(module)._fsdp_param_group.fsdp_params
 
 
 def _post_backward(module: Any) -> None:
     """Start to reduce-scatter the gradients."""
-    if (group := _fsdp_state(module)._fsdp_param_group) is not None:
-        group.post_backward()
+    _fsdp_state(module)._fsdp_param_group.post_backward()
 
 
 def _forget_gradient(parameter: Any) -> None:

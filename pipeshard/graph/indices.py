@@ -1,8 +1,8 @@
-"""Indices: those that are out of range are found before a GPU's kernel meets them.
+"""Indices: a check that they are in range, before a kernel runs on a GPU.
 
-On a CPU an operator raises an error for a wrong index. On a GPU the kernel checks it and ends all that the process
-computes there. Code that is only tried, on other sizes or values than the batch's, may give wrong ones: then the
-operator runs on the CPU first.
+On a CPU an operator raises an error for an index out of range. On a GPU the kernel aborts the process's CUDA context.
+Traces and trials run the model's code with other sizes or values than the batch's, so they may pass such an index.
+There each operator that indexes runs on the CPU first.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from pipeshard.verify.local import Unproven
 
-STEPS_MORE = 5  # of the unsplit model, which what stands for a proof that takes too long may take
+STEPS_MORE = 5  # of the unsplit model: the time that the fallback of a proof may take
 
 
 class TooMuch(Unproven):

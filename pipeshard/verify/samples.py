@@ -22,9 +22,9 @@ class Samples:
 
     @classmethod
     def few(cls, config: PipelineConfig, given: Copies) -> "Samples":
-        """A few samples. They are those of two replicas if there are several and the samples suffice; batch norm needs
-        two samples in each microbatch. The optimizer must only have the model's parameters, and the loss must be that
-        of all replicas' samples."""
+        """A few samples, for two replicas if there are several and the batch has enough; batch norm needs two samples
+        in each microbatch. Replicas require an optimizer of the model's parameters alone, and a loss over all samples
+        of all replicas."""
         m = 1 if config.num_microbatches == 1 else PARTS
         parts, rows = 2 * m, given.sample.rows
         several = (config.dp_size or 1) > 1 and config.loss_reduction == "token"

@@ -68,7 +68,7 @@ class Sides:
         self.undivided: Undivided | None = None
         self.draws = JoinedDraws()
         self.unstepped = ""  # why the given optimizer does not step
-        self.first, *self.others = self._optimizers()  # that of the first reference, and those of the ranks
+        self.first, *self.others = self._optimizers()
 
     def step(self, comparison: Comparison, step: int, asked: bool) -> StepCut:
         """Train both for a step, and compare everything but outputs, which are `asked` for."""
@@ -113,7 +113,7 @@ class Sides:
         return sum(losses[1:], losses[0]), outputs
 
     def _recorded(self, run: Callable[[], T]) -> T:
-        """`run()`; what it draws is recorded for the undivided model."""
+        """Call `run`, and record its random numbers for the undivided model."""
         with self.draws if self.undivided is not None else nullcontext():
             return run()
 
@@ -147,7 +147,7 @@ class Sides:
         return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
     def _optimizers(self) -> list[Any]:
-        """Those of the first reference and of the ranks; plain SGD if there is none, or if it is refused."""
+        """The optimizers of the first reference and of the ranks; plain SGD if there is none or it is refused."""
         split, reference = self.split, self.references[0]
         if reference.own.optimizer is not None:
             try:

@@ -48,7 +48,7 @@ class RunMode:
 
 @dataclass(frozen=True)
 class Side:
-    """The loss of some samples and its gradients by name, made of those of microbatches with these shares."""
+    """The loss and the gradients (by name) of some samples, summed over microbatches with these shares."""
 
     loss: float
     gradients: dict[str, Tensor | None]

@@ -119,8 +119,7 @@ def run(rows: Rows[Row], entries: list[Entry], ps: list[int], console: Console, 
             progress.update(bar, advance=1, description=row.entry)
 
         def row(pool: Pool, entry: Entry, p: int) -> Row:
-            of = arguments
-            return row_of(pool, entry, p, of.watchdog, of.verify, of.precision, of.device)
+            return row_of(pool, entry, p, arguments.watchdog, arguments.verify, arguments.precision, arguments.device)
 
         ranks = (lambda p: 1) if arguments.verify else (lambda p: p)
         method = "forkserver" if arguments.device == "cpu" else "spawn"

@@ -81,19 +81,19 @@ def _beside_rounding(entry: Entry, device: torch.device, name: str, verdict: Ver
     precision = _precision(name, device)
     assert precision.dtype is not None
     most = ROUNDINGS * torch.finfo(precision.dtype).eps
-    if verdict.kind == "wrong" and verdict.error <= (own := min(_rounding_16(entry, device, precision), most)):
+    if verdict.kind == "wrong" and verdict.error <= (own := min(_rounding_16(entry, precision), most)):
         return replace(verdict, kind="close", reason=f"the unsplit model differs by {own:.0e} from itself in fp32")
     return verdict
 
 
-def _rounding_16(entry: Entry, device: torch.device, precision: Precision) -> float:
+def _rounding_16(entry: Entry, precision: Precision) -> float:
     """The largest relative difference between gradients of the unsplit model and those in fp32, of the same values,
     whose microbatches count alike."""
-    model, data = _made(entry, device, torch.float32)
+    model, data = _made(entry, precision.device, torch.float32)
     low, _, m = _reference(model, data, dist.get_world_size(), precision, averaged=True)
     for tensor in precision.lowered(model):
         tensor.data = tensor.data.to(precision.dtype).float()
-    full, *_ = _reference(model, data, m, _precision("fp32", device), averaged=True)
+    full, *_ = _reference(model, data, m, _precision("fp32", precision.device), averaged=True)
     return _distance(_gradients(low, _scale(precision)), _gradients(full))
 
 

@@ -42,7 +42,7 @@ def sweep(
     worlds: int = 1,
     method: str = "forkserver",
 ) -> None:
-    """Make the `row` of each p's entries on so many `ranks`, all p at the same time, each in `worlds` of its own;
+    """Make the `row` of each p's entries on so many `ranks`, all p at the same time, in `worlds` worlds for each p;
     `save` gets the rows, one at a time.
 
     Workers are forked from a process that has imported `preload`, or started by another `method`. Whatever ends the
