@@ -14,6 +14,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -293,9 +294,9 @@ def serve(rank: int, ranks: int, todo: Sequence[Case], device: str, folder: str,
             os._exit(1)
 
 
-def attempt(todo: Sequence[Case], device: str) -> list[Result]:
-    """The results of these cases, of as many ranks, up to the first that fails."""
-    context, ranks, found = multiprocessing.get_context("spawn"), todo[0].ranks, []
+def attempt(todo: Sequence[Case], device: str) -> Iterator[Result]:
+    """The results of these cases, of as many ranks, as they come, up to the first that fails."""
+    context, ranks = multiprocessing.get_context("spawn"), todo[0].ranks
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
@@ -308,14 +309,14 @@ def attempt(todo: Sequence[Case], device: str) -> list[Result]:
         for case in todo:
             until = time.monotonic() + LIMIT
             whose = pipes[:1] if case.fault else pipes
-            found.append(merged([answer(ours, until) for ours, _ in whose]))
-            if found[-1].problem or case.fault:
+            result = merged([answer(ours, until) for ours, _ in whose])
+            yield result
+            if result.problem or case.fault:
                 break
         for process in processes:
-            process.join(0 if found[-1].problem or case.fault else 10)
+            process.join(0 if result.problem or case.fault else 10)
             process.kill()
             process.join()
-    return found
 
 
 def answer(results: Connection, until: float) -> Result:
@@ -340,11 +341,10 @@ def check(todo: Sequence[Case], device: str, console: Console) -> dict[Case, Res
         left = list(group)
         while left:
             with console.status(f"{left[0].ranks} ranks, {len(left)} cases from {left[0]}"):
-                results = attempt(left, device)
-            found |= zip(left, results)
-            for case, result in zip(left, results):
-                console.print(f"{case}: {verdict(case, result)}, {result.error:.1e}", highlight=False)
-            left = left[len(results) :]
+                for result in attempt(left[:], device):
+                    case = left.pop(0)
+                    found[case] = result
+                    console.print(f"{case}: {verdict(case, result)}, {result.error:.1e}", highlight=False)
     return found
 
 
@@ -359,14 +359,14 @@ def verdict(case: Case, result: Result) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--only", default="", help="cases with this regular expression in their names")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args(arguments)
     console = Console()
     if args.device == "cuda" and not torch.cuda.is_available():
         console.print("gpu-check: there is no GPU here (make gpu-check DEVICE=cpu runs the same code on the CPU)")
         return 0
-    found = check([case for case in cases(args.device) if args.only in str(case)], args.device, console)
+    found = check([case for case in cases(args.device) if re.search(args.only, str(case))], args.device, console)
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, by gloo whatever the case says"
     table = Table("case", "error", "ms a step", "MB", "", title=f"torch {torch.__version__}, {where}")
     for case, result in found.items():

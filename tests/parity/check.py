@@ -15,6 +15,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import read_batch
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PipeshardError
+from pipeshard.graph.indices import checking_indices
 from tests.parity.build import batch, build
 from tests.parity.chains import chain_of
 from tests.parity.entries import Entry
@@ -185,7 +186,8 @@ def _reference(
     for count in (m, 1):
         unsplit = copy.deepcopy(model)
         try:
-            return unsplit, Reference.of(unsplit, data, count, precision, averaged), count
+            with checking_indices(precision.device):  # which a part of the samples may have wrong
+                return unsplit, Reference.of(unsplit, data, count, precision, averaged), count
         except Exception:
             if count == 1:
                 raise
