@@ -120,7 +120,7 @@ def measure(rank: int, store: str, results: Any) -> None:
                 seconds = time.perf_counter() - start
             engine.optimizer.zero_grad()
             found[name][step] = min(found[name][step], (seconds, float(out["loss"]), len(engine.model.pipeline.ran)))
-    results[rank] = found, engines[OURS].model.pipeline.ragged.cost
+    results[rank] = found, engines[OURS].model.pipeline.cuts.ragged.cost
     dist.barrier()
     dist.destroy_process_group()
 

@@ -172,7 +172,7 @@ def boost_optimizer(
         optimizer,
         pipeline.gradients,
         zero=pipeline.config.zero_stage == 1,
-        finite=pipeline.finite(pipeline.rank, pipeline.holdings.held),
+        finite=pipeline.stages.finite(pipeline.rank, pipeline.holdings.held),
         backward=None if model.whole is None else model.whole.backward,
     )
 

@@ -136,7 +136,7 @@ def in_place_of_processes() -> Iterator[None]:
         stack.enter_context(mock.patch.object(dist.distributed_c10d, "_new_group_with_tag", needs_processes))
         stack.enter_context(mock.patch("pipeshard.plugin.constructing", nullcontext))  # it counts a process's calls
         stack.enter_context(mock.patch("pipeshard.plugin.watch_world", lambda *_: None))
-        stack.enter_context(mock.patch("pipeshard.engine.engine.trace", Traces()))
+        stack.enter_context(mock.patch("pipeshard.engine.division.trace", Traces()))
         stack.enter_context(mock.patch.object(pytest.MonkeyPatch, "setattr", needs_processes))
         stack.enter_context(patches_of_ranks())
         yield

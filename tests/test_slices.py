@@ -298,7 +298,7 @@ def buffers_of_a_step() -> int:
     model = zoo.build("llama")
     data = data_of("llama", 12, 0)
     split = Split(model, 2, data, num_microbatches=4, num_slices=2, verify=False)
-    (stage,) = split.model.pipeline.sliced
+    (stage,) = split.model.pipeline.stages.sliced
     counts = []
     backward = type(stage).backward
 

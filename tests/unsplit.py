@@ -93,8 +93,8 @@ class Split:
 
     def cut(self, num_microbatches: int) -> None:
         """Cut batches into so many microbatches from now on."""
-        pipeline = self.model.pipeline
-        pipeline.config = replace(pipeline.config, num_microbatches=num_microbatches)
+        cuts = self.model.pipeline.cuts
+        cuts.config = replace(cuts.config, num_microbatches=num_microbatches)
 
     @property
     def held(self) -> dict[str, nn.Parameter]:

@@ -5,13 +5,24 @@ chance. A model then raises its own error in some microbatch, which does not say
 change about the microbatches. So if a microbatch fails, the whole batch is tried.
 """
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch
-from pipeshard.errors import BatchError, PipeshardError
+from pipeshard.batch.criterion import Criterion
+from pipeshard.distributed.failures import is_lost
+from pipeshard.distributed.progress import own_progress
+from pipeshard.engine.cuts import Cuts
+from pipeshard.engine.microbatches import RouteCache
+from pipeshard.engine.mixed_precision import Precision
+from pipeshard.engine.outputs import Outputs
+from pipeshard.engine.stages import Stages
+from pipeshard.errors import BatchError, PipeshardError, TraceError
+from pipeshard.schedule.program import Action, Kind
 
 
 def is_of_model(error: BaseException) -> bool:
@@ -62,3 +73,54 @@ def cut_inputs(batch: Batch) -> list[str]:
 
 def dependent_error(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> BatchError:
     return BatchError(dependent_text(batch, parts, i, error, module))
+
+
+class Dependents:
+    """Finds out in a failed step whether a microbatch depends on the rest of its batch."""
+
+    def __init__(self, planner: RouteCache, cuts: Cuts, stages: Stages, precision: Precision) -> None:
+        self.planner, self.cuts, self.stages, self.precision = planner, cuts, stages, precision
+
+    @contextmanager
+    def tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
+        """Around traces of microbatches. Raises BatchError on every rank if the model's code between units fails for a
+        microbatch, but not for its batch."""
+        try:
+            yield
+        except TraceError as error:
+            why = error.__cause__
+            if not isinstance(why, Exception):
+                raise
+            for batch, parts in zip(read, self.cuts.microbatches(read), strict=True):
+                found = failing(batch, parts, lambda part: self.planner.on_stage(part, criterion, outputs.needed, 0))
+                if found is not None:
+                    raise dependent_error(batch, parts, found[0], why) from why
+            raise
+
+    def explain(
+        self,
+        error: Exception,
+        read: Sequence[Batch],
+        cut: Sequence[Sequence[Batch]],
+        criterion: Criterion | None,
+        outputs: Outputs,
+    ) -> BatchError | None:
+        """The error to raise for a failed forward of a microbatch, if the stage runs on the whole batch."""
+        action = own_progress().action
+        if not isinstance(action, Action) or action.kind is not Kind.F or not is_of_model(error) or is_lost(error):
+            return None
+        owners = [(k, i) for k, parts in enumerate(cut) for i in range(len(parts))]
+        place = [stage.index for stage in self.stages.whole].index(action.stage)
+        k, i = owners[action.microbatch // (len(self.stages.running[place].microbatches) // len(owners))]
+        batch, parts = read[k], cut[k]
+
+        def run(part: Batch) -> None:
+            microbatch = self.planner.on_stage(part, criterion, outputs.needed, place)
+            self.stages.whole[place].try_zeros(microbatch, criterion)
+
+        with self.precision.running():
+            found = failing(batch, parts[i : i + 1], run)
+        if found is None or type(found[1]) is not type(error):
+            return None
+        module = own_progress().module([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+        return dependent_error(batch, parts, i, error, module)

@@ -78,7 +78,7 @@ class Forward:
         """The call cut along its samples, with a cache for each part."""
         tokens = max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
         asked = min(self.num_microbatches or tokens // TOKENS, entry.rows)
-        if asked <= 1 or len(self.pipeline.stages) > 1:
+        if asked <= 1 or len(self.pipeline.stages.whole) > 1:
             return [entry]
         try:
             batches = entry.split(asked)
@@ -154,10 +154,10 @@ class Forward:
         outputs: list[Any] = []
         changed: list[tuple[Entries, Entries]] = []
         with replay.randomness.step(pipeline.seed, pipeline.steps):
-            for k, stage in enumerate(pipeline.stages):
+            for k, stage in enumerate(pipeline.stages.whole):
                 source = placement[stage.index - 1] if stage.index else pipeline.rank
                 destination = pipeline.rank if stage.is_last else placement[stage.index + 1]
-                copies = self._copies(batches[0].rows) if len(pipeline.stages) > 1 else []
+                copies = self._copies(batches[0].rows) if len(pipeline.stages.whole) > 1 else []
                 for i, (batch, way) in enumerate(zip(batches, ways, strict=True)):
                     own_progress().start(f"stage {stage.index} of a forward that generates, microbatch {i}")
                     route = way.routes[k]

@@ -115,7 +115,8 @@ class LocalPipeline:
 
         def of_rank(rank: int) -> dict[str, Any]:
             pipeline = self.ranks[rank].pipeline
-            pipeline.config = replace(pipeline.config, num_microbatches=m, microbatch_size=None, microbatch_tokens=None)
+            cuts = pipeline.cuts
+            cuts.config = replace(cuts.config, num_microbatches=m, microbatch_size=None, microbatch_tokens=None)
             pipeline.steps = number
             batch = rows(self.ranks[rank].own.sample, rank // self.num_stages)
             return pipeline.step(iter([batch]), None, True, True, _whole if asked else False)

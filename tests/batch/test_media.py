@@ -52,7 +52,7 @@ def one_step(name: str) -> list[str]:
     senses, text = [one for one in layers if SENSES.search(one)], [one for one in layers if not SENSES.search(one)]
     split = Split(model, p, data, num_microbatches=2, partition=[senses[1], text[1]] if p == 3 else [text[1]])
     expected = Reference.of(unsplit, data, 2).loss
-    stage = split.model.pipeline.stages[0]
+    stage = split.model.pipeline.stages.whole[0]
     with mock.patch.object(stage, "begin", wraps=stage.begin) as begin:
         found = different(split, unsplit, split.backward(data)["loss"], expected)
     microbatches = begin.call_args.args[0]

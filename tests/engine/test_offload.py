@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import local
-from pipeshard.engine import engine
+from pipeshard.engine import stages
 from pipeshard.engine.offload import SMALL, Offload, transfer_of
 from pipeshard.schedule import SCHEDULES, Kind, make_program
 from pipeshard.schedule.residence import most_on_host, residences, resident_at_peak
@@ -67,7 +67,7 @@ class Device:
 @contextlib.contextmanager
 def offloading(device: Any) -> Iterator[None]:
     """Inside, models are boosted with this device."""
-    with mock.patch.object(engine, "transfer_of", lambda _: device):
+    with mock.patch.object(stages, "transfer_of", lambda _: device):
         yield
 
 

@@ -68,7 +68,7 @@ def step_of_replicas() -> tuple[int, int, int]:
 
     with mock.patch.object(GradientSync, "finish", watched):
         split.backward(data)
-    (stage,) = split.model.pipeline.stages
+    (stage,) = split.model.pipeline.stages.whole
     return len(split.model.pipeline.sync.buckets), counted[0] + len(asked.seen), len(stage.microbatches)
 
 

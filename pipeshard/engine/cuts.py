@@ -1,0 +1,61 @@
+"""Cuts: the microbatches of each batch of a step, and the slices of each microbatch."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.config import PipelineConfig
+from pipeshard.engine.ragged import Ragged
+from pipeshard.slices.cut import cut, lengths, sequence_of
+from pipeshard.slices.refusals import attention_slope
+
+
+class Cuts:
+    """Cuts batches as the plugin's arguments say. A step asks several times, so the last cut is kept until `forget`.
+
+    `ragged` cuts by tokens instead, if that is requested: it is set once the costs of units are known.
+    """
+
+    ragged: Ragged | None = None
+
+    def __init__(self, config: PipelineConfig, model: nn.Module) -> None:
+        self.config = config
+        self.slope = attention_slope(model) if config.has_slices else 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        self._of_batches: tuple[list[Batch], list[list[Batch]]] = [], []
+        self._of_microbatches: tuple[list[list[Batch]], list[list[Batch]]] = [], []
+
+    def is_several(self) -> bool:
+        """Whether a batch may have several microbatches."""
+        return self.config.num_microbatches != 1
+
+    def microbatches(self, batches: Sequence[Batch]) -> list[list[Batch]]:
+        """The microbatches of each batch."""
+        if [*map(id, self._of_batches[0])] != [*map(id, batches)]:
+            self._of_batches = list(batches), [self._split(batch) for batch in batches]
+        return self._of_batches[1]
+
+    def slices(self, microbatches: list[list[Batch]]) -> list[list[Batch]]:
+        """The slices of each microbatch, equally many each; none if one slice is the whole."""
+        if self.config.has_slices and self._of_microbatches[0] is not microbatches:
+            self._of_microbatches = microbatches, self._sliced([part for parts in microbatches for part in parts])
+        return self._of_microbatches[1]
+
+    def all(self, batches: Sequence[Batch], train: bool) -> list[list[Batch]]:
+        """The microbatches of each batch and, if they are to be trained in slices, the slices of each microbatch."""
+        microbatches = self.microbatches(batches)
+        return microbatches + self.slices(microbatches) if train else microbatches
+
+    def _split(self, batch: Batch) -> list[Batch]:
+        return batch.split(*self.config.cut) if self.ragged is None else self.ragged.split(batch, self.config)
+
+    def _sliced(self, microbatches: Sequence[Batch]) -> list[list[Batch]]:
+        totals = [sequence_of(batch) for batch in microbatches]
+        wanted = self.config.slices_of(totals)
+        n = min(len(lengths(total, wanted, self.slope)) for total in totals)
+        if n == 1:
+            return []
+        return [cut(batch, lengths(total, n, self.slope)) for batch, total in zip(microbatches, totals, strict=True)]

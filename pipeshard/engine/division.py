@@ -1,0 +1,73 @@
+"""Division: a model, traced on samples of the batch and divided among the ranks."""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
+from pipeshard.config import PipelineConfig
+from pipeshard.distributed.agreement import compare_ranks
+from pipeshard.distributed.mesh import Grid
+from pipeshard.errors import TraceError
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.trace import trace
+from pipeshard.split.partition import Cuts
+from pipeshard.split.policy import Policy, find_policy
+
+
+def traced(
+    config: PipelineConfig,
+    model: nn.Module,
+    sample: Batch,
+    criterion: Criterion | None,
+    cuts: Sequence[str],
+    device: torch.device,
+) -> tuple[Batch, Dataflow]:
+    """The Dataflow of the whole model, and the samples that it was traced with."""
+    try:
+        return sample, trace(model, sample, criterion, cuts=cuts, device=device)
+    except TraceError as error:  # a model may take no more samples than a microbatch has: one, without padding
+        sample = sample.split(*config.cut)[0]
+        with suppress(TraceError):
+            return sample, trace(model, sample, criterion, cuts=cuts, device=device)
+        raise error from None
+
+
+def divided(
+    config: PipelineConfig,
+    grid: Grid,
+    model: nn.Module,
+    flow: Dataflow,
+    sample: Batch,
+    by: Cuts,
+    costs: Sequence[float] | None,
+) -> Policy:
+    """The part that this rank holds and runs, by a partition that is the same on every rank."""
+    size = config.microbatch_size or max(1, sample.rows // (config.num_microbatches or 1))
+    policy = (config.policy or find_policy(model))(
+        model,
+        flow,
+        grid.stage,
+        grid.pp_size,
+        partition=by,
+        scale=_scale(flow, sample, size),
+        device=grid.device,
+        placement=config.placement,
+        costs=costs,
+    )
+    cuts = [f"{call.unit} in stage {stage}" for call, stage in zip(flow.calls, policy.stages, strict=True)]
+    compare_ranks({"where the model is cut": cuts}, grid.world, grid.named)
+    return policy
+
+
+def _scale(flow: Dataflow, sample: Batch, size: int) -> float:
+    """The size of a microbatch of `size` samples relative to the traced batch."""
+    if not flow.axes.tensors:  # only lists of one entry a sample
+        traced_rows, *_ = *flow.axes.sizes, sample.rows
+        return size / traced_rows
+    first = next(iter(sample.tensors.values()))
+    return first.numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])

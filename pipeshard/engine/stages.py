@@ -1,0 +1,115 @@
+"""Stages: those that one rank runs, for whole microbatches and for slices."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from pipeshard.batch.criterion import Criterion
+from pipeshard.config import PipelineConfig
+from pipeshard.engine.mixed_precision import Precision
+from pipeshard.engine.offload import Offload, transfer_of
+from pipeshard.engine.outputs import Outputs
+from pipeshard.engine.running_state import Carry, deferred
+from pipeshard.engine.sliced import SlicedMicrobatch, SlicedStage
+from pipeshard.engine.stage import Microbatch, NaNCheck, Stage
+from pipeshard.engine.weight_grad import Deferral
+from pipeshard.schedule.program import Program
+from pipeshard.split.policy import Policy
+
+S = TypeVar("S", bound=Stage)
+
+
+class Stages:
+    """The stages of this rank, and what they share: deferred weight gradients, state that a microbatch leaves to the
+    next one, and offloaded activations. `held` are the parameters of this rank by name, `scales` is whether a loss
+    scale may make gradients overflow."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        policy: Policy,
+        precision: Precision,
+        held: Mapping[str, nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        self.config, self.policy, self.precision, self.held = config, policy, precision, held
+        self.deferral = Deferral(module for unit in policy.get_held_layers() for module in unit.modules())
+        self.carry = Carry(policy.model)
+        transfer = transfer_of(device) if config.offload else None
+        self.offload = None if transfer is None else Offload(transfer, device)
+        head = len(policy.placement)  # the number of a stage behind the last one
+        self.whole = [self._stage(Stage, index, index == head - 1) for index in policy.chunks]
+        self.sliced: list[SlicedStage] = []
+        if config.has_slices:
+            self.sliced = [self._stage(SlicedStage, index, False) for index in policy.chunks]
+            if self.whole[-1].is_last:
+                self.sliced[-1].head = self._stage(Stage, head, True)
+        self.running: Sequence[Stage] = ()
+
+    def _stage(self, kind: type[S], index: int, is_last: bool) -> S:
+        of_stage = self.policy.ownership.held_by_parts
+        stage = kind(
+            self.policy.replay,
+            index,
+            is_last,
+            self.deferral,
+            around=self.precision.running,
+            finite=self.finite(index, of_stage[index] if index < len(of_stage) else ()),
+            carry=self.carry.around,
+        )
+        stage.offload = self.offload
+        return stage
+
+    def finite(self, stage: int, names: Collection[str]) -> NaNCheck | None:
+        """The check of these held parameters for finite values, if the plugin requests it."""
+        held = {name: parameter for name, parameter in self.held.items() if name in names}
+        return NaNCheck(stage, held, gradients=not self.precision.scales) if self.config.check_finite else None
+
+    def begin(
+        self,
+        planned: Sequence[Sequence[Microbatch]],
+        sliced: Sequence[Sequence[SlicedMicrobatch]],
+        criterion: Criterion | None,
+        train: bool,
+        outputs: Outputs,
+        scale: float,
+        program: Program,
+    ) -> None:
+        """Prepare a step of `program`, on the slices if there are any. Both have an entry for each stage."""
+        self.running = self.sliced if sliced else self.whole
+        if sliced:
+            for slicing, of_stage in zip(self.sliced, sliced, strict=True):
+                slicing.begin_sliced(of_stage, criterion, outputs, scale, program.splits(slicing.index))
+        else:
+            for stage, microbatches in zip(self.whole, planned, strict=True):
+                stage.begin(microbatches, criterion, train, outputs, scale, program.splits(stage.index))
+        self.carry.begin([microbatch.route for stage in self.running for microbatch in stage.microbatches])
+        if train and self.offload is not None:
+            buffers = self.policy.model.buffers()
+            self.offload.begin(program.ranks[self.policy.stage], [*self.held.values(), *buffers])
+
+    def end(self) -> None:
+        """Discard everything of the step except its losses."""
+        for stage in self.running:
+            stage.end()
+        self.carry.end()
+        if self.offload is not None:
+            self.offload.end()
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Around a step's actions: layers defer their weight gradients to W, and running statistics are updated at the
+        end. In a step without W, embeddings defer theirs to the end of each B."""
+        splits = any(stage.splits for stage in self.running)
+        lookups = not splits and self.config.defers and torch.is_grad_enabled()
+        later = self.config.deferred_batch_norm
+        flows = [microbatch.route.flow for stage in self.running for microbatch in stage.microbatches]
+        with (
+            self.deferral.installed(lookups=lookups) if splits or lookups else nullcontext(),
+            deferred(self.policy.held_units.values()) if later else nullcontext(),
+            self.precision.sharing_casts(flows),
+        ):
+            yield
