@@ -24,7 +24,7 @@ LAYERS = (
     ("split",),
     ("config",),
     ("engine",),
-    ("checkpoint", "planner", "sampling"),
+    ("checkpoint", "planner", "data"),
     ("verify", "generate"),
     ("boost", "compat", "dataloader"),
     ("plugin",),

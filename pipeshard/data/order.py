@@ -1,4 +1,4 @@
-"""Sampling: the objects that decide the order of the data, their random generators, and the state they keep.
+"""Order: the objects that decide the order of the data, their random generators, and the state they keep.
 
 A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each of them may draw from
 its own generator or from those of the process. If one of them is not seeded, ranks that were seeded differently read
@@ -6,12 +6,11 @@ different batches, and a resumed epoch has another order than the interrupted on
 """
 
 import copy
-import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from types import FunctionType, MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,91 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from pipeshard.data.reach import SCALARS, is_entered, is_of_datasets, reachable
 from pipeshard.errors import CheckpointError
-from pipeshard.graph.places import content_of, is_generator, is_object, names_in, put, slots
+from pipeshard.graph.places import content_of, is_generator, put, slots
 from pipeshard.graph.rng import seed_generator
-
-MOST_OBJECTS = 10_000  # that one search visits; nearer ones come first
-MOST_ENTRIES = 64  # of a collection that it looks at
-SCALARS = (type(None), bool, int, float, str, bytes)
-
-
-def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
-    """The roots and every object and generator that they hold, nearest first, except those that `skip` selects.
-
-    Objects of libraries are not entered, except torch's samplers, datasets and modules.
-    """
-    queue, seen = deque(roots), set[int]()
-    visited = 0
-    while queue and visited < MOST_OBJECTS:
-        value = queue.popleft()
-        if id(value) in seen or isinstance(value, (*SCALARS, Tensor, np.ndarray)) or skip(value):
-            continue
-        seen.add(id(value))
-        visited += 1
-        yield value
-        queue.extend(_held_by(value))
-
-
-def _held_by(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from _first_entries(value.values())
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from _first_entries(value)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, FunctionType):
-        yield from _held_by_function(value)
-    elif is_entered(value):
-        yield from list(getattr(value, "__dict__", {}).values())
-        yield from (getattr(value, name) for name in slots(value) if hasattr(value, name))
-        for base in type(value).__mro__[:-1]:
-            functions = [entry for entry in vars(base).values() if isinstance(entry, FunctionType)]
-            for function in functions:
-                yield from _global_generators(function)
-
-
-def _first_entries(entries: Collection[Any]) -> list[Any]:
-    """The first entries of a collection that may hold objects: a list of a million numbers does not."""
-    first = next(iter(entries), None)
-    if isinstance(first, SCALARS) and first is not None:
-        return []
-    return [entry for entry, _ in zip(entries, range(MOST_ENTRIES), strict=False)]
-
-
-def _held_by_function(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    yield from _global_generators(function)
-
-
-def _global_generators(function: FunctionType) -> Iterator[Any]:
-    found = (function.__globals__.get(name) for name in names_in(function.__code__))
-    return (value for value in found if is_generator(value))
-
-
-def is_entered(value: Any) -> bool:
-    """Whether the search goes through the attributes of this object."""
-    if isinstance(value, Sampler | Dataset | nn.Module):
-        return not _is_of_datasets(value)
-    return is_object(value)
-
-
-def _is_of_datasets(value: Any) -> bool:
-    """Hugging Face's own datasets copy their generators for every epoch, so that these need no seed."""
-    return type(value).__module__.partition(".")[0] == "datasets"
-
-
-def generators_of(*roots: Any) -> list[Any]:
-    """The random generators reachable from the roots, in an order that is the same on every rank."""
-    return [value for value in reachable(*roots) if is_generator(value)]
 
 
 class Order:
@@ -211,7 +129,7 @@ class Order:
         """By member and name: the attributes of members that have no `state_dict`."""
         values: dict[tuple[str, str], Any] = {}
         for number, member in enumerate(self.members):
-            if _has_state_dict(member) or _is_of_datasets(member):
+            if _has_state_dict(member) or is_of_datasets(member):
                 continue
             held = dict(getattr(member, "__dict__", {}))
             held |= {name: getattr(member, name) for name in slots(member) if hasattr(member, name)}
@@ -247,7 +165,7 @@ def _is_whole_number(value: Any) -> bool:
 
 
 def _has_state_dict(member: Any) -> bool:
-    return hasattr(member, "state_dict") and hasattr(member, "load_state_dict") and not _is_of_datasets(member)
+    return hasattr(member, "state_dict") and hasattr(member, "load_state_dict") and not is_of_datasets(member)
 
 
 def is_plain(value: Any) -> bool:

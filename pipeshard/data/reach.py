@@ -1,0 +1,95 @@
+"""Reach: the objects that a sampler or a dataset holds, at any depth, and their random generators."""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+
+from pipeshard.graph.places import is_generator, is_object, names_in, slots
+
+MOST_OBJECTS = 10_000  # that one search visits; nearer ones come first
+MOST_ENTRIES = 64  # of a collection that it looks at
+SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
+    """The roots and every object and generator that they hold, nearest first, except those that `skip` selects.
+
+    Objects of libraries are not entered, except torch's samplers, datasets and modules.
+    """
+    queue, seen = deque(roots), set[int]()
+    visited = 0
+    while queue and visited < MOST_OBJECTS:
+        value = queue.popleft()
+        if id(value) in seen or isinstance(value, (*SCALARS, Tensor, np.ndarray)) or skip(value):
+            continue
+        seen.add(id(value))
+        visited += 1
+        yield value
+        queue.extend(_held_by(value))
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from _first_entries(value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from _first_entries(value)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from _held_by_function(value)
+    elif is_entered(value):
+        yield from list(getattr(value, "__dict__", {}).values())
+        yield from (getattr(value, name) for name in slots(value) if hasattr(value, name))
+        for base in type(value).__mro__[:-1]:
+            functions = [entry for entry in vars(base).values() if isinstance(entry, FunctionType)]
+            for function in functions:
+                yield from _global_generators(function)
+
+
+def _first_entries(entries: Collection[Any]) -> list[Any]:
+    """The first entries of a collection that may hold objects: a list of a million numbers does not."""
+    first = next(iter(entries), None)
+    if isinstance(first, SCALARS) and first is not None:
+        return []
+    return [entry for entry, _ in zip(entries, range(MOST_ENTRIES), strict=False)]
+
+
+def _held_by_function(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from _global_generators(function)
+
+
+def _global_generators(function: FunctionType) -> Iterator[Any]:
+    found = (function.__globals__.get(name) for name in names_in(function.__code__))
+    return (value for value in found if is_generator(value))
+
+
+def is_entered(value: Any) -> bool:
+    """Whether the search goes through the attributes of this object."""
+    if isinstance(value, Sampler | Dataset | nn.Module):
+        return not is_of_datasets(value)
+    return is_object(value)
+
+
+def is_of_datasets(value: Any) -> bool:
+    """Hugging Face's own datasets copy their generators for every epoch, so that these need no seed."""
+    return type(value).__module__.partition(".")[0] == "datasets"
+
+
+def generators_of(*roots: Any) -> list[Any]:
+    """The random generators reachable from the roots, in an order that is the same on every rank."""
+    return [value for value in reachable(*roots) if is_generator(value)]

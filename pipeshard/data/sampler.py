@@ -1,0 +1,65 @@
+"""Samplers: the entries that a replica takes from a sampler."""
+
+import weakref
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from pipeshard.data.order import Order
+from pipeshard.data.place import LoaderPlace, Peekable
+from pipeshard.data.share import Share, length_of
+from pipeshard.errors import ConfigurationError
+from pipeshard.graph.rng import Draws
+
+
+class SharedSampler(Sampler[Any]):
+    """A replica's share of a sampler, without its first `skip` entries, and with the usual methods of samplers: the
+    epoch, and the position in it. The sampler uses generators that depend only on seed and epoch."""
+
+    def __init__(self, order: Order, share: Share, place: LoaderPlace) -> None:
+        self.sampler, self.order, self.share, self.place, self.skip = order.root, order, share, place, 0
+        self.batch_size: int | None = getattr(order.root, "batch_size", None)
+        self._entries: weakref.ref[Peekable] | None = None  # those of the newest iterator
+        length_of(self)  # warns at once of what is left out, if the length is known
+
+    def __iter__(self) -> Iterator[Any]:
+        draws = self._draws()
+        with draws:
+            entries = iter(self.sampler)
+        peekable = Peekable(self.share.of(islice(entries, self.skip, None)), draws)
+        self._entries = weakref.ref(peekable)
+        return peekable
+
+    def __len__(self) -> int:
+        with self._draws(), self.order.unchanged():
+            return self.share.length(len(self.sampler))
+
+    def finish(self) -> None:
+        """After the last entry, run the sampler to its end: it may count its epochs there."""
+        entries = None if self._entries is None else self._entries()
+        if entries is not None:
+            entries.is_over()
+
+    def run_through(self) -> None:
+        """Iterate the sampler through this epoch once, as its iterator does."""
+        with self._draws():
+            for _ in self.sampler:
+                pass
+
+    def _draws(self) -> Draws:
+        return Draws(self.place.seed, self.place.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.place.set_epoch(epoch)
+        self.order.set_epoch(epoch, force=True)
+
+    def set_start_index(self, start_index: int) -> None:
+        """Start after this many of this replica's samples (of its batches, if it gets whole ones)."""
+        batches, remainder = divmod(start_index, self.share.size)
+        if remainder or batches < 0:
+            raise ConfigurationError(
+                f"start_index={start_index} is within a batch of {self.share.size} samples: give a multiple of that"
+            )
+        self.place.set(self.place.epoch + self.place.begun, batches)

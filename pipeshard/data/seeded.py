@@ -1,0 +1,73 @@
+"""Seeded: samples whose random numbers depend on their batch, whichever process loads them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from pipeshard.data.place import LoaderPlace
+from pipeshard.data.reach import generators_of
+from pipeshard.graph.rng import seed_generator, seed_process
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """The entry that a worker loads, and the key of its random numbers."""
+
+    entry: Any
+    key: tuple[int, ...]
+
+
+class KeyedSampler:
+    """Entries of a sampler, each with the key (seed, epoch, number of the batch, replica)."""
+
+    def __init__(self, sampler: Any, place: LoaderPlace, replica: int) -> None:
+        self.sampler, self.place, self.replica = sampler, place, replica
+
+    def __iter__(self) -> Iterator[Keyed]:
+        seed, epoch, first = self.place.seed, self.place.epoch, self.place.batches
+        for number, entry in enumerate(self.sampler):
+            yield Keyed(entry, (seed, epoch, first + number, self.replica))
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class SeededSamples(Dataset[Any]):
+    """A dataset and collator whose random numbers depend only on the Keyed entry, in whichever
+    process it is loaded; other attributes are the dataset's own."""
+
+    samples: Any
+    collate_fn: Any
+
+    def __init__(self, samples: Any, collate_fn: Any) -> None:
+        self.__dict__.update(samples=samples, collate_fn=collate_fn, generators=None)
+
+    def __getitem__(self, keyed: Keyed) -> Any:
+        self._seed(keyed)
+        return self.samples[keyed.entry]
+
+    def __getitems__(self, keyed: Keyed) -> Any:
+        self._seed(keyed)
+        if getattr(self.samples, "__getitems__", None):
+            return self.samples.__getitems__(keyed.entry)
+        return [self.samples[entry] for entry in keyed.entry]
+
+    def _seed(self, keyed: Keyed) -> None:
+        seed_process(*keyed.key)
+        if self.generators is None:
+            self.__dict__["generators"] = generators_of(self.samples, self.collate_fn)
+        for number, generator in enumerate(self.generators):
+            seed_generator(generator, *keyed.key, number)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "samples" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.samples, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.samples, name, value)

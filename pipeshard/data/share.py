@@ -1,0 +1,64 @@
+"""Share: the part of an order of samples that one replica reads."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+logger = logging.getLogger("pipeshard")
+
+
+def length_of(sized: Any) -> int | None:
+    """Its length; None if it has none."""
+    try:
+        return len(sized)
+    except TypeError:
+        return None
+
+
+@dataclass
+class Share:
+    """One replica's part of an order: of every `size * replicas` consecutive entries, its own block."""
+
+    size: int
+    replica: int
+    replicas: int
+    drop_last: bool
+    has_warned: bool = False  # of samples that are left out
+
+    @property
+    def step(self) -> int:
+        """The entries that all replicas read together in one step."""
+        return self.size * self.replicas
+
+    def of(self, entries: Iterable[Any]) -> Iterator[Any]:
+        """The entries of this replica."""
+        entries = iter(entries)
+        while True:
+            together = list(islice(entries, self.step))
+            if not together or (len(together) < self.step and not self._keeps(len(together))):
+                return
+            first = sum(self._block(len(together), replica) for replica in range(self.replica))
+            yield from together[first : first + self._block(len(together), self.replica)]
+
+    def length(self, entries: int) -> int:
+        """How many of this many entries belong to this replica."""
+        steps, remainder = divmod(entries, self.step)
+        last = self._block(remainder, self.replica) if remainder and self._keeps(remainder) else 0
+        return steps * self.size + last
+
+    def _keeps(self, remainder: int) -> bool:
+        """Whether the last few entries, fewer than a step's, give a batch to every replica."""
+        if remainder < self.replicas and not (self.drop_last or self.has_warned):
+            self.has_warned = True
+            logger.warning(
+                "the last %d of an epoch's samples (of whole batches, where the loader makes none) are left out: "
+                "they are fewer than the %d replicas",
+                remainder,
+                self.replicas,
+            )
+        return remainder >= self.replicas and not self.drop_last
+
+    def _block(self, together: int, replica: int) -> int:
+        return together // self.replicas + (replica < together % self.replicas)

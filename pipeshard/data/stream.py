@@ -1,0 +1,59 @@
+"""Stream: the samples that a replica takes from an iterable dataset."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from pipeshard.data.reach import generators_of
+from pipeshard.data.share import Share
+from pipeshard.graph.rng import Draws, seed_generator, seed_process
+
+
+class SharedStream(IterableDataset[Any]):
+    """A replica's share of a stream, of which each worker reads its own copy; other attributes are the stream's own.
+
+    Every replica reads the whole stream, so its random numbers depend on seed, epoch and worker, not on the replica.
+    `moment` is memory that is shared with the workers, since persistent ones receive no new epoch.
+    """
+
+    stream: IterableDataset[Any]
+    share: Share
+    collate_fn: Any
+    moment: torch.Tensor
+
+    def __init__(self, stream: IterableDataset[Any], share: Share, collate_fn: Any, moment: torch.Tensor) -> None:
+        self.__dict__.update(stream=stream, share=share, collate_fn=collate_fn, moment=moment)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        seed, epoch, told = self.moment.tolist()
+        key = (seed, epoch, 0 if info is None else info.id)
+        if info is not None and hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(told)
+        seed_process(*key)
+        for number, generator in enumerate(generators_of(self.stream, self.collate_fn)):
+            seed_generator(generator, *key, number)
+        yield from self.share.of(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "stream" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.stream, name, value)  # worker_init_fn may set on each copy what to read
+
+
+@dataclass(frozen=True)
+class SharedCollate:
+    """A collator of a stream's samples that uses different random numbers on each replica, unlike the stream."""
+
+    collate_fn: Any
+    replica: int
+
+    def __call__(self, samples: Any) -> Any:
+        with Draws(int(torch.randint(2**62, ())), self.replica):
+            return self.collate_fn(samples)
