@@ -70,7 +70,7 @@ def bypassing_gradient_dropped() -> Any:
     def dropped(*arguments: Any) -> list[Boundary]:
         return [Boundary(b.values, b.gradients[-1:]) for b in boundaries(*arguments)]
 
-    return mock.patch("pipeshard.engine.microbatches.boundaries", dropped)
+    return mock.patch("pipeshard.engine.routes.boundaries", dropped)
 
 
 def nothing() -> Any:
@@ -113,7 +113,7 @@ def test_a_mutation_is_seen(pool: Pool, name: str, mutation: Callable[[], Any], 
 
 
 def own_labels_only() -> Any:
-    return mock.patch("pipeshard.engine.microbatches.RouteCache._total", lambda self, count, rule: count)
+    return mock.patch("pipeshard.engine.loss_shares.LossShares._total", lambda self, count, rule: count)
 
 
 def replicas_not_reduced() -> Any:

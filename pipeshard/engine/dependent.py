@@ -17,10 +17,10 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.distributed.failures import is_lost
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.cuts import Cuts
-from pipeshard.engine.microbatches import RouteCache
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.stages import Stages
+from pipeshard.engine.traces import Traces
 from pipeshard.errors import BatchError, PipeshardError, TraceError
 from pipeshard.schedule.program import Action, Kind
 
@@ -78,8 +78,8 @@ def dependent_error(batch: Batch, parts: Sequence[Batch], i: int, error: Excepti
 class Dependents:
     """Finds out in a failed step whether a microbatch depends on the rest of its batch."""
 
-    def __init__(self, planner: RouteCache, cuts: Cuts, stages: Stages, precision: Precision) -> None:
-        self.planner, self.cuts, self.stages, self.precision = planner, cuts, stages, precision
+    def __init__(self, traces: Traces, cuts: Cuts, stages: Stages, precision: Precision) -> None:
+        self.traces, self.cuts, self.stages, self.precision = traces, cuts, stages, precision
 
     @contextmanager
     def tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
@@ -92,7 +92,7 @@ class Dependents:
             if not isinstance(why, Exception):
                 raise
             for batch, parts in zip(read, self.cuts.microbatches(read), strict=True):
-                found = failing(batch, parts, lambda part: self.planner.on_stage(part, criterion, outputs.needed, 0))
+                found = failing(batch, parts, lambda part: self.traces.on_stage(part, criterion, outputs.needed, 0))
                 if found is not None:
                     raise dependent_error(batch, parts, found[0], why) from why
             raise
@@ -115,7 +115,7 @@ class Dependents:
         batch, parts = read[k], cut[k]
 
         def run(part: Batch) -> None:
-            microbatch = self.planner.on_stage(part, criterion, outputs.needed, place)
+            microbatch = self.traces.on_stage(part, criterion, outputs.needed, place)
             self.stages.whole[place].try_zeros(microbatch, criterion)
 
         with self.precision.running():

@@ -24,7 +24,6 @@ from pipeshard.engine.cuts import Cuts
 from pipeshard.engine.dependent import Dependents
 from pipeshard.engine.division import divided, traced
 from pipeshard.engine.interpreter import Interpreter
-from pipeshard.engine.microbatches import FoundWays, RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
@@ -35,6 +34,7 @@ from pipeshard.engine.refusals import Places, refuse_compiled, refuse_criterion,
 from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.stages import Stages
+from pipeshard.engine.traces import FoundWays, Traces
 from pipeshard.errors import UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
@@ -121,17 +121,17 @@ class Pipeline:
         self.called = [*self.containers, *self.policy.units.values()]
         replicas = grid.replicas if grid.dp_size > 1 else None
         weight = 1.0 / grid.dp_size if config.loss_reduction == "batch" else None
-        self.planner = RouteCache(self.policy, recompute, replicas, weight)
+        self.traces = Traces(self.policy, recompute, replicas, weight)
         self._shard()
         if config.compile:
             compile_units(self.policy.held_units, **config.compile_options)
         self.stages = Stages(config, self.policy, self.precision, self.holdings.held, self.device)
         placement = self.policy.placement
         self.interpreter = Interpreter({}, placement, grid.p2p(config.p2p, placement), self.device)
-        self.dependents = Dependents(self.planner, self.cuts, self.stages, self.precision)
+        self.dependents = Dependents(self.traces, self.cuts, self.stages, self.precision)
         self.policy.replace_forward()
         with self.precision.running():
-            self.planner.remember(flow, self.criterion)
+            self.traces.remember(flow, self.criterion)
 
     def _shard(self) -> None:
         """Keep the parameters of this rank, in the form in which they are trained, and set up their gradients."""
@@ -194,16 +194,16 @@ class Pipeline:
 
         def news(batches: Sequence[Batch]) -> News:
             nonlocal found
-            self.planner.look(criterion)
-            unproven = exact and self.planner.any_unproven(batches, self.cuts.microbatches(batches), criterion)
+            self.traces.look(criterion)
+            unproven = exact and self.traces.losses.any_unproven(batches, self.cuts.microbatches(batches), criterion)
             trains = any(parameter.requires_grad for parameter in self.holdings.held.values())
             bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
                 bits |= UNSEEN
             bits |= WRITTEN * self.gradients.follow(adopts=train)
             with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
-                found = self.planner.find(self.cuts.all(batches, train), criterion, looks=False)
-            ways = -1 if found is None else self.planner.number(found)
+                found = self.traces.find(self.cuts.all(batches, train), criterion, looks=False)
+            ways = -1 if found is None else self.traces.number(found)
             return News(bits, ways, *self.gradients.updates.numbers)
 
         training = "train" if self.model.training else "eval"
@@ -230,14 +230,14 @@ class Pipeline:
         if agreed.news & TRAINED:
             found = None
             with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
-                found = self.planner.find(self.cuts.all(batches, train), criterion)
+                found = self.traces.find(self.cuts.all(batches, train), criterion)
         if not agreed.alike or agreed.news & TRAINED:
             with self.precision.running():
                 cut = self.cuts.all(batches, train)
-                found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
+                found = self.traces.find_alike(cut, criterion, outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
             with self.precision.running(), self.dependents.tracing(batches, criterion, outputs):
-                self.planner.prove(batches, self.cuts.microbatches(batches), criterion, self.grid.world)
+                self.traces.losses.prove(batches, self.cuts.microbatches(batches), criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
             out = self._run(batches, found, criterion, train, return_loss, outputs, exact, weight)
         if train:
@@ -249,7 +249,7 @@ class Pipeline:
         for parameter, name in self.gradients.names.items():
             if isinstance(parameter, Ghost):
                 parameter.pipeshard_trainable = trained.get(name, parameter.pipeshard_trainable)
-        self.planner.look_at_trained()
+        self.traces.look_at_trained()
 
     @together_in("plugin.sync_grads")
     def sync_grads(self) -> None:
@@ -273,13 +273,13 @@ class Pipeline:
         with self.precision.running():
             cut = self.cuts.microbatches(read)
             with self.dependents.tracing(read, criterion, outputs):
-                planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
+                planned = self.traces.plan_each(cut, found, criterion, outputs.needed, *how)
                 sliced: list[list[SlicedMicrobatch]] = []
                 slices = self.cuts.slices(cut) if train else []
                 if slices:
                     refuse_cacheless(self.model)
                     refuse_padding(self.model, read, self.padding)
-                    sliced = self.planner.slice_each(cut, slices, found, planned, criterion, outputs.needed)
+                    sliced = self.traces.slice_each(cut, slices, found, planned, criterion, outputs.needed)
         self.cuts.forget()
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
@@ -300,7 +300,7 @@ class Pipeline:
         finally:
             self.stages.end()
         self.steps += train
-        self.planner.stepped()
+        self.traces.stepped()
         own_progress().start("the sums of gradients and losses")
         if train or self.holdings.sharded is not None:
             self.sync.finish(train and self.synchronizes)
@@ -340,11 +340,11 @@ class Pipeline:
         is_looked_at = wanted or (train and self.looks_at_once)
         total = share_scalar(loss, source, self.group, torch.device("cpu")) if is_looked_at else None
         is_nan = total is not None and bool(total.isnan())
-        merged = outputs.merged(flow, self.planner.own(end.loss, loss)) if end.is_last else None
-        is_doubtful = end.is_last and not self.planner.is_seen(flow) and outputs.has_nan
+        merged = outputs.merged(flow, self.traces.losses.own(end.loss, loss)) if end.is_last else None
+        is_doubtful = end.is_last and not self.traces.is_seen(flow) and outputs.has_nan
         is_nan |= outputs.raise_failure(self.grid.world, is_doubtful)
         if outputs.needed:
-            self.planner.saw(flow)
+            self.traces.saw(flow)
         if is_nan:
             self._refuse_other_way(batch, flow, criterion)
         if train and not is_looked_at:
@@ -355,7 +355,7 @@ class Pipeline:
 
     def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None) -> None:
         with self.precision.running():
-            self.planner.refuse_other_way(batch, flow, criterion, self.grid.world)
+            self.traces.refuse_other_way(batch, flow, criterion, self.grid.world)
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:

@@ -17,7 +17,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.distributed.collectives import as_bytes, broadcast_bytes, gather
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
-from pipeshard.engine.microbatches import FoundWays
+from pipeshard.engine.traces import FoundWays
 from pipeshard.errors import BatchError, TraceError, UsageError, summary
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
@@ -110,34 +110,34 @@ class Forward:
 
     def _way(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Way:
         """The way of this call through the stages; traced if no call with this structure and sizes was made before."""
-        model, planner = self.pipeline.model, self.pipeline.planner
+        model, traces = self.pipeline.model, self.pipeline.traces
         entry = entry_of(model, path, twin(model, path, arguments, forward))
         key = key_of(entry)
         if key not in self._ways:
             cached = disable_caches(model)
             found, failure = None, ""
             try:
-                found = planner.find([[entry]], None)
+                found = traces.find([[entry]], None)
             except TraceError as error:
                 failure = str(error)
             finally:
                 enable_caches(cached)
             found = self._agreed(found, failure, entry)
             flow, deltas = found.ways[0][0]
-            self._ways[key] = Way(planner.routes(flow, True), deltas)
+            self._ways[key] = Way(traces.routes.of(flow, True), deltas)
         return self._ways[key]
 
     def _agreed(self, found: FoundWays | None, failure: str, entry: Batch) -> FoundWays:
         """The way that all ranks of the pipeline have found. If they differ, ranks lend the deciding values, as in a
         step. Raises TraceError on every rank if they still differ, or if one has none."""
-        grid, planner = self.pipeline.grid, self.pipeline.planner
-        number = -1 if found is None else planner.number(found)
+        grid, traces = self.pipeline.grid, self.pipeline.traces
+        number = -1 if found is None else traces.number(found)
         numbers = gather(torch.tensor([number]), self.group)[:, 0].tolist()
         what = f"a call of {entry.entry or type(self.pipeline.model).__name__}"
         if failure:
             raise TraceError(f"{what} cannot be made by several stages. {failure}")
         if len(set(numbers)) > 1 and grid.dp_size == 1 and -1 not in numbers:
-            found = planner.find_alike([[entry]], None, True, grid, found)
+            found = traces.find_alike([[entry]], None, True, grid, found)
         elif len(set(numbers)) > 1:
             raise TraceError(
                 f"{what} goes another way through the model on rank {self.pipeline.rank} than on others. Give all "

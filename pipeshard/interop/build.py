@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.read import dummy_inputs, read_batch
-from pipeshard.engine.microbatches import RouteCache
 from pipeshard.engine.stage import Microbatch
+from pipeshard.engine.traces import Traces
 from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.dataflow import Dataflow
@@ -46,7 +46,7 @@ class StageModule(nn.Module):
         self.index, self.num_stages, self.whole = index, len(policy.placement), whole
         # A tuple keeps the model, with what this stage does not hold, from being registered as a part of this one.
         self._source = (model, policy, criterion)
-        self._planner = RouteCache(policy, Recompute.of(False, 0, self.num_stages))
+        self._traces = Traces(policy, Recompute.of(False, 0, self.num_stages))
         self._forwards = 0
         policy.replay.proves = False  # another runtime may leave caches on, which the trace had off
         calls = zip(policy.flow.calls, policy.stages, strict=True)
@@ -74,7 +74,7 @@ class StageModule(nn.Module):
         """A microbatch for this stage: its route, and the shapes of its inputs and outputs."""
         model, policy, criterion = self._source
         place = policy.chunks.index(self.index)
-        return self._planner.plan([read_batch(model, dict(batch))], criterion, self.whole, False)[place][0]
+        return self._traces.plan([read_batch(model, dict(batch))], criterion, self.whole, False)[place][0]
 
     @inside_pipeshard()
     def forward(self, *received: Tensor, **batch: Any) -> Any:
@@ -95,7 +95,7 @@ class StageModule(nn.Module):
             entering = dict(zip(route.enters.values, received, strict=True))
             output, made = policy.replay.run(route, microbatch.deltas, entering, microbatch.batch)
         self._forwards += 1
-        self._planner.stepped()
+        self._traces.stepped()
         if not self.is_last:
             return tuple(made[value].contiguous() for value in route.leaves.values)
         loss = None if self.whole else loss_of(output, criterion, microbatch.batch)

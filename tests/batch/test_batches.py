@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.engine import microbatches as steps
+from pipeshard.engine import traces as steps
 from pipeshard.errors import BatchError, ConfigurationError
 from tests.messages import assert_told
 from tests.pool import Pool
@@ -92,7 +92,7 @@ def time_major(listens: bool) -> None:
             torch.testing.assert_close(out["outputs"]["logits"], reference["logits"])
         unsplit.zero_grad()
         split.optimizer.zero_grad()
-    flows = [flow for flows in split.model.pipeline.planner._flows.values() for flow in flows]
+    flows = [flow for flows in split.model.pipeline.traces._flows.values() for flow in flows]
     assert all("names" in flow.watched for flow in flows)
 
 
@@ -109,15 +109,15 @@ def many_kinds(flows: int) -> None:
     unsplit = copy.deepcopy(model)
     with mock.patch.object(steps, "MOST_FLOWS", flows):
         split = Split(model, dist.get_world_size(), speech(5), num_microbatches=2, batch_dims=DECLARED)
-        planner = split.model.pipeline.planner
+        traces = split.model.pipeline.traces
         for seed in range(4 * flows):
             data = speech(3 + seed % 7, seed=seed)
             data.names = [name * (1 + seed) for name in data.names]
             reference = unsplit(data)["loss"]
             reference.backward()
             assert float(split.backward(data)["loss"]) == pytest.approx(float(reference.detach()), rel=1e-6), seed
-            assert sum(map(len, planner._flows.values())) <= flows
-            assert len(planner._routes) <= flows + 2  # those of the microbatches before the one that made room
+            assert sum(map(len, traces._flows.values())) <= flows
+            assert len(traces.routes._routes) <= flows + 2  # those of the microbatches before the one that made room
     assert gradient_error(split, unsplit) < 1e-5
 
 

@@ -183,7 +183,7 @@ def without_gradients() -> None:
     pipeline = model.pipeline
     adapters = {s for s, names in enumerate(pipeline.policy.ownership.held) if any("lora_" in name for name in names)}
     assert adapters == {pipeline.num_stages - 1}
-    [[route]] = pipeline.planner._routes.values()
+    [[route]] = pipeline.traces.routes._routes.values()
     assert route.enters.gradients == ()
     assert len(raw.param_groups) == 1 and bool(raw.param_groups[0]["params"]) == (pipeline.rank in adapters)
     assert optimizer.get_grad_norm() > 0

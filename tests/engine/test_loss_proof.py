@@ -186,7 +186,7 @@ def counting() -> list[str]:
                 found.append(f"{criterion.__name__} m={m} step {seed}: {error}")
             split.optimizer.zero_grad()
             unsplit.zero_grad()
-        if len(flows := split.model.pipeline.planner._flows) > 2:
+        if len(flows := split.model.pipeline.traces._flows) > 2:
             found.append(f"a criterion that is made anew in each step is traced {len(flows)} times")
     return found
 

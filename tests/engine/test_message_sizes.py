@@ -13,7 +13,7 @@ import torch
 
 import pipeshard
 from pipeshard.distributed import collectives
-from pipeshard.engine.microbatches import RouteCache
+from pipeshard.engine.traces import Traces
 from pipeshard.graph.dataflow import Reads
 from pipeshard.graph.tracer import Tracer
 from tests.hunt import nets, values
@@ -47,7 +47,7 @@ def other_sizes() -> str:
     """What a step says on this rank where ranks lend each other nothing."""
     made = engine(values.Pruned)
     made.execute_pipeline(iter([data()]))
-    with mock.patch("pipeshard.engine.microbatches.lend", lambda units, asked, *_: {}):
+    with mock.patch("pipeshard.engine.traces.lend", lambda units, asked, *_: {}):
         return said(lambda: made.execute_pipeline(iter([data(1, length=8)])), made)
 
 
@@ -65,7 +65,7 @@ def other_numbers() -> str:
     made = engine(values.ByNumber, partition=[2, 4])
     made.execute_pipeline(iter([data()]))
     made.model.unwrap().use = True  # so that it is traced again
-    with mock.patch("pipeshard.engine.microbatches.lend", lambda units, asked, *_: {}):
+    with mock.patch("pipeshard.engine.traces.lend", lambda units, asked, *_: {}):
         return said(lambda: made.execute_pipeline(iter([data(1)])), made)
 
 
@@ -92,8 +92,8 @@ def collectives_of_steps(make: Callable[[], torch.nn.Module]) -> tuple[list[int]
 
     for _ in range(3):  # in which ranks compare the optimizer's updates
         step(6)
-    find_alike = mock.Mock(side_effect=RouteCache.find_alike)
-    patched = mock.patch.object(RouteCache, "find_alike", lambda *args: find_alike(*args))
+    find_alike = mock.Mock(side_effect=Traces.find_alike)
+    patched = mock.patch.object(Traces, "find_alike", lambda *args: find_alike(*args))
     with mock.patch.object(collectives, "gather", counting), patched:
         for length in (6, 8, 6, 8):
             counts.append(0)

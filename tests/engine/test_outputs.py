@@ -120,13 +120,13 @@ def messages() -> list[int]:
     split, data, *_ = boosted()
     split.model.unwrap().config.output_hidden_states = True
     data = {**data, "output_hidden_states": True}
-    planner = split.model.pipeline.planner
+    traces = split.model.pipeline.traces
     counts = []
     for what in (True, "hidden_states", "logits", "loss"):
         out = split.evaluate(data, return_outputs=what)["outputs"]
         if out is not None and what in (True, "hidden_states"):
             assert all(torch.isfinite(t).all() for t in out.hidden_states)
-        (route,) = [routes[0] for (_, wanted), routes in planner._routes.items() if wanted == _wanted(what)][-1:]
+        (route,) = [routes[0] for (_, wanted), routes in traces.routes._routes.items() if wanted == _wanted(what)][-1:]
         counts.append(len(route.leaves.values))
     return counts
 

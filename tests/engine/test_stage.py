@@ -215,7 +215,7 @@ def new_length() -> float:
     for length in range(17, 25):
         batches = Batch.of(zoo.batch("llama", length=length)).split(num_microbatches=4)
         start = time.process_time()
-        pipeline.planner.plan(batches, None, False, True)
+        pipeline.traces.plan(batches, None, False, True)
         times.append(time.process_time() - start)
     return 1000 * statistics.median(times)
 

@@ -126,7 +126,7 @@ CASES: dict[str, Case] = {
     "a replica counts its own labels alone": (
         "tied",
         {"dp_size": 2},
-        f"{ENGINE}microbatches.RouteCache._total",
+        f"{ENGINE}loss_shares.LossShares._total",
         lambda cache, count, rule: count,
     ),
     "a message is that of another microbatch": ("plain", {}, f"{ENGINE}interpreter.Interpreter._take", of_another),
@@ -134,7 +134,7 @@ CASES: dict[str, Case] = {
     "a criterion's count is lost": (
         "plain",
         {},
-        f"{ENGINE}microbatches.RouteCache._counts",
+        f"{ENGINE}loss_shares.LossShares._counts",
         lambda cache, batches, *_: [1.0] * len(batches),
     ),
     "a layer is computed again with another mask": (

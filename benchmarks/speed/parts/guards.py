@@ -21,7 +21,7 @@ from benchmarks.speed.parts.work import spread
 from benchmarks.speed.section import Bar, Section, Table
 from pipeshard import PipelinePlugin
 from pipeshard.batch.read import read_batch
-from pipeshard.engine import microbatches as planning
+from pipeshard.engine import traces as planning
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.step_guard import StepGuard

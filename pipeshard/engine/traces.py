@@ -1,29 +1,25 @@
-"""Microbatches: each with its route through this rank's stages, and its share in the batch's loss.
+"""Traces: those of all batches so far, and the plan of a step's microbatches by them.
 
 A trace takes longer than a step of a small model, so traces are cached: a batch of other sizes only needs arithmetic.
 The model is traced again if the batch's structure, a flag of the model or an answer that glue gets from the batch
 differs.
 """
 
-import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, key_of
-from pipeshard.distributed.collectives import gather, gather_objects
+from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.mesh import Grid
-from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, ProvenRule, prove_loss_rule
-from pipeshard.engine.loss_sizes import Sizes
-from pipeshard.engine.loss_state import LossState, of_batch
-from pipeshard.engine.loss_trial import Glue
+from pipeshard.engine.loss import EACH
+from pipeshard.engine.loss_shares import LossShares
 from pipeshard.engine.reader import digest
-from pipeshard.engine.sliced import SlicedMicrobatch, SlicedRoutes
+from pipeshard.engine.routes import Routes
+from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.ways import (
     ROUNDS,
@@ -39,17 +35,15 @@ from pipeshard.engine.ways import (
     plain,
     valued,
 )
-from pipeshard.errors import BatchError, ConfigurationError, TraceError, summary
+from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
-from pipeshard.hf import is_of_transformers
 from pipeshard.slices.cut import sequence_of
-from pipeshard.split.partition import boundaries
-from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
-from pipeshard.split.route import Recompute, Route
+from pipeshard.split.policy import Policy
+from pipeshard.split.route import Recompute
 
 MOST_FLOWS = 128  # that are kept: batches may hold something that differs in each, and that a trace depends on
 NUMBERS = 4096  # of ways that are kept: lengths of batches
@@ -62,8 +56,8 @@ class FoundWays(NamedTuple):
     ways: list[list[Way]]
 
 
-class RouteCache:
-    """The routes of all batches so far, and the rules of their losses."""
+class Traces:
+    """A Dataflow for each kind of batch, its `routes` through this rank's stages and the shares of its `losses`."""
 
     def __init__(
         self,
@@ -72,21 +66,15 @@ class RouteCache:
         replicas: dist.ProcessGroup | None = None,
         weight: float | None = None,
     ) -> None:
-        self.model, self.policy, self.recompute = policy.model, policy, recompute
-        self.replicas = replicas if weight is None else None  # which have a part of one batch each
-        self.weight = weight  # or: of this replica's loss in that of all, which have batches of their own
-        self.flags, self.rules = Flags(policy.model), LossRules()
+        self.model, self.policy = policy.model, policy
+        self.routes = Routes(policy, recompute)
+        self.losses = LossShares(policy, self._find, replicas if weight is None else None, weight)
+        self.flags = Flags(policy.model)
         self.flags_of: dict[Hashable, Flags] = {}  # those of criteria
-        self.loss_state = LossState(policy.model)
-        self._beside: tuple[Hashable, ...] | None = None  # what it has seen last
-        self._is_of_transformers = is_of_transformers(policy.model)
-        self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._confirmed: dict[int, Dataflow] = {}
         self._seen: dict[int, Dataflow] = {}  # of which outputs were looked at
-        self._routes: dict[tuple[int, Wanted], list[Route]] = {}
-        self._sliced: dict[tuple[int, Wanted], SlicedRoutes] = {}
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
         self._prints: dict[int, str] = {}  # of Dataflows, by their ids
         self._lent: Lent = {}  # while ranks trace once more
@@ -108,19 +96,18 @@ class RouteCache:
     def look(self, criterion: Criterion | None) -> None:
         """Record the current state of the model and the criterion, and the values that the loss depends on."""
         self._state = self.flags.number(), 0
-        is_known = criterion is None and self._is_of_transformers
-        self._beside = None if is_known else self.loss_state.look()
         if criterion is not None:
             if len(self.flags_of) >= MOST_FLOWS:
                 self.flags_of.clear()
             of_criterion = self.flags_of.setdefault(key_of(criterion), Flags(self.model, criterion))
             self._state = self._state[0], of_criterion.number()
+        self.losses.look(criterion, self._state)
 
     def stepped(self) -> None:
         """A step has run since `plan`."""
         for flags in (self.flags, *self.flags_of.values()):
             flags.stepped()
-        self.loss_state.stepped()
+        self.losses.stepped()
 
     def plan_each(
         self,
@@ -133,11 +120,11 @@ class RouteCache:
     ) -> list[list[Microbatch]]:
         """`plan` for several batches in a row, whose losses are summed, each times `weight`; `found` is the result of
         `find` for them."""
-        weight *= 1.0 if self.weight is None else self.weight
+        weight *= self.losses.weight or 1.0
         if found is None:
             self.look(criterion)
         else:
-            self._state = found.state  # nothing of the user's has run since
+            self._state = self.losses.state = found.state  # nothing of the user's has run since
         known = found.ways if found is not None else [None] * len(cut)
         plans = [self.plan(batches, criterion, outputs, exact_loss, ways) for batches, ways in zip(cut, known)]
         stages = [[microbatch for plan in plans for microbatch in plan[k]] for k in range(len(plans[0]))]
@@ -220,8 +207,7 @@ class RouteCache:
         gone = {id(flow) for ways in found.ways for flow, _ in ways} if found is not None else set()
         for flows in self._flows.values():
             flows[:] = [flow for flow in flows if id(flow) not in gone]
-        self._routes = {key: routes for key, routes in self._routes.items() if key[0] not in gone}
-        self._sliced = {key: routes for key, routes in self._sliced.items() if key[0] not in gone}
+        self.routes.forget(gone)
         self._prints = {key: of_flow for key, of_flow in self._prints.items() if key not in gone}
         self._numbers = {key: number for key, number in self._numbers.items() if key[0] not in gone}
 
@@ -236,18 +222,15 @@ class RouteCache:
         """For each stage of this rank, the microbatches with their routes; call `stepped()` when they have
         run.
 
-        With `exact_loss` their shares give the whole batch's loss, of which all `replicas` have a part; call `prove`
-        first if it is `unproven`. Without it they give the mean of the microbatches' losses.
+        With `exact_loss` their shares give the whole batch's loss, of which all replicas have a part; call
+        `losses.prove` first if it is unproven. Without it they give the mean of the microbatches' losses.
         """
         if ways is None:
             self.look(criterion)
             ways = [self._find(batch, criterion) for batch in batches]
-        rule = self._rule(batches, criterion) if exact_loss else EACH
-        shares = [1.0] * len(batches)  # of no use on other stages than the last one
-        if self.is_last:
-            counts = self._counts(batches, ways, criterion) if rule.counted else ()
-            shares = rule.shares(batches, lambda count: self._total(count, rule), counts)
-        routes = [self.routes(flow, outputs) for flow, _ in ways]
+        rule = self.losses.rule(batches, criterion) if exact_loss else EACH
+        shares = self.losses.of(batches, ways, criterion, rule)
+        routes = [self.routes.of(flow, outputs) for flow, _ in ways]
         return [
             [
                 Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, share, rule.counted)
@@ -259,7 +242,7 @@ class RouteCache:
     def on_stage(self, batch: Batch, criterion: Criterion | None, outputs: Wanted, place: int) -> Microbatch:
         """`batch` as one microbatch of this rank's stage number `place`, with its own loss."""
         flow, deltas = self._find(batch, criterion)
-        route = self.routes(flow, outputs)[place]
+        route = self.routes.of(flow, outputs)[place]
         return Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, 1.0)
 
     def _find(self, batch: Batch, criterion: Criterion | None) -> Way:
@@ -271,8 +254,7 @@ class RouteCache:
         way = self._trace(batch, criterion)
         if sum(map(len, self._flows.values())) >= MOST_FLOWS:
             self._flows.clear()
-            self._routes.clear()
-            self._sliced.clear()
+            self.routes.clear()
             self._numbers.clear()
             self._prints.clear()
         self._flows.setdefault(mode, []).append(way[0])
@@ -327,32 +309,6 @@ class RouteCache:
     def is_seen(self, flow: Dataflow) -> bool:
         return id(flow) in self._seen
 
-    def routes(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
-        """The routes of such microbatches through the stages of this rank."""
-        key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
-        if key not in self._routes:
-            stages = self.policy.partition.of_calls(flow)
-            refuse_unsplittable(self.model, flow, stages, self.policy.placement)
-            self._refuse_released(flow, stages, outputs)
-            refuse_hooks(flow, stages, len(self.policy.placement))
-            crossing = boundaries(flow, stages, len(self.policy.placement), outputs)
-            again = {s: self.recompute.calls(flow, stages, s, self.policy.units) for s in self.policy.chunks}
-            self._routes[key] = [Route.of(flow, stages, s, crossing, outputs, again[s]) for s in self.policy.chunks]
-        return self._routes[key]
-
-    def sliced_routes(self, flow: Dataflow, outputs: Wanted) -> SlicedRoutes:
-        """The routes of such microbatches if their slices pass the stages, and the head is a stage after them."""
-        key = id(flow), outputs
-        if key not in self._sliced:
-            ordinary = self.routes(flow, outputs)  # which refuses what cannot be split
-            stages, head = self.policy.partition.of_calls(flow), len(self.policy.placement)
-            crossing = boundaries(flow, stages, head + 1, outputs)
-            again = [{k for k, step in enumerate(route.steps) if step.again} for route in ordinary]
-            chunks = zip(self.policy.chunks, again, strict=True)
-            of_chunks = [Route.of(flow, stages, s, crossing, outputs, recomputed) for s, recomputed in chunks]
-            self._sliced[key] = SlicedRoutes(of_chunks, Route.of(flow, stages, head, crossing, outputs))
-        return self._sliced[key]
-
     def slice_each(
         self,
         cut: Sequence[Sequence[Batch]],
@@ -374,117 +330,9 @@ class RouteCache:
             for whole, batch, parts, of_parts in zip(microbatches, batches, slices, ways, strict=True):
                 sizes = [sequence_of(part) for part in parts]
                 flows = [*(flow for flow, _ in of_parts), whole.route.flow]
-                routes = [self.sliced_routes(flow, outputs) for flow in flows]
+                routes = [self.routes.sliced(flow, outputs) for flow in flows]
                 made[-1].append(SlicedMicrobatch.of(whole, batch, sizes, of_parts, routes, place, device))
         return made
-
-    def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
-        """Glue may take a different path with another batch, and read a parameter that its stage has released."""
-        uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
-        for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:
-            released = sorted(use.parameters - self.policy.ownership.held[self.policy.placement[stage]])
-            if released:
-                raise TraceError(
-                    f"with this batch the model reads {released[0]} outside of its unit, on stage {stage}, which does "
-                    "not hold it: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
-                )
-
-    def _unproven(self, batch: Batch, parts: Sequence[Batch], criterion: Criterion | None) -> bool:
-        """Whether the rule for the loss of this batch is not known yet."""
-        if len(parts) == 1 and self.replicas is None:
-            return False
-        return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, _largest(parts)))
-
-    def any_unproven(
-        self, batches: Sequence[Batch], cut: Sequence[Sequence[Batch]], criterion: Criterion | None
-    ) -> bool:
-        """Whether the rule is unknown for one of these batches, in the state of the last `look`."""
-        return any(self._unproven(batch, parts, criterion) for batch, parts in zip(batches, cut, strict=True))
-
-    def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
-        """The loss of this replica's outputs, with its `part` in the step's loss."""
-        return loss if self.weight is None or part is None else part / self.weight
-
-    def prove(
-        self,
-        batches: Sequence[Batch],
-        cut: Sequence[Sequence[Batch]],
-        criterion: Criterion | None,
-        world: dist.ProcessGroup,
-    ) -> None:
-        """Find the rule on all ranks at the same time; a rank may know it for its own batches.
-
-        Raises ConfigurationError on all of them if one of them finds none.
-        """
-        failure: Exception | None = None
-        try:
-            for batch, parts in zip(batches, cut, strict=True):
-                self.learn(batch, batch.split(microbatch_size=_largest(parts))[0], criterion)
-        except Exception as error:  # of the model too: the other ranks have to learn of it
-            failure = error
-        reasons = gather_objects(None if failure is None else summary(failure), world)
-        if reason := next(filter(None, reasons), None):
-            for batch in batches:
-                self.rules.forget(self._kind(batch, criterion))
-            raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
-
-    def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
-        """Find the rule on this rank only."""
-        kind, sizes = self._kind(batch, criterion), self._sizes(batch, first.rows)
-        if self.rules.covers(kind, batch, sizes):  # another rank, or another batch, is what is new
-            return
-        (flow, _), proven = self._find(first, criterion), ProvenRule(SUM)
-        if self.is_last and flow.loss is not None:
-            known = self.rules.known(kind, batch)
-            batch = batch.to(self.policy.replay.device)
-            proven = prove_loss_rule(self.model, flow, batch, criterion, sizes, known)
-        self.rules.add(kind, proven, flow, batch)
-
-    def _sizes(self, batch: Batch, part: int) -> Sizes:
-        """Those of the batch and of a microbatch of this many samples."""
-        replicas = 1 if self.replicas is None else self.replicas.size()
-        return Sizes.of(batch, -(-batch.rows // part), replicas)
-
-    def _rule(self, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
-        if len(batches) == 1 and self.replicas is None:
-            return SUM
-        rule = self.rules.get(self._kind(batches[0], criterion))
-        if rule is None:
-            raise TraceError(
-                f"the forward of {type(self.model).__name__} changed the model when it ran on a few samples, so it is "
-                "unknown how its loss depends on those of microbatches. Keep what forward changes in Python within the "
-                "model or the criterion"
-            )
-        return rule
-
-    def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
-        """The properties of batches whose losses follow one rule. Numbers in a batch that transformers' own losses read
-        only count items."""
-        others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
-        beside = () if self._beside is None else (self._beside, of_batch(batch))
-        return (key_of(criterion), self._state, batch.paths, others), beside
-
-    def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
-        """The number that the criterion divides its sum by in each microbatch, needed before the first backward."""
-        glue = Glue(self.model, criterion, self.policy.replay.device)
-        return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
-
-    def _total(self, count: float, rule: LossRule) -> float:
-        """The sum of a count over the replicas."""
-        if self.replicas is None:
-            return count
-        code = zlib.crc32(repr(rule).encode())
-        table = gather(torch.tensor([count, code], dtype=torch.float64), self.replicas)
-        if len(set(table[:, 1].tolist())) > 1:
-            raise BatchError(
-                f"this replica's loss is made of its microbatches' by {rule}, that of others by another rule: give all "
-                "replicas batches of one kind, with labels or without"
-            )
-        return float(table[:, 0].sum())
-
-
-def _largest(parts: Sequence[Batch]) -> int:
-    return max(part.rows for part in parts)
 
 
 def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:

@@ -1,0 +1,160 @@
+"""Loss shares: what the loss of each microbatch contributes to that of the batch, by rules that are proven."""
+
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion, key_of
+from pipeshard.distributed.collectives import gather, gather_objects
+from pipeshard.engine.loss import SUM, LossRule, LossRules, ProvenRule, prove_loss_rule
+from pipeshard.engine.loss_sizes import Sizes
+from pipeshard.engine.loss_state import LossState, of_batch
+from pipeshard.engine.loss_trial import Glue
+from pipeshard.engine.ways import Way
+from pipeshard.errors import BatchError, ConfigurationError, TraceError, summary
+from pipeshard.hf import is_of_transformers
+from pipeshard.split.policy import Policy
+
+
+class LossShares:
+    """The rules by which the losses of microbatches make those of batches. `find` traces a microbatch.
+
+    All `replicas` have a part of one batch each, or `weight` is that of this replica's loss in the sum of all, which
+    have batches of their own.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        find: Callable[[Batch, Criterion | None], Way],
+        replicas: dist.ProcessGroup | None,
+        weight: float | None,
+    ) -> None:
+        self.model, self.device, self.find = policy.model, policy.replay.device, find
+        self.replicas, self.weight = replicas, weight
+        self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
+        self.rules, self.changing = LossRules(), LossState(policy.model)
+        self.state: tuple[int, int] = 0, 0  # of the model and the criterion
+        self._seen: tuple[Hashable, ...] | None = None  # values that the loss depends on
+        self._is_of_transformers = is_of_transformers(policy.model)
+
+    def look(self, criterion: Criterion | None, state: tuple[int, int]) -> None:
+        """Record the state of the model and the criterion, and the values that the loss depends on."""
+        self.state = state
+        is_known = criterion is None and self._is_of_transformers
+        self._seen = None if is_known else self.changing.look()
+
+    def stepped(self) -> None:
+        """A step has run since `look`."""
+        self.changing.stepped()
+
+    def of(
+        self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None, rule: LossRule
+    ) -> list[float]:
+        """The shares of the microbatches of one batch; of no use on other stages than the last one."""
+        if not self.is_last:
+            return [1.0] * len(batches)
+        counts = self._counts(batches, ways, criterion) if rule.counted else ()
+        return rule.shares(batches, lambda count: self._total(count, rule), counts)
+
+    def _unproven(self, batch: Batch, parts: Sequence[Batch], criterion: Criterion | None) -> bool:
+        """Whether the rule for the loss of this batch is not known yet."""
+        if len(parts) == 1 and self.replicas is None:
+            return False
+        return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, _largest(parts)))
+
+    def any_unproven(
+        self, batches: Sequence[Batch], cut: Sequence[Sequence[Batch]], criterion: Criterion | None
+    ) -> bool:
+        """Whether the rule is unknown for one of these batches, in the state of the last `look`."""
+        return any(self._unproven(batch, parts, criterion) for batch, parts in zip(batches, cut, strict=True))
+
+    def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
+        """The loss of this replica's outputs, with its `part` in the step's loss."""
+        return loss if self.weight is None or part is None else part / self.weight
+
+    def prove(
+        self,
+        batches: Sequence[Batch],
+        cut: Sequence[Sequence[Batch]],
+        criterion: Criterion | None,
+        world: dist.ProcessGroup,
+    ) -> None:
+        """Find the rule on all ranks at the same time; a rank may know it for its own batches.
+
+        Raises ConfigurationError on all of them if one of them finds none.
+        """
+        failure: Exception | None = None
+        try:
+            for batch, parts in zip(batches, cut, strict=True):
+                self.learn(batch, batch.split(microbatch_size=_largest(parts))[0], criterion)
+        except Exception as error:  # of the model too: the other ranks have to learn of it
+            failure = error
+        reasons = gather_objects(None if failure is None else summary(failure), world)
+        if reason := next(filter(None, reasons), None):
+            for batch in batches:
+                self.rules.forget(self._kind(batch, criterion))
+            raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
+
+    def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
+        """Find the rule on this rank only."""
+        kind, sizes = self._kind(batch, criterion), self._sizes(batch, first.rows)
+        if self.rules.covers(kind, batch, sizes):  # another rank, or another batch, is what is new
+            return
+        (flow, _), proven = self.find(first, criterion), ProvenRule(SUM)
+        if self.is_last and flow.loss is not None:
+            known = self.rules.known(kind, batch)
+            batch = batch.to(self.device)
+            proven = prove_loss_rule(self.model, flow, batch, criterion, sizes, known)
+        self.rules.add(kind, proven, flow, batch)
+
+    def _sizes(self, batch: Batch, part: int) -> Sizes:
+        """Those of the batch and of a microbatch of this many samples."""
+        replicas = 1 if self.replicas is None else self.replicas.size()
+        return Sizes.of(batch, -(-batch.rows // part), replicas)
+
+    def rule(self, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
+        if len(batches) == 1 and self.replicas is None:
+            return SUM
+        rule = self.rules.get(self._kind(batches[0], criterion))
+        if rule is None:
+            raise TraceError(
+                f"the forward of {type(self.model).__name__} changed the model when it ran on a few samples, so it is "
+                "unknown how its loss depends on those of microbatches. Keep what forward changes in Python within the "
+                "model or the criterion"
+            )
+        return rule
+
+    def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
+        """The properties of batches whose losses follow one rule. Numbers in a batch that transformers' own losses read
+        only count items."""
+        others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
+        beside = () if self._seen is None else (self._seen, of_batch(batch))
+        return (key_of(criterion), self.state, batch.paths, others), beside
+
+    def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
+        """The number that the criterion divides its sum by in each microbatch, needed before the first backward."""
+        glue = Glue(self.model, criterion, self.device)
+        return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
+
+    def _total(self, count: float, rule: LossRule) -> float:
+        """The sum of a count over the replicas."""
+        if self.replicas is None:
+            return count
+        code = zlib.crc32(repr(rule).encode())
+        table = gather(torch.tensor([count, code], dtype=torch.float64), self.replicas)
+        if len(set(table[:, 1].tolist())) > 1:
+            raise BatchError(
+                f"this replica's loss is made of its microbatches' by {rule}, that of others by another rule: give all "
+                "replicas batches of one kind, with labels or without"
+            )
+        return float(table[:, 0].sum())
+
+
+def _largest(parts: Sequence[Batch]) -> int:
+    return max(part.rows for part in parts)

@@ -1,0 +1,65 @@
+"""Routes: the ways of traced microbatches through the stages of a rank."""
+
+from collections.abc import Collection, Sequence
+
+from pipeshard.engine.sliced import SlicedRoutes
+from pipeshard.errors import TraceError
+from pipeshard.graph.dataflow import Dataflow, Wanted
+from pipeshard.split.partition import boundaries
+from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
+from pipeshard.split.route import Recompute, Route
+
+
+class Routes:
+    """The routes of all Dataflows so far, by the outputs that are wanted."""
+
+    def __init__(self, policy: Policy, recompute: Recompute) -> None:
+        self.policy, self.recompute = policy, recompute
+        self._routes: dict[tuple[int, Wanted], list[Route]] = {}
+        self._sliced: dict[tuple[int, Wanted], SlicedRoutes] = {}
+
+    def forget(self, flows: Collection[int]) -> None:
+        """Discard the routes of these Dataflows, given by their ids."""
+        self._routes = {key: routes for key, routes in self._routes.items() if key[0] not in flows}
+        self._sliced = {key: routes for key, routes in self._sliced.items() if key[0] not in flows}
+
+    def clear(self) -> None:
+        self._routes.clear()
+        self._sliced.clear()
+
+    def of(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
+        """The routes of such microbatches through the stages of this rank."""
+        key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
+        if key not in self._routes:
+            stages = self.policy.partition.of_calls(flow)
+            refuse_unsplittable(self.policy.model, flow, stages, self.policy.placement)
+            self._refuse_released(flow, stages, outputs)
+            refuse_hooks(flow, stages, len(self.policy.placement))
+            crossing = boundaries(flow, stages, len(self.policy.placement), outputs)
+            again = {s: self.recompute.calls(flow, stages, s, self.policy.units) for s in self.policy.chunks}
+            self._routes[key] = [Route.of(flow, stages, s, crossing, outputs, again[s]) for s in self.policy.chunks]
+        return self._routes[key]
+
+    def sliced(self, flow: Dataflow, outputs: Wanted) -> SlicedRoutes:
+        """The routes of such microbatches if their slices pass the stages, and the head is a stage after them."""
+        key = id(flow), outputs
+        if key not in self._sliced:
+            ordinary = self.of(flow, outputs)  # which refuses what cannot be split
+            stages, head = self.policy.partition.of_calls(flow), len(self.policy.placement)
+            crossing = boundaries(flow, stages, head + 1, outputs)
+            again = [{k for k, step in enumerate(route.steps) if step.again} for route in ordinary]
+            chunks = zip(self.policy.chunks, again, strict=True)
+            of_chunks = [Route.of(flow, stages, s, crossing, outputs, recomputed) for s, recomputed in chunks]
+            self._sliced[key] = SlicedRoutes(of_chunks, Route.of(flow, stages, head, crossing, outputs))
+        return self._sliced[key]
+
+    def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
+        """Glue may take a different path with another batch, and read a parameter that its stage has released."""
+        uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
+        for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:
+            released = sorted(use.parameters - self.policy.ownership.held[self.policy.placement[stage]])
+            if released:
+                raise TraceError(
+                    f"with this batch the model reads {released[0]} outside of its unit, on stage {stage}, which does "
+                    "not hold it: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
+                )
