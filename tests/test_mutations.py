@@ -74,7 +74,7 @@ def bypassing_gradient_dropped() -> Any:
 
 
 def nothing() -> Any:
-    return mock.patch("pipeshard.engine.loss.LENGTH", 8)
+    return mock.patch("pipeshard.engine.loss_search.LENGTH", 8)
 
 
 def mutated(name: str, mutation: Callable[[], Any]) -> list[str]:

@@ -11,7 +11,8 @@ from torch import Tensor
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, key_of
 from pipeshard.distributed.collectives import gather, gather_objects
-from pipeshard.engine.loss import SUM, LossRule, LossRules, ProvenRule, prove_loss_rule
+from pipeshard.engine.loss import SUM, LossRule, LossRules, ProvenRule
+from pipeshard.engine.loss_search import prove_loss_rule
 from pipeshard.engine.loss_sizes import Sizes
 from pipeshard.engine.loss_state import LossState, of_batch
 from pipeshard.engine.loss_trial import Glue

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
-from pipeshard.engine.loss import LossRule, find_loss_rule
+from pipeshard.engine.loss import LossRule
+from pipeshard.engine.loss_search import find_loss_rule
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.trace import trace
 from tests import zoo

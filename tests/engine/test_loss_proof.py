@@ -16,7 +16,8 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy, dropout, no
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import key_of
 from pipeshard.batch.read import read_batch
-from pipeshard.engine.loss import LossRule, find_loss_rule
+from pipeshard.engine.loss import LossRule
+from pipeshard.engine.loss_search import find_loss_rule
 from pipeshard.engine.refusals import refuse_criterion
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph import preserve

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipeshard.batch.batch import Batch
-from pipeshard.engine import loss as loss_module
-from pipeshard.engine.loss import LossRule, ProvenRule, prove_loss_rule
+from pipeshard.engine import loss_search as loss_module
+from pipeshard.engine.loss import LossRule, ProvenRule
+from pipeshard.engine.loss_search import prove_loss_rule
 from pipeshard.engine.loss_sizes import Sizes, Tried
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.trace import trace

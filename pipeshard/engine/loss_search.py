@@ -1,0 +1,412 @@
+"""Loss search: the rule that a model's loss follows, proven by trials.
+
+The model's own loss code is run on a few samples and on parts of them, with random values, and a rule is accepted only
+if it holds in every trial. A loss that follows no rule is refused.
+"""
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
+from pipeshard.engine.loss import SUM, LossRule, ProvenRule, read_by_loss, tolerance_of
+from pipeshard.engine.loss_sizes import Sizes, power
+from pipeshard.engine.loss_trial import (
+    LENGTH,
+    NORMAL,
+    NOTHING,
+    PROBABILITIES,
+    ROWS,
+    SHORT,
+    UNLABELLED,
+    LossTrial,
+    Measured,
+    Samples,
+)
+from pipeshard.errors import ConfigurationError, TraceError
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.shapes import TensorSpec
+from pipeshard.hf import IGNORED, is_of_transformers, is_target, padding_token, targets
+
+logger = logging.getLogger("pipeshard")
+CUTS = 1, 2, 3  # after which of the samples they are cut in two
+HALVES = (2,)  # the same for a model that takes no single sample, as a batch norm in training does
+TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
+FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
+LEAST_DIFFERENCE = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
+AT_SIZES = 2  # how many telling trials a rule has to hold in at the batch's own sizes
+LOOSER = 5.0  # how much larger than for a few samples the relative error of a sum of many may be
+MOST_DRAWN = 2**26  # numbers that are drawn for one trial at the batch's own sizes, or at larger ones
+VIEWS = (
+    ". Several views of each sample that go through layers together have to be in the order of the samples: "
+    "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
+)
+LOSS_REMEDY = (
+    "average the microbatches' own losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
+    "criterion, where the batch's loss is the sum of the sums over that of the counts, or use one microbatch"
+)
+
+
+def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> LossRule:
+    """The rule for a batch that is cut into two parts; see `prove_loss_rule`."""
+    return prove_loss_rule(model, flow, batch, criterion, Sizes.of(batch, 2)).rule
+
+
+def prove_loss_rule(
+    model: nn.Module,
+    flow: Dataflow,
+    batch: Batch,
+    criterion: Criterion | None,
+    sizes: Sizes,
+    known: LossRule | None = None,
+) -> ProvenRule:
+    """The rule by which the loss of a batch like this follows from those of its parts.
+
+    The glue after the units is run on a few samples and on parts of them, cut in different places, with random unit
+    results and new random labels, weights and masks. The rule found so, or the one that is `known` for
+    other sizes, must hold with as many samples, and as long ones, as the batch has. transformers' own losses do not
+    depend on sizes. A part of the loss that is computed from side outputs of units (router logits) may follow no rule,
+    which is a warning.
+
+    Raises ConfigurationError if no rule can be proven.
+    """
+    asked = None if criterion is None and is_of_transformers(model) else sizes
+    search = _Search(model, flow, batch, criterion, asked)
+    if known is not None:
+        for side_outputs in (False, True) if search.has_side_outputs else (False,):
+            if search.rule(side_outputs, known=known) is not None:
+                search.warn_of_untried()
+                return ProvenRule(known, search.until)
+        search.is_of_few = False  # the known rule held on a few samples of another batch
+    rule, is_approximate = search.rule(), search.has_side_outputs
+    if rule is None and search.has_side_outputs:
+        rule, is_approximate = search.rule(side_outputs=True), False
+    if rule is None and search.is_sum_of_means():
+        rule, is_approximate = LossRule(), True
+    if rule is None and search.strayed is not None:
+        raise search.strayed
+    if rule is None:
+        why = (
+            "is not a mean or sum over samples or valid labels that could be proven on random values (does it weigh "
+            "classes, compare samples with each other, or divide by something of its own?)"
+        )
+        if flow.counts_results:
+            why = (
+                "is a pair of which the second number, by which the first is divided, depends on the model's output "
+                "(is it an accuracy or another metric? Then return the loss alone, and metrics by return_outputs=fn)"
+            )
+        elif search.failure is not None:
+            why = f"on a few samples ended in {type(search.failure).__name__}: {search.failure}"
+        elif search.is_of_few:
+            why = (
+                f"on {sizes.rows} samples with axes of {sorted(set(sizes.lengths))} is not the mean or sum that it is "
+                "on fewer and shorter ones (does it take chunks of the positions, or go by the number of samples?)"
+            )
+        what = f"the loss of {type(model).__name__} {why}"
+        views = VIEWS if _has_views(flow) else ""
+        raise ConfigurationError(
+            f"{what}, so the loss of a batch cannot be computed from those of its microbatches: {LOSS_REMEDY}{views}"
+        ) from search.failure
+    if is_approximate:
+        logger.warning(
+            "the loss of %s has an auxiliary part (router logits, or a second kind of labels?), which is not a sum "
+            "over samples: it is computed for each microbatch, as in gradient accumulation, and averaged like the rest",
+            type(model).__name__,
+        )
+    search.warn_of_untried()
+    return ProvenRule(rule, search.until)
+
+
+class _Search:
+    """Tries the rules that a loss may follow."""
+
+    def __init__(
+        self, model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None, sizes: Sizes | None
+    ) -> None:
+        self.model, self.flow, self.batch, self.criterion = model, flow, batch, criterion
+        self.read = read_by_loss(flow)
+        self.sizes = sizes  # those at which a rule has to hold, if not at all of them
+        self.until = sizes  # those up to which the rule found holds
+        self.is_of_few = False  # whether a rule held on a few samples alone
+        self.is_untried = False  # whether the rule found could not be tried at the batch's sizes
+        self.failure: Exception | None = None  # why nothing could be tried
+        self.strayed: TraceError | None = None  # the same, if glue took another way than in its trace
+        loss = flow.loss
+        self.has_side_outputs = loss is not None and bool(loss.hidden or any(map(flow.is_aside, loss.values)))
+
+    def rule(self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None) -> LossRule | None:
+        """The rule, or None; `side_outputs` are random, too, or zeros. With only `valid` labels, it is the rule of
+        samples or None. A `known` rule is tried only at the batch's own sizes."""
+        self.valid, self.side_outputs = valid, side_outputs
+        self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
+        sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
+        for self.cuts in (CUTS, HALVES):
+            if any(self._can_try(source, side_outputs) for source in sources):
+                break
+        else:
+            return None
+        if self.criterion is not None and not self.trial.is_steady(self.samples.draw(self.level, 0), self.kind):
+            raise ConfigurationError(
+                "the criterion returned a different loss for the same input when it was called again: it counts its "
+                "calls or keeps statistics, and a pipeline calls it once for each microbatch. Change its state between "
+                "steps, pass PipelinePlugin(loss_reduction='microbatch'), or use one microbatch"
+            )
+        if self.level == NOTHING and self.batch.rows == 1:
+            return None  # all samples are the same one
+        if known is not None:
+            return known if known.counted == self.counted and self._holds_at_sizes(known) else None
+        if self.counted:
+            rule = LossRule(counted=True)
+            return rule if self._counts_alike() and self._is_proven(rule) else None
+        return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
+
+    def is_sum_of_means(self) -> bool:
+        """Whether it is one of transformers' own losses, a sum of means over labels of several kinds, all of them
+        valid: then the means are over samples."""
+        labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
+        ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
+        known = self.criterion is None and is_of_transformers(self.model)
+        return known and not ignored and self.rule(valid=True) is not None
+
+    def _can_try(self, source: Batch, side_outputs: bool) -> bool:
+        """Whether the loss of samples of this batch is a number, and how much of the batch and which unit
+        results are random then."""
+        kinds = {leaf.dtype for call in self.flow.calls for leaf in call.leaves if isinstance(leaf, TensorSpec)}
+        ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
+        return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
+
+    def _samples(self, source: Batch, count: int = ROWS) -> Samples:
+        reads = self.read, self.flow.consulted
+        return Samples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
+
+    def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
+        """The same, with 32 bits instead of 16; or with 16 if glue accepts nothing else, or rounds by itself."""
+        try:
+            self.samples = self._samples(source)
+            self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
+        except (TraceError, ConfigurationError) as error:
+            logger.debug("a trial of the loss failed: %s", error)
+            self.failure = error
+            return False
+        for self.kind, self.level in itertools.product((NORMAL, PROBABILITIES), range(NOTHING + 1)):
+            if (losses := self._losses(LossRule(), 0)) is not None:
+                if precise and self.trial.rounds(self._drawn(LossRule(), 0), self.kind):
+                    return False
+                self.counted, self.failure = losses[0].denominator is not None, None
+                return True
+        self.failure = self.trial.failure
+        self.strayed = self.failure if isinstance(self.failure, TraceError) else None
+        return False
+
+    def _candidates(self) -> Iterator[LossRule]:
+        integers, floats = self.samples.integers, self.samples.floats
+        for path in targets(integers) or [path for path in integers[::-1] if path in self.read]:
+            for ignore in self._ignored(path):
+                yield from (LossRule(path, shift, ignore) for shift in (0, 1))
+        yield from (LossRule(), SUM)
+        for path in (*floats, *integers):  # masks, and weights
+            if path in self.read:
+                yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
+        if self.criterion is None and is_of_transformers(self.model):
+            return
+        for (
+            path
+        ) in floats:  # positions that are left out where a mask is 0, or a target missing, whatever it is elsewhere
+            if path in self.read:
+                ignored = dict.fromkeys([0, *self.samples.marks(path)])
+                yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
+        for path in integers:  # positions that are left out by what is read there, not by their label
+            if path in self.read and not is_target(path):
+                paddings = dict.fromkeys([padding_token(self.model) or 0, 0])
+                yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
+
+    def _ignored(self, path: str) -> list[int]:
+        """The labels that may mean "no label"; a GPU fails on one that is out of range."""
+        observed = set(self.samples.pools[path].tolist())
+        if self.criterion is None:
+            return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
+        padding = padding_token(self.model)
+        tried = dict.fromkeys([IGNORED, *([] if padding is None else [padding]), -1, 0])
+        if UNLABELLED in observed:
+            tried[UNLABELLED] = None
+        on_cpu = self.batch.device.type == "cpu"
+        return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
+
+    def _is_proven(self, rule: LossRule) -> bool:
+        """Whether a rule holds in every trial, enough of which could have distinguished it from another rule."""
+        telling = 0
+        for number in range(2 * self.samples.draws):
+            losses = self._losses(rule, number)
+            if losses is None and number and not telling:
+                return False  # the loss does not take such labels
+            if losses is None:
+                continue
+            if not self._holds_of(rule, number, losses):
+                return False
+            telling += _tells(*losses)
+            if telling >= self.samples.draws:
+                break
+        is_of_few = telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in FITS))
+        return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
+
+    def _slopes_hold(self, rule: LossRule) -> bool:
+        """Whether the rule holds for gradients, if the loss has any: a loss over its own detached value is
+        always 1, and its gradient is divided by a mean over the whole batch."""
+        if self.sizes is None:
+            return True
+        for number in range(len(self.cuts)):
+            batch, at = self._drawn(rule, number), self.cuts[number % len(self.cuts)]
+            losses = self.trial.measure(batch, at, number, self.kind, sloping=True)
+            if losses is not None and not rule.holds_for_slopes(*losses, _cut(batch, at)):
+                return False
+        return True
+
+    def _holds_at_sizes(self, rule: LossRule) -> bool:
+        """Whether a rule that holds on a few samples does so at the batch's sizes: at the upper ends of their range, or
+        otherwise at the batch's own. If its own are too large to run, fewer and shorter samples are used, and the rule
+        `is_untried` at the batch's."""
+        if self.sizes is None:
+            return True
+        source, larger = self._larger(), self.sizes.larger
+        self.until, self.is_untried = self.sizes, False
+        if self._needs(source, larger.rows) <= MOST_DRAWN and self._holds_in(rule, source, larger, MOST_DRAWN):
+            self.until = larger.of_batch(source)
+            return True
+        holds = self._holds_in(rule, self.batch, self.sizes, MOST_DRAWN)
+        self.is_untried = holds is None or self._needs(self.batch, self.sizes.rows) > MOST_DRAWN
+        self.is_of_few |= holds is False
+        return holds is not False
+
+    def warn_of_untried(self) -> None:
+        """Warn that the rule was not tried at the batch's sizes, if so."""
+        if self.is_untried and self.sizes is not None:
+            logger.warning(
+                "the loss of %s could not be tried on %d samples with axes of %s (too many numbers, or no losses that "
+                "tell), but on fewer or shorter ones. It is exact if it does not go by the number of samples or the "
+                "length (as a mean of chunks' means does). To be sure, return (sum, count) from the criterion",
+                type(self.model).__name__,
+                self.sizes.rows,
+                sorted(set(self.sizes.lengths)),
+            )
+
+    def _larger(self) -> Batch:
+        """The batch, extended to the end of the range of its lengths."""
+        batch, axes = self.batch, self.flow.axes
+        for group in range(1, len(axes.sizes)):
+            deltas = axes.deltas(batch)
+            if deltas is not None:
+                size = axes.sizes[group] + deltas[group]
+                batch = axes.resized(batch, group, power(size) - size)
+        return batch
+
+    def _holds_in(self, rule: LossRule, source: Batch, sizes: Sizes, most: int) -> bool | None:
+        """Whether a rule holds with this number of samples, as long as those of `source`. If that takes more than the
+        limit of elements, with fewer and with shorter samples. None if one of these cannot be tried."""
+        held: list[bool | None] = []
+        for longest, rows in self._plans(source, sizes.rows, most):
+            held.append(self._holds_on(rule, longest, rows, min(sizes.part, rows - 1)))
+            if held[-1] is False:
+                return False
+        return True if held and all(held) else None
+
+    def _plans(self, source: Batch, rows: int, most: int) -> list[tuple[Batch, int]]:
+        """The samples to try, and their number."""
+        if self._needs(source, rows) <= most:
+            return [(source, rows)]
+        axes = self.flow.axes
+        short = axes.shortened(source, LENGTH)
+        longest = max(_longest(source), LENGTH)
+        while self._needs(source, 2) > most and longest > LENGTH:
+            longest //= 2
+            source = axes.shortened(source, longest)
+        plans = [(each, min(rows, int(most / self._needs(each, 1)))) for each in (source, short)]
+        return [(each, count) for each, count in plans if count > 1]
+
+    def _needs(self, source: Batch, rows: int) -> float:
+        """About how many random elements this number of these samples needs."""
+        few = self.samples.few
+        pairs = ((leaf.numel(), few.tensors[path].numel()) for path, leaf in source.tensors.items() if leaf.numel())
+        longer = max((count / max(1, of_few) for count, of_few in pairs), default=1.0) * few.rows / source.rows
+        return max(1.0, self.trial.elements * longer) * rows / few.rows
+
+    def _holds_on(self, rule: LossRule, source: Batch, rows: int, part: int) -> bool | None:
+        """Whether a rule holds on this number of samples like these, cut after `part`, or before as many."""
+        key = id(source), rows
+        try:
+            if key not in self._sized:
+                samples = self._samples(source, rows)
+                how = self.criterion, self.side_outputs, self.trial.precise
+                self._sized[key] = source, samples, LossTrial(self.model, self.flow, samples.few, *how)
+        except Exception as error:  # the model's own, which may take no longer samples
+            logger.debug("a loss was not tried on %d samples: %s", rows, error)
+            return None
+        _, samples, trial = self._sized[key]
+        telling = 0
+        for number in range(2 * AT_SIZES):
+            batch, at = self._drawn(rule, number, samples), rows - part if number % 2 else part
+            losses = trial.measure(batch, at, number, self.kind)
+            if losses is None or not all(math.isfinite(loss.value) for loss in (losses[0], *losses[1])):
+                continue
+            if not rule.holds(*losses, _cut(batch, at), LOOSER):
+                return False
+            telling += _tells(*losses)
+            if telling >= AT_SIZES:
+                return True
+        return True if telling else None
+
+    def _holds(self, rule: LossRule, number: int, fit: float) -> bool:
+        """Whether a rule holds if the first samples are fitted, and the loss can be computed from such results."""
+        losses = self._losses(rule, number, fit)
+        return losses is None or self._holds_of(rule, number, losses)
+
+    def _holds_of(self, rule: LossRule, number: int, losses: tuple[Measured, list[Measured]]) -> bool:
+        batch, at = self._drawn(rule, number), self.cuts[number % len(self.cuts)]
+        return rule.holds(*losses, _cut(batch, at))
+
+    def _losses(self, rule: LossRule, number: int, fit: float = 0.0) -> tuple[Measured, list[Measured]] | None:
+        at = self.cuts[number % len(self.cuts)]
+        losses = self.trial.measure(self._drawn(rule, number), at, number, self.kind, fit)
+        is_finite = losses is not None and all(math.isfinite(loss.value) for loss in (losses[0], *losses[1]))
+        return losses if is_finite else None
+
+    def _drawn(self, rule: LossRule, number: int, samples: Samples | None = None) -> Batch:
+        samples = samples or self.samples
+        batch = samples.draw(self.level, number, self.valid)
+        has_labels = rule.path is not None and not rule.adds
+        return samples.with_invalid(batch, str(rule.path), rule.ignore, number) if has_labels else batch
+
+    def _counts_alike(self) -> bool:
+        """Whether the count that the criterion returns is independent of unit results."""
+        batch = self.samples.draw(self.level, 0)
+        losses = [self.trial.measure(batch, self.cuts[0], seed, self.kind) for seed in range(TELLING)]
+        return len({None if loss is None else loss[0].denominator for loss in losses}) == 1
+
+
+def _cut(batch: Batch, at: int) -> list[Batch]:
+    return [batch.take(torch.arange(at)), batch.take(torch.arange(at, batch.rows))]
+
+
+def _has_views(flow: Dataflow) -> bool:
+    """Whether the loss is computed from unit results with several rows per sample."""
+    if flow.loss is None or not flow.axes.sizes:
+        return False
+    rows, same = flow.axes.sizes[0], (0,) * len(flow.axes.sizes)
+    shapes = [flow.spec(value).at(same) for value in flow.loss.values]
+    return any(shape and shape[0] > rows and shape[0] % rows == 0 for shape in shapes)
+
+
+def _longest(batch: Batch) -> int:
+    return max((size for leaf in batch.tensors.values() for size in leaf.shape), default=1)
+
+
+def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:
+    """Whether losses can distinguish one rule from another: zeros, and equal ones, fit too many."""
+    values = [part.value for part in parts]
+    scale = max(map(abs, values))
+    far = max(LEAST_DIFFERENCE, 4 * tolerance_of(whole.dtype))
+    return min(abs(whole.value), scale) > 1e-6 and abs(values[0] - values[1]) > far * scale
