@@ -19,8 +19,8 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
 from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
+from pipeshard.engine.optimizer_trial import check_separable
 from pipeshard.engine.refusals import (
-    check_separable,
     plain,
     refuse_blank_adapters,
     refuse_criterion,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipeshard
 from pipeshard.config import PipelineConfig
-from pipeshard.engine.refusals import SPARED, gap, own_methods
+from pipeshard.engine.optimizer_trial import SPARED, gap, own_methods
 from pipeshard.engine.step_guard import GUARD
 from pipeshard.entry import Engine
 from pipeshard.errors import ConfigurationError, UsageError

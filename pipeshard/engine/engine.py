@@ -27,10 +27,11 @@ from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
+from pipeshard.engine.places import Places
 from pipeshard.engine.ragged import Ragged
 from pipeshard.engine.reader import News, Reader
 from pipeshard.engine.recording import Recording
-from pipeshard.engine.refusals import Places, refuse_compiled, refuse_criterion, refuse_recomputed
+from pipeshard.engine.refusals import refuse_compiled, refuse_criterion, refuse_recomputed
 from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.stages import Stages

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint.optimizer import DESCRIPTION, content_flaw
 from pipeshard.config import PipelineConfig
-from pipeshard.engine.refusals import check_separable
+from pipeshard.engine.optimizer_trial import check_separable
 from pipeshard.errors import ConfigurationError
 from tests import zoo
 from tests.pool import Pool

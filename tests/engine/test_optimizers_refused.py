@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from pipeshard import PipelinePlugin
-from pipeshard.engine.refusals import SPARED, gap
+from pipeshard.engine.optimizer_trial import SPARED, gap
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
 from tests.engine.test_gradients_hooks import Net, data

@@ -1,0 +1,261 @@
+"""Optimizer trial: whether an optimizer updates parts of a model as it updates the whole.
+
+An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all of them) would silently
+compute something else on every stage. torch's own are known; any other class is tried on tiny parameters, as a whole
+and in halves.
+"""
+
+import copy
+import inspect
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Adafactor, Optimizer
+
+from pipeshard.config import PipelineConfig
+from pipeshard.distributed.mesh import Grid
+from pipeshard.errors import ConfigurationError
+
+logger = logging.getLogger("pipeshard")
+FEW = 2  # parameters of each group that an optimizer is tried on
+SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; a gap that counts
+OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # which schedulers, or an earlier boost, have put on an optimizer
+KNOWN = "torch.optim.", "bitsandbytes.optim."  # modules whose optimizers look at one parameter at a time
+WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch's own that look at whole matrices
+Place = tuple[int, int]  # of a parameter: its group, and its place in it
+
+
+def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
+    """Raise ConfigurationError for an optimizer that would update a part of the model differently than all of
+    it."""
+    name = type(optimizer).__name__
+    sharded = grid.tp_size > 1 or (config.fsdp and grid.dp_size > 1)
+    if grid.pp_size == 1 and not sharded and not (config.zero_stage and grid.dp_size > 1):
+        return
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(
+            f"{name} takes its direction from the gradients of all parameters together, of which each rank has a part "
+            "only: use another optimizer, or pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
+        )
+    known = type(optimizer).__module__.startswith(KNOWN)
+    try:
+        couples = not known and gap(optimizer, model, False) > SPARED
+        divides = sharded and (looks_at_whole(optimizer) if known else gap(optimizer, model, True) > SPARED)
+    except Exception as error:  # a user's class may raise anything
+        if grid.first:
+            logger.warning(
+                "%s could not be tried on a part of the model (%s: %s): it trains as on the whole model only if it "
+                "looks at one parameter at a time",
+                name, type(error).__name__, error,
+            )  # fmt: skip
+        return
+    if couples:
+        raise ConfigurationError(
+            f"{name} does something else to parameters together than to each alone (a norm over all of them, an "
+            "estimate from all of them, random numbers, a list of parameters outside its groups), but each rank "
+            "has a part of them only: let it keep what belongs to a parameter in self.state[parameter], use another "
+            "optimizer (max_norm clips by the norm of the whole model), or pp_size=1 without zero_stage and fsdp"
+        )
+    if divides:
+        raise ConfigurationError(
+            f"{name} looks at whole parameters, of which each rank has slices with tp_size, ep_size or fsdp: use "
+            "zero_stage=1 instead, or an optimizer that works element by element"
+        )
+
+
+def looks_at_whole(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of the KNOWN modules looks at whole parameters, as those of bitsandbytes do whose states
+    share a scale for every 256 values, or whose updates have a norm."""
+    of_bitsandbytes = getattr(optimizer, "args", None)
+    in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8
+    return isinstance(optimizer, WHOLE) or in_blocks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
+
+
+def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:
+    """How much an optimizer's updates differ, relative to its largest, if each half of its parameters, or (`sliced`) of
+    the rows of each, has a separate optimizer. Its own methods are tried as well as `step`."""
+    try:
+        return _gap_of_few(optimizer, model, sliced, FEW)
+    except Exception:  # it may count on all parameters
+        return _gap_of_few(optimizer, model, sliced, None)
+
+
+def _gap_of_few(optimizer: Optimizer, model: nn.Module, sliced: bool, few: int | None) -> float:
+    start, methods = _tiny(optimizer, sliced, few), own_methods(optimizer)
+    by_methods = _gap(start, lambda values: _called(optimizer, model, values, methods), sliced) if methods else 0.0
+    if by_methods > SPARED:
+        return by_methods
+    return _gap(start, lambda values: _stepped(optimizer, model, values), sliced)
+
+
+def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[Place, Tensor]], sliced: bool) -> float:
+    halves = [
+        {place: value.chunk(2)[half] for place, value in start.items()} if sliced else dict([*start.items()][half::2])
+        for half in (0, 1)
+    ]
+    with torch.random.fork_rng():
+        together = run(start)
+        try:
+            first, second = [run(values) for values in halves]
+        except Exception:  # it counts on all of them being there: by lists of its own beside them
+            return 1.0
+    apart = {place: torch.cat([first[place], second[place]], 1) for place in start} if sliced else first | second
+    if not start:
+        return 0.0
+    gaps = [(together[place], together[place] - apart[place]) for place in start]
+    moved, differs = (torch.cat([gap.flatten(1) for gap in of_all], 1).abs().amax(1) for of_all in zip(*gaps))
+    counts = moved > 1e-6
+    return float((differs[counts] / moved[counts]).max()) if counts.any() else 0.0
+
+
+def own_methods(optimizer: Optimizer) -> list[str]:
+    """The public methods that its class adds to torch's Optimizer, that need no arguments and iterate over the
+    parameter groups, in the order of their definition (SAM's first_step before its second_step)."""
+    found: dict[str, None] = {}
+    for kind in reversed(type(optimizer).__mro__):
+        if kind is object or issubclass(Optimizer, kind) or kind.__module__.startswith("torch."):
+            continue
+        for name, method in vars(kind).items():
+            if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(Optimizer, name):
+                found[name] = None
+    return [name for name in found if _goes_through_groups(getattr(type(optimizer), name))]
+
+
+def _goes_through_groups(method: Callable[..., Any]) -> bool:
+    """Whether it can be called without arguments, and reads the parameter groups."""
+    original = inspect.unwrap(method)
+    first, *others = inspect.signature(original).parameters.values()
+    optional = (first.VAR_POSITIONAL, first.VAR_KEYWORD)
+    needed = [one for one in others if one.default is one.empty and one.kind not in optional]
+    return not needed and "param_groups" in original.__code__.co_names
+
+
+def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Tensor]:
+    """Values in place of the first `few` parameters of each group, or of all; with `sliced`, of those with
+    rows."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        (k, j): [min(size, SIZE) for size in parameter.shape]
+        for k, group in enumerate(optimizer.param_groups)
+        for j, parameter in enumerate(group["params"][:few])
+    }
+    if sliced:
+        shapes = {place: shape for place, shape in shapes.items() if shape and shape[0] > 1}
+    return {place: torch.randn(shape, generator=generator) for place, shape in shapes.items()}
+
+
+def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor]) -> dict[Place, Tensor]:
+    """The values after some steps of a copy that has only these parameters."""
+    try:
+        return _trial(optimizer, model, values, closes=False)
+    except Exception as error:  # it may want a closure
+        try:
+            return _trial(optimizer, model, values, closes=True)
+        except Exception:  # the first one tells more
+            raise error from None
+
+
+def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], closes: bool) -> dict[Place, Tensor]:
+    parameters = _parameters(optimizer, values)
+    trial = _copy(optimizer, model, parameters)
+    torch.manual_seed(0)
+    seen = [_values(parameters)]
+    for scale in SCALES:
+
+        def closure(scale: float = scale) -> Tensor:
+            """A separable loss, whose gradients change slightly on the way; its value does not depend on parameters."""
+            _give_gradients(parameters, scale)
+            return torch.ones((), requires_grad=True)
+
+        closure()
+        type(trial).step(trial, *([closure] if closes else []))
+        seen.append(_values(parameters))
+    return _moves(parameters, seen)
+
+
+def _called(
+    optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], methods: Sequence[str]
+) -> dict[Place, Tensor]:
+    """What each of these methods does to the values, one after the other, with new gradients each time."""
+    parameters = _parameters(optimizer, values)
+    trial = _copy(optimizer, model, parameters)
+    torch.manual_seed(0)
+    seen = [_values(parameters)]
+    for name in methods:
+        _give_gradients(parameters, 1.0)
+        with suppress(Exception):  # it may want what only a training loop gives it
+            getattr(type(trial), name)(trial)
+        seen.append(_values(parameters))
+    return _moves(parameters, seen)
+
+
+def _parameters(optimizer: Optimizer, values: dict[Place, Tensor]) -> dict[Place, nn.Parameter]:
+    parameters = {}
+    for (k, j), value in values.items():
+        original = optimizer.param_groups[k]["params"][j]
+        parameters[k, j] = nn.Parameter(value.to("cpu" if original.is_meta else original.device).clone())
+    return parameters
+
+
+def _give_gradients(parameters: dict[Place, nn.Parameter], scale: float) -> None:
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.grad = scale * torch.cos(40.0 * parameter)
+
+
+def _values(parameters: dict[Place, nn.Parameter]) -> dict[Place, Tensor]:
+    return {place: parameter.detach().cpu().clone() for place, parameter in parameters.items()}
+
+
+def _moves(parameters: dict[Place, nn.Parameter], seen: Sequence[dict[Place, Tensor]]) -> dict[Place, Tensor]:
+    return {place: torch.stack([values[place] for values in seen]).diff(dim=0) for place in parameters}
+
+
+def _corner(tensor: Tensor) -> Tensor:
+    return tensor.detach()[(slice(SIZE),) * tensor.ndim].clone() if tensor.ndim else tensor.detach().clone()
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in an optimizer's own lists and dicts, and in those of optimizers inside of it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth:
+        inner = vars(value) if isinstance(value, Optimizer) else value
+        entries = inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, list | tuple) else ()
+        for entry in entries:
+            yield from _tensors(entry, depth - 1)
+
+
+def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Parameter]) -> Any:
+    """The optimizer with these parameters in place of its own; nothing large is copied."""
+    content = {key: value for key, value in optimizer.__dict__.items() if key not in (*OVERRIDDEN, "state")}
+    memo: dict[int, Any] = {id(tensor): _corner(tensor) for tensor in _tensors(content)}
+    memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}
+    state = memo[id(optimizer.state)] = defaultdict[Any, Any](dict)
+    for k, group in enumerate(optimizer.param_groups):
+        for j, original in enumerate(group["params"]):
+            tried = memo[id(original)] = parameters.get((k, j), nn.Parameter(_corner(original)))
+            tried.__dict__.update({key: _like(value, original, tried) for key, value in vars(original).items()})
+            if original in optimizer.state:
+                of_state = optimizer.state[original]
+                state[tried] = {key: _like(value, original, tried) for key, value in of_state.items()}
+    trial = memo[id(optimizer)] = object.__new__(type(optimizer))
+    trial.__dict__.update(copy.deepcopy(content, memo), state=state)
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for k, group in enumerate(trial.param_groups):
+        group["params"][:] = [parameter for (of, _), parameter in parameters.items() if of == k]
+    return trial
+
+
+def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:
+    """The state of a parameter, for the one that replaces it: for a tensor of its shape, ones, since the
+    replacement may be any slice of it."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value) if isinstance(value, list | dict) else value
+    return torch.ones_like(tried, dtype=value.dtype) if value.shape == original.shape else _corner(value)
