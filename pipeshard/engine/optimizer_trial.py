@@ -59,8 +59,9 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         raise ConfigurationError(
             f"{name} does something else to parameters together than to each alone (a norm over all of them, an "
             "estimate from all of them, random numbers, a list of parameters outside its groups), but each rank "
-            "has a part of them only: let it keep what belongs to a parameter in self.state[parameter], use another "
-            "optimizer (max_norm clips by the norm of the whole model), or pp_size=1 without zero_stage and fsdp"
+            "has a part of them only: let it keep what belongs to a parameter in self.state[parameter], turn off its "
+            "own clipping (Lamb of timm: max_grad_norm=None; max_norm clips by the norm of the whole model), use "
+            "another optimizer, or pp_size=1 without zero_stage and fsdp"
         )
     if divides:
         raise ConfigurationError(

@@ -111,8 +111,12 @@ class Carried:
     @property
     def makers(self) -> frozenset[int]:
         """The calls whose results it needs to be correct."""
-        of_units = self.writers if -1 not in self.writers else frozenset()
-        return of_units | self.uses.hidden | {value.call for value in self.uses.values}
+        return self.unseen | {value.call for value in self.uses.values}
+
+    @property
+    def unseen(self) -> frozenset[int]:
+        """Those among them of which it needs more than a result that stages send."""
+        return self.uses.hidden | (self.writers if -1 not in self.writers else frozenset())
 
 
 @dataclass(frozen=True)

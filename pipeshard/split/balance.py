@@ -39,8 +39,7 @@ def balance(
             remedy += " with schedule='1f1b', which has one stage a rank"
         raise PartitionError(
             f"the model makes {len(costs)} unit calls in {len(starts)} parts that can be cut apart, fewer than "
-            f"{asked}{why}. Use {remedy}"
-            + ("" if forbidden else ", or name modules inside of units to cut after, partition=[...]")
+            f"{asked}{why}. Use {remedy}, or name modules inside of units to cut after, partition=[...]"
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]

@@ -208,7 +208,7 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
         raise TraceError(
             f"{type(model).__name__} decides in Python on a value of a unit, which only its stage has: "
             f"{'; '.join(decisions)}. Compute it with tensor operations (torch.where), or in the forward of a module "
-            "of its own, as also gradients that forward computes (autograd.grad)"
+            "of its own, as also gradients that forward computes (autograd.grad), or use one stage (pp_size=1)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:

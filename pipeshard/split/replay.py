@@ -54,7 +54,8 @@ PLACE = "Other stages do not get it as it is now. Return it instead, as a tensor
 PLAIN_TENSOR = "Other stages get only its numbers: return the rest as a tensor, or cut elsewhere (partition=[...])"
 CONSTANT = (
     "What a unit returns other than tensors is the same on all stages, as the trace has seen it, so it must not depend "
-    "on the values of tensors: return a tensor (x.max(), not x.max().item())"
+    "on the values of tensors: return a tensor (x.max(), not x.max().item()), or cut before the unit "
+    "(partition=[...]): the last stage may decide by values"
 )
 
 
@@ -262,8 +263,10 @@ class Replay:
         """The first time on a route: a unit leaves at places what the trace has seen it leave there, except numbers
         and the like that no other code could read."""
         unit, traced, start = self.units[step.unit], {}, 0
+        sizes = run.sizes[run.next - 1]  # a count follows from the batch's sizes
+        expected = [leaf if size is None else size for leaf, size in zip(step.leaves, sizes)]
         for source, tree in step.parts:
-            traced[source.place] = step.leaves[start : start + tree.num_leaves]
+            traced[source.place] = expected[start : start + tree.num_leaves]
             start += tree.num_leaves
         tensors = tree_tensors(arguments)
         for source, content in changed(before, but=tensors):
@@ -307,8 +310,8 @@ class Replay:
                     raise self._differs(step, run, f"is {_described(leaf)}", f"{seen.dtype}", k)
                 if leaf.requires_grad and not seen.requires_grad:
                     raise self._differs(step, run, "requires a gradient", "none", k, UNFROZEN)
-            elif run.listener is None and not _is_as(leaf, seen if sizes[k] is None else sizes[k]):
-                raise self._differs(step, run, f"is {leaf!r:.80}", f"{seen!r:.80}", k, CONSTANT)
+            elif not step.alone and run.listener is None and not _is_as(leaf, seen if sizes[k] is None else sizes[k]):
+                raise self._differs(step, run, f"is {_constant(leaf)}", _constant(seen), k, CONSTANT)
         return leaves
 
     def _differs(
@@ -404,6 +407,10 @@ def _added(tensor: Tensor) -> list[str]:
 
 def _described(leaf: Any) -> str:
     return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _constant(leaf: Any) -> str:
+    return _described(leaf) if isinstance(leaf, Tensor) else f"{leaf!r:.80}"
 
 
 def _is_as(leaf: Any, seen: Any) -> bool:

@@ -196,7 +196,8 @@ class Step:
     its spec or constant; otherwise a constant, the received Value, or a Blank. `plain` is a replayed unit that
     leaves only its result, one tensor. For a held unit, `keeps` are the leaves that later stages or the boundary
     need, `modules` those inside it that compute some of them, `places` where it leaves others; `again` is one that runs
-    again in its backward, and `tensor` or `tensors` is the spec of a result that is a tensor, or a tuple of tensors.
+    again in its backward, `alone` one that no other stage's forward reaches, and `tensor` or `tensors` is the spec of a
+    result that is a tensor, or a tuple of tensors.
     """
 
     unit: str
@@ -209,6 +210,7 @@ class Step:
     modules: frozenset[str] = frozenset()
     places: tuple[Source, ...] = ()
     again: bool = False
+    alone: bool = False
     tensor: TensorSpec | None = None
     tensors: tuple[TensorSpec, ...] = ()
 
@@ -253,15 +255,17 @@ class Route:
         enters = crossing[stage]
         leaves = crossing[stage + 1] if stage + 1 < len(crossing) else Boundary(values=(), gradients=())
         received, leaving = set(enters.values), set(leaves.values)
+        # The glue before a call is through when it comes.
+        settled = [None if place.until is None else place.until + 1 for place in flow.carried]
+        others = [k + 1 for k, at in enumerate(stages) if at != stage]
+        reached = max([*others, *(len(stages) if end is None else end for end in settled)], default=0)
         steps = tuple(
-            _held_step(flow, index, leaving, index in recomputed)
+            _held_step(flow, index, leaving, index in recomputed, index >= reached)
             if at == stage
             else _replayed_step(flow, index, received)
             for index, at in enumerate(stages)
         )
         is_last = stage == len(crossing) - 1
-        # The glue before a call is through when it comes.
-        settled = [None if place.until is None else place.until + 1 for place in flow.carried]
         ends = [k + 1 for k, step in enumerate(steps) if step.held] + [end for end in settled if end is not None]
         needs = [call.reads for call, at in zip(flow.calls, stages, strict=True) if at == stage]
         needs += [flow.needed(outputs)] if is_last else []
@@ -273,7 +277,9 @@ class Route:
             leaves=leaves,
             inputs=flow.consulted.union(*(use.inputs for use in needs)),
             flow=flow,
-            spoiled=frozenset(place.name for place in flow.carried if _is_spoiled(place, stages, stage, is_last)),
+            spoiled=frozenset(
+                place.name for place in flow.carried if _is_spoiled(place, stages, stage, is_last, received)
+            ),
             zeros=any(isinstance(x, Blank) and x.is_zero for step in steps if not step.held for x in step.leaves),
             whole=is_last and outputs is True,
         )
@@ -307,7 +313,7 @@ class Route:
         return batch.map(place).to(device).copied(self.flow.rewritten)
 
 
-def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: bool) -> Step:
+def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: bool, alone: bool) -> Step:
     """A call of a unit that this stage runs."""
     call = flow.calls[index]
     keeps = tuple(value for k in range(len(call.leaves)) if (value := Value(index, k)) in leaving)
@@ -322,6 +328,7 @@ def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: boo
         modules=frozenset(source.module for source in sources) - {""},
         places=tuple(source for source in sources if source.place),
         again=again,
+        alone=alone,
         tensor=call.leaves[0] if call.parts[0].tree.is_leaf() and isinstance(call.leaves[0], TensorSpec) else None,
         tensors=_in_a_tuple(call),
     )
@@ -357,7 +364,8 @@ def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> St
     )
 
 
-def _is_spoiled(place: Carried, stages: Sequence[int], stage: int, is_last: bool) -> bool:
+def _is_spoiled(place: Carried, stages: Sequence[int], stage: int, is_last: bool, received: Container[Value]) -> bool:
     """Whether this stage lacks an input of this value, which nothing on it then reads."""
     is_read = any(stages[call] == stage if call >= 0 else is_last for call in place.readers)
-    return not is_read and any(stages[call] != stage for call in place.makers)
+    absent = any(stages[value.call] != stage and value not in received for value in place.uses.values)
+    return not is_read and (absent or any(stages[call] != stage for call in place.unseen))

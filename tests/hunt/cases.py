@@ -123,6 +123,15 @@ CASES = {
         "Layers return a number read off their activations: other stages took the trace's, which ran on zeros.",
         refused="must not depend on the values of tensors",
     ),
+    "rows": Case(
+        nets.CountsRows,
+        "Layers count their rows (speechbrain's LiGRU): compared with the trace's number, which follows from the size.",
+    ),
+    "pyramids": Case(
+        nets.Pyramids,
+        "Glue keeps tensors for later glue (torchvision's RAFT): the last stage put the old ones back after its "
+        "forward, though it had the new ones, and the proof refused the model.",
+    ),
     "by place": Case(
         nets.ByPlace, "Odd layers return a loss: all were taken for one kind, as numbers of layers did not count."
     ),

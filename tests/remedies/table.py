@@ -215,7 +215,7 @@ REMEDIES = {
         ("layers return or leave numbers",),
         "return a tensor",
         hunted_case("number read"),
-        (Training(nets.NumbersAsTensors, ONE),),
+        (Training(nets.NumbersAsTensors, ONE), Training(hunted.NumberRead, {**ONE, "partition": [1, 5]})),
     ),
     "a count of forwards": Remedy(
         ("another way by a count", "`TraceError`: a forward that leaves"),
