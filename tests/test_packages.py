@@ -1,5 +1,6 @@
 """The runner of make parity-packages: its verdicts, and the report. It needs none of the packages."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,22 @@ def test_what_is_refused_in_two_microbatches_runs_in_one(pool: Pool) -> None:
     assert "two microbatches are refused: " in row.reason and "use one microbatch" in row.reason
 
 
+def test_what_is_refused_trains_by_the_remedy(pool: Pool) -> None:
+    (model,) = find("sample/deciding")
+    row = row_of(pool, model, 2)
+    assert (row.kind, row.p, row.remedied) == ("refused", 2, True)
+    assert re.match("(bitwise|close) with pp_size=1; TraceError: Deciding decides", row.reason), row
+
+
+@pytest.mark.parametrize(
+    "name,reason", [("deciding on", "with nothing refused: TraceError"), ("deciding otherwise", "no refusal says")]
+)
+def test_remedies_that_do_not_help_or_are_not_named_are_wrong(pool: Pool, name: str, reason: str) -> None:
+    (model,) = find(f"sample/{name}")
+    row = row_of(pool, model, 2)
+    assert row.kind == "wrong" and row.reason.startswith(reason), row
+
+
 def test_parts_of_a_batch() -> None:
     batch = {"a": {"x": torch.arange(4)}, "targets": ["p", "q", "r", "s"], "shared": torch.arange(3), "count": 2}
     first, second = by_samples(batch, 2)
@@ -107,16 +124,17 @@ ROWS = [
     Timed("timm/vgg", 2, "close", 2e-8, "two microbatches are refused: x", boost=3.0, first=1.0, parts=1),
     Timed("diffusers/VQModel", 2, "refused", 0.0, "TraceError: a reason"),
     Timed("diffusers/VQModel", 3, "wrong", float("inf"), "loss"),
+    Timed("timm/lamb", 2, "refused", 0.0, "bitwise with x; a reason", remedied=True),
 ]
 
 
 def test_report(tmp_path: Path) -> None:
     rows = [row for row in ROWS if applies(row)]
-    assert len(rows) == 4  # a model of two parts says nothing of three stages
+    assert len(rows) == 5  # a model of two parts says nothing of three stages
     text = markdown(rows, {"torch": "2.13.0"}, Path("docs/packages.md"))
     assert "| resnet | bitwise | 0 | 0.10 | 2.00 | 0.50 |  |" in text
     assert "| VQModel | wrong | inf |  |  |  | p = 3: loss |" in text
-    assert "**2** exact, 1 to the bit: **66.6 %**" in text and "1 of them in one microbatch" in text
+    assert "**2** exact, 1 to the bit: **50.0 %**" in text and "1 of them in one microbatch" in text
     assert text == markdown(rows[::-1], {"torch": "2.13.0"}, Path("docs/packages.md"))
     chart(rows, tmp_path / "packages.md")
     assert (tmp_path / "packages.svg").read_text().count("timm")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -63,6 +63,28 @@ def labels(output: Any, batch: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """What a refusal says to do.
+
+    Attributes:
+        says: words of the refusal, a regular expression.
+        done: what is done, as the report names it.
+        changed: fields of the entry that it changes; options are added to those that the entry has.
+        stages: the number of stages, where it is another.
+    """
+
+    says: str
+    done: str
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    stages: int | None = None
+
+
+def cutting(module: str) -> Remedy:
+    """A cut after this module, for two stages."""
+    return Remedy("partition=", f'partition=["{module}"]', {"options": {"partition": [module]}})
+
+
+@dataclass(frozen=True)
 class Model:
     """A tiny model with random weights, a batch, and the loss.
 
@@ -77,6 +99,7 @@ class Model:
         options: of PipelinePlugin, such as num_microbatches=1 for one graph, whose nodes are no samples.
         most: the largest number of stages.
         zeros: whether parameters that are zero stay so.
+        remedies: what is done where the entry is refused, one after the other.
     """
 
     package: str
@@ -89,6 +112,15 @@ class Model:
     options: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
     most: int = 3
     zeros: bool = False
+    remedies: Sequence[Remedy] = ()
+
+    def following(self, count: int) -> Model:
+        """The entry as its first remedies make it."""
+        found = self
+        for remedy in self.remedies[:count]:
+            options = {**found.options, **remedy.changed.get("options", {})}
+            found = replace(found, **{**remedy.changed, "options": options})
+        return found
 
     def __str__(self) -> str:
         return f"{self.package}/{self.name}"

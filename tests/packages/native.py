@@ -7,6 +7,7 @@ even import. Its own Python code computes everything but `nms`, once the operato
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import torch
@@ -69,6 +70,8 @@ def declare() -> torch.library.Library | None:
         for file in Path(found.origin).parent.glob("_C*.so"):
             torch.ops.load_library(str(file))
     except OSError:
+        # roi_align in Python would be compiled in each process at another call, and round otherwise from there on.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
         library = torch.library.Library("torchvision", "DEF")
         for operator in OPERATORS:
             library.define(operator)

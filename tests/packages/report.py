@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -31,13 +32,14 @@ def markdown(rows: Sequence[Timed], versions: Mapping[str, str], path: Path) -> 
     count = {kind: totals.kinds.get(kind, 0) for kind in ORDER}
     exact = [row for row in rows if row.kind in EXACT]
     alone = {row.entry for row in exact if row.parts == 1}
-    ps = " and ".join(f"p = {p}" for p in sorted({row.p for row in rows}))
+    remedied = {row.entry for row in rows if row.remedied}
+    ps = ", ".join(f"p = {p} for {count} of them" for p, count in sorted(Counter(row.p for row in rows).items()))
     lines = [
         "# Models of other packages",
         "",
         f"{totals.entries} models and kinds of training of {len({r.task for r in found})} packages, made tiny and with",
-        f"random weights, each trained two steps of two microbatches by p processes ({ps}, where it has as many",
-        "parts), and compared with the same model in one process: both losses, every gradient, and all parameters",
+        f"random weights, each trained two steps of two microbatches by p processes ({ps}),",
+        "and compared with the same model in one process: both losses, every gradient, and all parameters",
         "and buffers at the end. Boost is called as a script calls it, with the proof that it makes by default. The",
         "loss is the package's own where it has one. Dropout is taken out, and parameters that are zero are not left",
         "so. The unsplit model goes through the same microbatches where it has batch norm or where these make the",
@@ -46,7 +48,8 @@ def markdown(rows: Sequence[Timed], versions: Mapping[str, str], path: Path) -> 
         f"- **{totals.entries}** entries, of which **{totals.train}** train unsplit",
         f"- **{totals.exact}** exact, {count['bitwise']} to the bit: **{percent(totals.share)}** of those that train;",
         f"  {len(alone)} of them in one microbatch, as their samples depend on each other",
-        f"- **{count['refused']}** refused with a reason",
+        f"- **{count['refused']}** refused with a reason; {len(remedied)} of them are exact once the remedy that the",
+        "  refusal names has been followed, as the note says",
         f"- **{count['wrong']}** wrong, **{count['hang']}** hanging, **{count['crash']}** crashing",
         "",
         f"![Verdicts by package]({chart_path(path).name})",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from tests.packages.model import Model, sgd
+from tests.packages.model import Model, Remedy, sgd
 
 BUILT: dict[str, int] = {}  # how often a model was built in this process: unsplit first, then for the pipeline
 
@@ -65,6 +65,19 @@ class Frozen(nn.Module):
         return found
 
 
+class Deciding(nn.Module):
+    """Which goes by an activation between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = perceptron(), nn.Linear(4, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.body(input)
+        found: Tensor = self.head(2 * x if x.mean() > 0 else x)
+        return found
+
+
 def contrastive(output: Any, batch: Any) -> Tensor:
     """Each sample among all others."""
     output = functional.normalize(output, dim=1)
@@ -82,4 +95,7 @@ MODELS = [
     of("stubborn", optimizer=stubborn),
     of("frozen", Frozen),
     of("contrastive", loss=contrastive),
+    of("deciding", Deciding, remedies=[Remedy("pp_size=1", "pp_size=1", stages=1)]),
+    of("deciding on", Deciding, remedies=[Remedy("pp_size=1", "nothing")]),
+    of("deciding otherwise", Deciding, remedies=[Remedy("pp_size=7", "nothing")]),
 ]

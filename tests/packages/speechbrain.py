@@ -19,7 +19,7 @@ from speechbrain.nnet.pooling import StatisticsPooling
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.packages.model import Model
+from tests.packages.model import Model, Remedy, cutting
 
 WORDS, FRAMES, FEATURES = 12, 24, 16
 
@@ -143,8 +143,8 @@ def xvector() -> nn.Module:
     return model
 
 
-def of(name: str, build: Callable[[], nn.Module], batch: Any, loss: Any) -> Model:
-    return Model("speechbrain", name, build, batch, loss)
+def of(name: str, build: Callable[[], nn.Module], batch: Any, loss: Any, *remedies: Remedy) -> Model:
+    return Model("speechbrain", name, build, batch, loss, most=2 if remedies else 3, remedies=remedies)
 
 
 MODELS = [
@@ -172,7 +172,14 @@ MODELS = [
         lambda: Named(RNNLM(WORDS, embedding_dim=16, dropout=0.0, rnn_layers=2, rnn_neurons=16)),
         words,
         next_word,
+        cutting("model.rnn"),
     ),
-    of("ConvTasNet's masks", lambda: Named(MaskNet(8, 8, 16, 3, 3, 2, C=2)), mixtures, masked),
+    of(
+        "ConvTasNet's masks",
+        lambda: Named(MaskNet(8, 8, 16, 3, 3, 2, C=2)),
+        mixtures,
+        masked,
+        cutting("model.temporal_conv_net.temporalblock_0_0"),
+    ),
     of("SepFormer's masks", dual_path, mixtures, masked),
 ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from tests.packages.model import Model, labels
+from tests.packages.model import Model, Remedy, labels
 
 CLASSES = 10
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
@@ -179,8 +179,12 @@ def decayed(model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def lamb(model: nn.Module) -> Optimizer:
-    return create_optimizer_v2(model, opt="lamb", lr=1e-3, weight_decay=0.05)
+def lamb(model: nn.Module, **options: Any) -> Optimizer:
+    return create_optimizer_v2(model, opt="lamb", lr=1e-3, weight_decay=0.05, **options)
+
+
+OFF = "max_grad_norm=None"
+UNCLIPPED = Remedy(OFF, OFF, {"optimizer": lambda model: lamb(model, max_grad_norm=None)})
 
 
 class Distilled(nn.Module):
@@ -230,7 +234,7 @@ MODELS = [
         loss=lambda output, batch: JsdCrossEntropy(num_splits=2)(output, batch["criterion.labels"]),
     ),
     idiom("layer decay", optimizer=decayed),
-    idiom("lamb", optimizer=lamb),
+    idiom("lamb", optimizer=lamb, remedies=[UNCLIPPED]),
     idiom("activation checkpoints", checkpointed),
     idiom("distillation", Distilled, loss=distilling),
     idiom("features_only", features, images(64), squared),

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch_geometric import nn as geometric
 from torch_geometric.data import Batch, Data
 
-from tests.packages.model import Model
+from tests.packages.model import Model, Remedy
 
 ONE = {"num_microbatches": 1}
 NODES, EDGES, FEATURES, CLASSES = 12, 30, 8, 4
@@ -120,7 +120,14 @@ MODELS = [
     of_nodes("EdgeCNN"),
     Model("torch_geometric", "GCN, nodes in two microbatches", lambda: geometric.GCN(8, 16, 4, 4), graph),
     Model("torch_geometric", "DeepGCN, nodes", Dense, graph, options=ONE),
-    Model("torch_geometric", "GraphUNet, nodes", lambda: geometric.GraphUNet(8, 16, 4, 2), graph, options=ONE),
+    Model(
+        "torch_geometric",
+        "GraphUNet, nodes",
+        lambda: geometric.GraphUNet(8, 16, 4, 2),
+        graph,
+        options=ONE,
+        remedies=[Remedy("pp_size=1", "pp_size=1", stages=1)],
+    ),
     of_graphs("GCN", lambda: geometric.GCN(FEATURES, 16, 4)),
     of_graphs("GIN", lambda: geometric.GIN(FEATURES, 16, 4)),
     Model("torch_geometric", "GIN, a batch of Data", OfData, molecules, squared_of_data, options=ONE),

@@ -12,7 +12,7 @@ from torchvision import models
 from torchvision.models.detection import FCOS, FasterRCNN, KeypointRCNN, MaskRCNN, RetinaNet
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
-from tests.packages.model import Model, labels
+from tests.packages.model import Model, Remedy, cutting, labels
 
 CLASSES = 10
 
@@ -126,7 +126,8 @@ def detector(name: str, build: Callable[[], nn.Module], **given: Any) -> Model:
 
 
 ONE = {"num_microbatches": 1}
-TOGETHER = ONE | {"partition": ["backbone.body.layer2"]}  # how many proposals there are goes over no cut
+TOGETHER = [cutting("backbone.body.layer2")]  # how many proposals there are goes over no cut
+PROPOSED: dict[str, Any] = {"options": ONE, "most": 2, "remedies": TOGETHER}
 MODELS = [
     classifier("convnext_tiny"),
     classifier("densenet121"),
@@ -158,19 +159,24 @@ MODELS = [
     video("mc3_18", 32, 4),
     video("r2plus1d_18", 32, 4),
     Model("torchvision", "raft_small", lambda: models.optical_flow.raft_small(), flows, sequence_loss),
-    detector("faster_rcnn", lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL)),
-    detector("faster_rcnn, one microbatch", lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL), options=ONE),
+    detector(
+        "faster_rcnn",
+        lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL),
+        most=2,
+        remedies=[Remedy("use one microbatch", "num_microbatches=1", {"options": ONE}), *TOGETHER],
+    ),
+    detector("faster_rcnn, one microbatch", lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL), **PROPOSED),
     detector(
         "faster_rcnn, one microbatch, cut in the backbone",
         lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL),
-        options=TOGETHER,
+        options=ONE | {"partition": ["backbone.body.layer2"]},
         most=2,
     ),
-    detector("mask_rcnn, one microbatch", lambda: MaskRCNN(backbone(), 3, **SIZES, **ALL), options=ONE),
+    detector("mask_rcnn, one microbatch", lambda: MaskRCNN(backbone(), 3, **SIZES, **ALL), **PROPOSED),
     detector(
         "keypoint_rcnn, one microbatch",
         lambda: KeypointRCNN(backbone(), 2, num_keypoints=1, **SIZES, **ALL),
-        options=ONE,
+        **PROPOSED,
     ),
     detector("retinanet", lambda: RetinaNet(backbone(), 3, **SIZES)),
     detector("retinanet, one microbatch", lambda: RetinaNet(backbone(), 3, **SIZES), options=ONE),

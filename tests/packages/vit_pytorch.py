@@ -62,7 +62,6 @@ SMALL: dict[str, tuple[str, int, dict[str, Any]]] = {
                           "block_repeats": (2, 2), "num_classes": 10}),
     "mobile_vit": ("MobileViT", 64, {"image_size": (64, 64), "dims": [16, 24, 32],
                                      "channels": [8, 8, 16, 16, 16, 16, 24, 24, 32, 32, 64], "num_classes": 10}),
-    "ats_vit": ("ViT", 32, VIT | HEAD | {"max_tokens_per_depth": (16, 12, 8, 8)}),
 }  # fmt: skip
 
 
@@ -92,6 +91,18 @@ def classifier(file: str) -> Model:
     return Model("vit-pytorch", file, build, images(size))
 
 
+def sampled_alike(shape: Any, device: Any, dtype: torch.dtype, eps: float = 1e-6) -> Tensor:
+    """Noise of adaptive token sampling that is the same for every sample and length, in place of a draw."""
+    noise = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)).clamp(eps, 1 - eps).log().neg().log().neg()
+    return noise[: shape[1], : shape[2]].expand(shape).to(dtype)
+
+
+def sampling() -> nn.Module:
+    file = importlib.import_module("vit_pytorch.ats_vit")
+    file.sample_gumbel = sampled_alike  # type: ignore[attr-defined]
+    return Positional(file.ViT(**VIT, **HEAD, max_tokens_per_depth=(16, 12, 8, 8)))
+
+
 class Distilled(nn.Module):
     """The wrapper that distills a frozen teacher, whose loss it returns."""
 
@@ -112,4 +123,8 @@ def labelled() -> dict[str, Tensor]:
     return {"img": torch.randn(4, 3, 32, 32), "labels": torch.randint(10, (4,))}
 
 
-MODELS = [*(classifier(file) for file in SMALL), Model("vit-pytorch", "distill", Distilled, labelled, returned)]
+MODELS = [
+    *(classifier(file) for file in SMALL),
+    Model("vit-pytorch", "ats_vit", sampling, images(32)),
+    Model("vit-pytorch", "distill", Distilled, labelled, returned),
+]
