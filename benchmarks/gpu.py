@@ -197,7 +197,6 @@ def steps(case: Case, device: torch.device) -> Result:
         case.pp,
         num_microbatches=case.microbatches,
         schedule=case.schedule,
-        num_model_chunks=2 if case.schedule == "interleaved" else 1,
         p2p=case.p2p,
         precision=case.precision,
         autocast=case.autocast,

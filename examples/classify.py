@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     engine = Engine(
         PipelinePlugin(
             pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
-            num_model_chunks=2 if args.schedule == "interleaved" else 1, max_norm=1.0,
+            max_norm=1.0,
         )
     )  # fmt: skip
     dataloader = engine.plugin.prepare_dataloader(

@@ -83,10 +83,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
     dist.init_process_group()
     set_seed(0)  # adapters are initialized alike on every rank
-    chunks = 2 if args.schedule == "interleaved" else 1
     plugin = pipeshard.PipelinePlugin(
         pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
-        num_model_chunks=chunks, max_norm=1.0,
+        max_norm=1.0,
     )  # fmt: skip
     folder, weights = source(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=weights)

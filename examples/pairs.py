@@ -99,8 +99,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         PipelinePlugin.from_pretrained(AutoModelForSequenceClassification, folder, num_labels=2), config,
         train_dataset=training, eval_dataset=held_out, processing_class=tokenizer, compute_metrics=accuracy,
         pipeline=PipelinePlugin(
-            pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
-            num_model_chunks=2 if args.schedule == "interleaved" else 1,
+            pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule
         ),
     )  # fmt: skip
     before = trainer.evaluate()["eval_accuracy"]

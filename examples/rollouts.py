@@ -90,10 +90,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     trainer = pipelined(GRPOTrainer)(
         model, echoed, config, train_dataset=Dataset.from_dict({"prompt": list(LETTERS) * 8}),
         processing_class=tokenizer, callbacks=[Shown()],
-        pipeline=PipelinePlugin(
-            pp_size=args.pp, dp_size=args.dp, schedule=args.schedule,
-            num_model_chunks=2 if args.schedule == "interleaved" else 1,
-        ),
+        pipeline=PipelinePlugin(pp_size=args.pp, dp_size=args.dp, schedule=args.schedule),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.train()

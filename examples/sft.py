@@ -135,10 +135,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     trainer = pipelined(Sft)(
         load(args.quantize), config, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer,
         peft_config=adapters,
-        pipeline=PipelinePlugin(
-            pp_size=args.pp, dp_size=args.dp, schedule=args.schedule,
-            num_model_chunks=2 if args.schedule == "interleaved" else 1,
-        ),
+        pipeline=PipelinePlugin(pp_size=args.pp, dp_size=args.dp, schedule=args.schedule),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=args.resume)

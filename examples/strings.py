@@ -84,8 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     trainer = pipelined(Seq2SeqTrainer)(
         model, config, train_dataset=data[HELD_OUT:], eval_dataset=data[:HELD_OUT], compute_metrics=exact_match,
         pipeline=PipelinePlugin(
-            pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
-            num_model_chunks=2 if args.schedule == "interleaved" else 1,
+            pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule
         ),
     )  # fmt: skip
     trainer.train()

@@ -159,7 +159,7 @@ def train(
     engine = Engine(
         PipelinePlugin(
             pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
-            num_model_chunks=2 if args.schedule == "interleaved" else 1, max_norm=1.0,
+            max_norm=1.0,
         )
     )  # fmt: skip
     samples = Samples(captions, steps * args.batch_size * args.dp)

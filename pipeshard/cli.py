@@ -23,7 +23,9 @@ MICROBATCHES = click.option("--microbatches", required=True, type=click.IntRange
 MICROBATCH_SIZE = click.option(
     "--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in each."
 )
-CHUNKS = click.option("--chunks", type=click.IntRange(min=1), help="Model chunks of a rank, for interleaved.")
+CHUNKS = click.option(
+    "--chunks", default=1, type=click.IntRange(min=1), help="Model chunks of a rank; interleaved has 2 or more."
+)
 WAYS_TO_CUT = (
     "auto | uniform | parameters | profile | profile:PATH | type:REGEX | speed:1.0,0.6 (of each rank) | "
     "3,4,4,3 (unit calls of each stage)"
@@ -108,7 +110,7 @@ def plan(
     microbatch_size: int,
     seq_len: int | None,
     schedule: str | None,
-    chunks: int | None,
+    chunks: int,
     partition: str,
     device_memory: str | None,
     device_speed: str | None,
@@ -158,7 +160,7 @@ def plan(
             microbatch_size=microbatch_size,
             seq_len=seq_len,
             schedule=schedule or ("1f1b" if slices else None),
-            num_model_chunks=_chunks(schedule, chunks),
+            num_model_chunks=chunks,
             partition=_partition(partition),
             device_memory=device_memory,
             optimizer=optimizer,
@@ -226,7 +228,7 @@ def trace_run(
     microbatch_size: int,
     seq_len: int,
     schedule: str,
-    chunks: int | None,
+    chunks: int,
     partition: str,
     p2p: str,
     dtype: str,
@@ -241,11 +243,9 @@ def trace_run(
       pipeshard trace-run llama hidden_size=512 num_hidden_layers=8 --pp 2 --microbatches 8 --draw step.png
     """
     with progress("running three steps"):
-        from pipeshard.schedule import num_chunks
         from pipeshard.trial import Trial
 
-        v = num_chunks(schedule, _chunks(schedule, chunks))
-        how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": v}
+        how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": chunks}
         booster = partial(make_booster, pp, partition=_partition(partition), p2p=p2p, **how)
         recording = Trial(model, fields, pp, microbatches * microbatch_size, seq_len, dtype, booster).run()
     click.echo(recording.summary())
@@ -274,7 +274,7 @@ def verify(
     microbatches: int,
     seq_len: int,
     schedule: str,
-    chunks: int | None,
+    chunks: int,
     partition: str,
     dtype: str,
 ) -> None:
@@ -295,8 +295,7 @@ def verify(
         if what.endswith(".py"):
             proven = prove_script(Path(what), arguments, pp)
         else:
-            v = _chunks(schedule, chunks)
-            how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": v}
+            how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": chunks}
             booster = partial(make_booster, pp or 2, partition=_partition(partition), **how)
             try:
                 proven = prove_model(what, arguments, seq_len, dtype, booster)
@@ -358,10 +357,6 @@ def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
     from pipeshard.plugin import PipelinePlugin
 
     return Engine(PipelinePlugin(pp_size, dry_run_input=sample, **arguments))
-
-
-def _chunks(schedule: str | None, asked: int | None) -> int:
-    return asked or (2 if schedule == "interleaved" else 1)
 
 
 def _partition(text: str) -> str | list[int] | list[str]:

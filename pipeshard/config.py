@@ -76,7 +76,8 @@ class PipelineConfig:
         num_slices: how many slices each microbatch is cut into along its sequence in training, so that stages need not
             wait for whole microbatches of long sequences; "auto" makes slices of at least 256 positions while they
             shorten the step. For transformers' decoders with a cache, with "1f1b", "gpipe" or "zb-h1".
-        num_model_chunks: v, the model chunks per process, for "interleaved"; the schedules in a V always have two.
+        num_model_chunks: v, the model chunks per process: 2 (the default) or more for "interleaved"; the schedules in a
+            V always have 2, and the others 1.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
             "profile" (by measured time; "profile:PATH" saves it in a file), "speed:1.0,0.6" (by cost over the relative

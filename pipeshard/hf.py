@@ -42,7 +42,8 @@ EXPERT_GROUPS = re.compile(r"n_group$")
 VOCABULARIES = re.compile(r"vocab_size")
 
 # What `generate` passes to a forward, and reads of its output.
-CACHES = "past_key_values", "cache_params", "state", "mems", "past_buckets_states"
+LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last is that of transformers 5.24 and later
+CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
 GUESSING = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"  # read logits of several positions
 
@@ -227,7 +228,7 @@ def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
 
 def cache_argument(model: nn.Module) -> str | None:
     """The argument of the model's forward that is a cache with an entry for each layer."""
-    return next((name for name in CACHES[:2] if has_parameter(model, name)), None)
+    return next((name for name in LAYER_CACHES if has_parameter(model, name)), None)
 
 
 def full_name(model: nn.Module, name: str) -> str:

@@ -40,7 +40,7 @@ class PipelineArguments:
     dp: int = setting(1, "Number of data-parallel replicas.")
     tp: int = setting(1, "Number of ranks that slice each stage.")
     schedule: str = setting("1f1b", "Order of the forward and backward passes.", SCHEDULES)
-    chunks: int | None = setting(None, "Model chunks of a rank, for the interleaved schedule.")
+    chunks: int = setting(1, "Model chunks of a rank; the interleaved schedule has 2 unless you set more.")
     microbatches: int | None = setting(None, "Microbatches of a step. By default, each accumulation step is one.")
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
     partition: str = setting("auto", "auto, uniform, parameters, type:REGEX, or speed:1.0,0.6.")
@@ -152,7 +152,6 @@ def checked_config(settings: Namespace) -> None:
 def plugin_arguments(settings: Namespace) -> dict[str, Any]:
     given = {argument: getattr(settings, name) for name, argument in PLUGIN.items()}
     given["num_slices"] = int(settings.num_slices) if settings.num_slices.isdecimal() else settings.num_slices
-    given["num_model_chunks"] = given["num_model_chunks"] or (2 if settings.schedule == "interleaved" else 1)
     return {argument: value for argument, value in given.items() if value is not None}
 
 

@@ -70,7 +70,7 @@ def plan(kind: str, settings: Namespace) -> None:
         num_microbatches=m,
         microbatch_size=max(1, samples // m),
         schedule=settings.schedule,
-        num_model_chunks=plugin_arguments(settings)["num_model_chunks"],
+        num_model_chunks=settings.chunks,
         partition=settings.partition,
         device_memory=None if is_sliced else settings.device_memory,
         optimizer=next((name for name in OPTIMIZERS if name in str(settings.optim)), "none"),
@@ -151,6 +151,7 @@ def train(kind: str, settings: Namespace) -> None:
 
     from pipeshard.plugin import PipelinePlugin
     from pipeshard.trainer import pipelined
+    from pipeshard.trainer.checkpoint import flaw_of
 
     settings.use_cpu = settings.use_cpu or not torch.cuda.is_available()
     settings.gradient_checkpointing = settings.gradient_checkpointing and settings.recompute is None
@@ -171,7 +172,8 @@ def train(kind: str, settings: Namespace) -> None:
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     restarts = settings.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    trainer.train(resume_from_checkpoint=restarts and any(Path(args.output_dir).glob("checkpoint-*")))
+    complete = (path for path in Path(args.output_dir).glob("checkpoint-*") if not flaw_of(path))
+    trainer.train(resume_from_checkpoint=restarts and any(complete))
     trainer.save_model(args.output_dir)
     trainer.save_state()
     if kind != "reward":

@@ -28,6 +28,7 @@ from pipeshard import PipelinePlugin, initialize
 from pipeshard.errors import ConfigurationError, PipeshardError, TraceError
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.generate import Generation
+from pipeshard.hf import LAYER_CACHES
 from tests import zoo
 from tests.parity.entries import find
 from tests.parity.generating import PAGE, check_generation
@@ -289,11 +290,11 @@ class Summing(nn.Module):
         super().__init__()
         self.layer, self.k = layer, k
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None and self.k:
-            keys = past_key_values.layers[self.k - 1].keys
-            hidden_states = hidden_states + 0.1 * keys.mean()
-        return self.layer(hidden_states, past_key_values=past_key_values, **kwargs)
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        cache = next(filter(None, map(kwargs.get, LAYER_CACHES)), None)
+        if cache is not None and self.k:
+            hidden_states = hidden_states + 0.1 * cache.layers[self.k - 1].keys.mean()
+        return self.layer(hidden_states, **kwargs)
 
 
 @pytest.mark.processes

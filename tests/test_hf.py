@@ -9,10 +9,11 @@ import peft
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from pipeshard import hf
+from pipeshard.generate.entry import twin
 from tests.zoo import TINY
 
 
@@ -165,6 +166,18 @@ def test_caches_are_turned_off_and_on() -> None:
     assert model(ids).past_key_values is None
     hf.enable_caches(configs)
     assert model(ids).past_key_values is not None
+
+
+def test_the_argument_that_is_a_cache() -> None:
+    """transformers 5.24 renamed past_key_values and cache_params: its caches were kept as inputs, and no model
+    generated."""
+
+    class Renamed(nn.Module):
+        def forward(self, input_ids: Tensor, cache: Any = None) -> None: ...
+
+    model, ids = Renamed(), torch.ones(1, 3, dtype=torch.long)
+    assert hf.cache_argument(model) == "cache" and hf.cache_argument(llama()) is not None
+    assert twin(model, "", {"input_ids": ids, "cache": object()}, model.forward) == {"input_ids": ids}
 
 
 def test_layers_that_recompute_themselves() -> None:

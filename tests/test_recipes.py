@@ -115,13 +115,15 @@ def test_losses_are_those_of_trl(pool: Pool, tmp_path: Path, case: str) -> None:
 
 @pytest.mark.turns
 def test_a_run_resumes(pool: Pool, tmp_path: Path) -> None:
-    arguments = ["--config", toy(tmp_path, save_strategy="steps", save_steps=2)]
+    """Also a run that was killed in its first save, which `--resume` was refused: it starts from the beginning."""
+    arguments = ["--config", toy(tmp_path, save_strategy="steps", save_steps=2), "--resume"]
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
     pool.run(of_ranks, 2, "sft", arguments, timeout=120)
     expected = losses(logs(tmp_path / "out"))
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     checkpoint = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
     state = json.loads(checkpoint.read_text())
-    pool.run(of_ranks, 2, "sft", [*arguments, "--resume"], timeout=120)
+    pool.run(of_ranks, 2, "sft", arguments, timeout=120)
     found = logs(tmp_path / "out")
     assert losses(found) == pytest.approx(expected, rel=1e-5) and state["log_history"] == found[:2]
 

@@ -316,7 +316,6 @@ def test_compiled_units_have_the_same_gradients(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "interleaved"}, "needs num_model_chunks >= 2"),
         ({"schedule": "1f1b", "num_model_chunks": 2}, "has num_model_chunks=1, got 2"),
         ({"schedule": "zbv", "num_model_chunks": 3}, "has num_model_chunks=2, got 3"),
         ({"num_model_chunks": 0}, "num_model_chunks must be a positive integer, got 0"),

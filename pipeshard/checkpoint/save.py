@@ -101,7 +101,7 @@ class FolderSave(Save):
             pipeline.rank,
             pipeline.num_stages,
             token,
-            _configs(module, pipeline.cached),
+            _configs(module, pipeline.cached, next((t.dtype for t in state.values() if t.is_floating_point()), None)),
             {file: {name: state[name] for name in names} for file, names in zip(files[first:], own)},
             {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard},
             sum(size for shard in shards for _, size in shard),
@@ -216,13 +216,14 @@ class FileSave(Save):
         return self.target.with_name(f".{self.target.name}.pipeshard-{self.token}-{name}")
 
 
-def _configs(module: nn.Module, cached: Collection[Any]) -> list[Any]:
-    """Copies of the model's configs, with the caches as before boost disabled them."""
+def _configs(module: nn.Module, cached: Collection[Any], dtype: torch.dtype | None) -> list[Any]:
+    """Copies of the model's configs, with the caches as before boost disabled them, and the dtype that is saved."""
     memo: dict[int, Any] = {}
     parts: list[Any] = [getattr(module, name, None) for name in ("config", "generation_config")]
     configs = [copy.deepcopy(part, memo) for part in parts if hasattr(part, "save_pretrained")]
     if parts[0] is not None and id(parts[0]) in memo:
         memo[id(parts[0])].architectures = [type(module).__name__]
+        memo[id(parts[0])].dtype = dtype or memo[id(parts[0])].dtype
     enable_caches(memo[id(config)] for config in cached if id(config) in memo)
     return configs
 

@@ -184,22 +184,16 @@ def make_program(name: str, p: int, m: int, v: int = 1) -> Program:
 
 
 def num_chunks(name: str, v: int = 1) -> int:
-    """The chunks of the model that a rank holds under schedule `name`, if `v` are requested.
+    """The chunks of the model that a rank holds under schedule `name`; 1 requests the schedule's own number.
 
-    "interleaved" accepts any number above 1; the schedules in a V always have two; the others have one. Raises
-    ConfigurationError for another `v`, or an unknown name.
+    That is 2 for "interleaved", which accepts any other above 1, and for the schedules in a V, and 1 for the others.
+    Raises ConfigurationError for another `v`, or an unknown name.
     """
     if name not in SCHEDULES:
         close = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigurationError(f"unknown schedule {name!r}: {hint}known schedules: {', '.join(sorted(SCHEDULES))}")
-    if name == "interleaved":
-        if v < 2:
-            raise ConfigurationError(
-                f"schedule 'interleaved' needs num_model_chunks >= 2, got {v}; with one it is '1f1b'"
-            )
-        return v
-    has = 2 if name in IN_A_V else 1
-    if v not in (1, has):
-        raise ConfigurationError(f"schedule {name!r} has num_model_chunks={has}, got {v}; 'interleaved' takes others")
-    return has
+    own = 2 if name in ("interleaved", *IN_A_V) else 1
+    if v in (1, own) or (name == "interleaved" and v > 1):
+        return max(v, own)
+    raise ConfigurationError(f"schedule {name!r} has num_model_chunks={own}, got {v}; 'interleaved' takes others")

@@ -51,6 +51,11 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
     return EncoderDecoderCache(cache, DynamicCache()) if has_encoder else cache
 
 
+def has_keys(cache: Any) -> bool:
+    """Whether layers look back at positions, so that they need their mask; layers with states do not."""
+    return {*map(type, getattr(cache, "self_attention_cache", cache).layers)} != {States}
+
+
 class Keys(DynamicLayer):
     """Keys and values of one layer."""
 

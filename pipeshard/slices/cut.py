@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pipeshard.batch.batch import FOR_CRITERION, Batch
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
-    CACHES,
     IDS,
     IGNORED,
     MASK,
@@ -146,18 +145,18 @@ class SliceCall:
     now: Slice
 
     def call(self, model: nn.Module) -> Any:
-        from pipeshard.slices.cache import cache_of  # which transformers 4 has not the classes for
+        from pipeshard.slices.cache import cache_of, has_keys  # which transformers 4 has not the classes for
 
         name = cache_argument(model)
         assert name is not None
         total, row_dims = self.now.total, dict(zip(self.batch.paths, self.batch.row_dims, strict=True))
-        has_keys = name == CACHES[0]  # or states, which do not look back at positions
         arguments = {path: leaf for path, leaf in self.batch.data.items() if not _is_of_loss(path)}
+        cache = cache_of(model, self.now, any(map(is_of_encoder, arguments)))
         for path, leaf in arguments.items():
-            arguments[path] = self._part(path, leaf, row_dims.get(path, 0), total, has_keys)
+            arguments[path] = self._part(path, leaf, row_dims.get(path, 0), total, has_keys(cache))
         if has_parameter(model, USES_CACHE):
             arguments[USES_CACHE] = True
-        arguments[name] = cache_of(model, self.now, any(map(is_of_encoder, arguments)))
+        arguments[name] = cache
         return model(**arguments)
 
     def _part(self, path: str, leaf: Any, row_dim: int | None, total: int, has_keys: bool) -> Any:

@@ -9,8 +9,8 @@ from transformers import cache_utils
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import BatchError, ConfigurationError
 from pipeshard.hf import (
-    CACHES,
     IDS,
+    LAYER_CACHES,
     MASK,
     cache_argument,
     config_of,
@@ -29,7 +29,7 @@ def refuse_unsliceable(model: nn.Module) -> None:
     name = type(base).__name__
     if config_of(base) is None or cache_argument(model) is None:
         raise ConfigurationError(
-            f"num_slices: the forward of {name} takes no {' or '.join(CACHES[:2])}, so a slice cannot read what the "
+            f"num_slices: the forward of {name} takes no {' or '.join(LAYER_CACHES)}, so a slice cannot read what the "
             "slices before it have computed. Use num_slices=1"
         )
     if is_encoder_decoder(base):

@@ -99,7 +99,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 
 def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
     with together(group):
-        if why := gather_objects(_flaw(folder), group)[0] or damage(folder, group):
+        if why := gather_objects(flaw_of(folder), group)[0] or damage(folder, group):
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {folder}: it is not a whole checkpoint of a PipelineTrainer "
                 f"({why}). Pass one that is, or resume_from_checkpoint=True for the newest that is whole"
@@ -112,23 +112,23 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
     found = {
         int(match[1]): path for path in folder.glob("checkpoint-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))
     }
-    flaws = gather_objects({step: _flaw(path) for step, path in found.items()}, group)[0]
+    flaws = gather_objects({step: flaw_of(path) for step, path in found.items()}, group)[0]
     for step in sorted(flaws, reverse=True):
         path = folder / f"checkpoint-{step}"
         if not (why := flaws[step] or damage(path, group)):
             return str(path)
         if group.rank() == 0:
-            logger.warning("%s is passed over: %s", path, why)
+            logger.warning("%s is skipped: %s", path, why)
     raise CheckpointError(
         f"No valid checkpoint found in output directory ({folder}): "
         "pass resume_from_checkpoint=None to start from the beginning"
     )
 
 
-def _flaw(folder: Path) -> str:
+def flaw_of(folder: Path) -> str:
     """Why a checkpoint is not complete, by the names and sizes of its files."""
     if not (folder / FOLDER / REST).is_file():
-        return f"it has no {FOLDER}/{REST}; of one process, load the model by from_pretrained and begin again"
+        return f"it has no {FOLDER}/{REST}: its save was interrupted, or one process wrote it"
     name = CHECKPOINT_NAME.fullmatch(folder.name)
     if why := flaw(folder, int(name[1]) if name else None):
         return why

@@ -26,6 +26,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.errors import UsageError
+from pipeshard.hf import LAYER_CACHES
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_map_only
 
@@ -256,7 +257,7 @@ class Stages(StandIn):
             return ModelOutput(loss=out["loss"].as_subclass(Tensor))
         shown = out["outputs"]
         if isinstance(shown, dict):
-            dropped = getattr(getattr(self.module, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+            dropped = getattr(getattr(self.module, "config", None), "keys_to_ignore_at_inference", LAYER_CACHES)
             shown = {name: value for name, value in shown.items() if name not in dropped}
         if pipeline.group.size() > 1:
             shown = share_value(shown, pipeline.last_rank, pipeline.group)

@@ -120,6 +120,19 @@ def test_stages_of_several_chunks(pool: Pool, tmp_path: Path, schedule: str) -> 
         assert saved.keys() == plain.keys() and all(torch.equal(plain[key], saved[key]) for key in plain)
 
 
+def save_in_16_bits(folder: str) -> None:
+    model, data = made("causal-lm/llama")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2, precision="bf16")
+    split.booster.save_model(split.model, folder, shard=True)
+
+
+def test_the_config_has_the_dtype_that_is_saved(pool: Pool, tmp_path: Path) -> None:
+    """It had that of the model before it was boosted: plain transformers loaded a model of 16 bits in fp32."""
+    pool.run(save_in_16_bits, 2, str(tmp_path))
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+    assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
 def from_a_folder(text: str, folder: str, **arguments: Any) -> list[str]:
     _, data = made(text, seed=1)
     auto = getattr(transformers, arguments.pop("auto", "AutoModelForCausalLM"))

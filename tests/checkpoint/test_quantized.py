@@ -110,8 +110,7 @@ CASES = [
 def test_adapters_on_packed_weights(pool: Pool, tmp_path: Path, name: str, schedule: str, kind: str, p: int) -> None:
     (entry,) = find(name)
     build(entry).save_pretrained(tmp_path)
-    chunks = 2 if schedule == "interleaved" else 1
-    assert pool.run(trained, p, tmp_path, name, kind, schedule=schedule, num_model_chunks=chunks) == [[]] * p
+    assert pool.run(trained, p, tmp_path, name, kind, schedule=schedule) == [[]] * p
 
 
 def options(folder: Path, kind: str, **arguments: Any) -> list[str]:

@@ -187,7 +187,7 @@ def test_a_wrong_tensor_is_seen(pool: Pool) -> None:
 def peaks(schedule: str, offloads: bool, **how: Any) -> float:
     """The most that is on this rank's device, in the activations of one microbatch (or what its B leaves for its W)."""
     device, data = Device(), zoo.batch("llama", rows=8)
-    how |= {"num_microbatches": 8, "schedule": schedule, "num_model_chunks": 2 if schedule == "interleaved" else 1}
+    how |= {"num_microbatches": 8, "schedule": schedule}
     stays = contextlib.nullcontext() if offloads else mock.patch.object(Offload, "_stays", lambda *_: True)
     with counting(device), stays:
         split = Split(zoo.build("llama", layers=10), dist.get_world_size(), data, offload="activations", **how)

@@ -91,7 +91,7 @@ def test_a_tied_embedding_is_held_by_both_ends_and_once_by_a_rank() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_times_are_those_of_the_simulation(schedule: str) -> None:
-    found = planned("llama", schedule=schedule, num_model_chunks=2 if schedule == "interleaved" else 1)
+    found = planned("llama", schedule=schedule)
     assert sum(s.forward + s.backward + s.weight for s in found.stages) == pytest.approx(P)
     simulation = found.simulate()
     assert found.estimate.time == pytest.approx(simulation.makespan)

@@ -70,7 +70,7 @@ TIMES = st.lists(st.floats(0, 5), min_size=6, max_size=6)
 def test_no_message_is_free_of_charge_and_none_speeds_a_step_up(
     name: str, p: int, m: int, times: list[float], back: list[float], more: list[float]
 ) -> None:
-    program = make_program(name, p, m, num_chunks(name, 2 if name == "interleaved" else 1))
+    program = make_program(name, p, m, num_chunks(name))
     stages = len(program.placement)
     free, sent, returned = [0.0] * stages, times[:stages], back[:stages]
     slower = [a + b for a, b in zip(sent, more, strict=False)]

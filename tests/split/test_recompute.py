@@ -78,7 +78,6 @@ def test_repeated_layers_come_first() -> None:
 
 def trained(model: nn.Module, data: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor | None], Counter[str]]:
     """The loss and the gradients of the second of two steps, and how often something inside each held unit ran."""
-    options["num_model_chunks"] = 2 if options.get("schedule") == "interleaved" else 1
     split = Split(model, dist.get_world_size(), data, num_microbatches=M, **options)
     torch.manual_seed(3)
     split.backward(data)
