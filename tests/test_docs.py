@@ -154,6 +154,12 @@ def test_every_page_is_in_the_site() -> None:
     assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
+@pytest.mark.parametrize("word", ["OOM", "resume", "LoRA", "Slurm"])
+def test_the_search_of_the_site_finds(word: str) -> None:
+    """It indexes whole words: "OOM" was on no page."""
+    assert any(re.search(rf"\b{word}\b", page.read_text(), re.IGNORECASE) for page in DOCS.rglob("*.md"))
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     import pipeshard
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -44,6 +45,8 @@ class _Process:
 _here = _Process()
 _names: list[Callable[[int], str]] = []
 _mask = threading.local()  # the signal mask of a thread that is in fork()
+
+ANSWERED = 30.0  # seconds in which a store has answered, unless it never will
 
 logger = logging.getLogger("pipeshard")
 
@@ -147,12 +150,22 @@ def _hook() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # torch would join threads that wait for ranks which are gone, and may do so for ever
+        _await_threads()
 
     sys.excepthook, sys.exit = excepthook, exit
     atexit.register(at_exit)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
         os.register_at_fork(before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_in_child)
+
+
+def _await_threads() -> None:
+    """Wait for threads that a slow store has not answered yet: C++ code that returns to a thread while Python finalizes
+    aborts the process, which had succeeded."""
+    until = time.monotonic() + ANSWERED
+    for thread in threading.enumerate():
+        if thread.name.startswith("pipeshard-"):
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _block_sigterm() -> None:

@@ -31,6 +31,7 @@ from pipeshard.distributed.progress import NOW, allowed
 from pipeshard.distributed.watch import AGENT
 from pipeshard.errors import CheckpointError, RankError
 from tests import zoo
+from tests.house import ROOT
 from tests.pool import Pool
 from tests.unsplit import Split
 
@@ -362,6 +363,34 @@ def test_a_silent_store_does_not_hold_up_the_end_of_a_process() -> None:
     begin = time.monotonic()
     alarm.leave(without=[])
     assert time.monotonic() - begin < 10
+
+
+SLOW_AT_EXIT = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from pipeshard.distributed import watching
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(4)
+slow, store = Slow(), dist.TCPStore("localhost", 0, 1, True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+watching.watch_world(600.0, True)
+answer = lambda *_: store.wait(["never"], timedelta(seconds=4))
+watching._here.watch._told = answer
+time.sleep(1)
+"""
+
+
+@pytest.mark.turns
+def test_a_slow_store_does_not_abort_the_end_of_a_process() -> None:
+    """On a busy machine, a script that had trained ended by SIGABRT ("terminate called without an active exception"): a
+    thread came back from the store while Python finalized."""
+    command = [sys.executable, "-W", "ignore", "-c", SLOW_AT_EXIT]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
