@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.optim import Optimizer
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, takes_outputs_alone
 from pipeshard.batch.read import find_sample
-from pipeshard.config import PipelineConfig
+from pipeshard.config import AUTO, PipelineConfig
 from pipeshard.distributed.agreement import compare_ranks, optimizer_texts, take_first_weights
+from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.coupling import end_of_deleted
 from pipeshard.engine.engine import Pipeline
@@ -32,8 +34,12 @@ from pipeshard.engine.step_guard import GUARD
 from pipeshard.errors import UsageError
 from pipeshard.generate.generate import Generation
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.planner.devices import Devices
+from pipeshard.planner.memory import Training
+from pipeshard.planner.planner import automatic, study
 from pipeshard.planner.profile import measured_costs
 from pipeshard.slices.refusals import refuse_unsliceable
+from pipeshard.split.partition import Cost
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import share_weights, tie_on_meta
 from pipeshard.verify.decide import prove_at_boost
@@ -79,6 +85,9 @@ def boost_model(
         check_separable(fresh, model, config, grid)  # before the proof, which would find no more than that it differs
     if config.has_slices:
         refuse_unsliceable(model)
+    asked = config
+    if config.schedule == AUTO:
+        config = _searched(config, grid, model, called, sample)
     padding = prove_at_boost(config, grid, model, optimizer, called, sample)
     if optimizer is not None and grid.first and not config.lowers:
         _warn_of_16_bits(model)
@@ -87,7 +96,7 @@ def boost_model(
         return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world, called)
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
-    boosted.pipeline.padding = padding
+    boosted.pipeline.padding, boosted.pipeline.asked = padding, asked
     boosted.generation = Generation(boosted.pipeline)
     if grid.first and grid.pp_size > 1:
         _warn_of_uneven(boosted.pipeline.policy)
@@ -103,6 +112,31 @@ def boost_model(
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion
     return boosted, boosted.pipeline.criterion
+
+
+def _searched(
+    config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch
+) -> PipelineConfig:
+    """The configuration with the schedule and the cuts that are found for this model, the same on every rank."""
+    p, m = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
+    precision = config.precision if config.lowers else "fp32"
+    training = Training(
+        "adamw", precision, grid.dp_size, config.zero_stage, config.fsdp, config.tp_size, config.ep_size, config.offload
+    )
+    partition, _, criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
+    microbatch = sample.split(*config.cut)[0]
+    plans = None, config.tp_plan, config.ep_plan
+    subject = study(model, microbatch, criterion, config.policy, partition, training, *plans)
+    costs = gather_objects([tuple(cost) for cost in subject.costs], grid.world)[0]  # which may be measured
+    subject = replace(subject, costs=[Cost(*cost) for cost in costs])
+    candidate, schedule = automatic(subject.on(Devices.parse(p, config.memory_limit)), p, m)
+    return replace(
+        config,
+        schedule=schedule,
+        num_model_chunks=candidate.num_model_chunks,
+        partition=candidate.counts,
+        memory_limit=None,
+    )
 
 
 def _texts(model: nn.Module) -> dict[str, list[str]]:

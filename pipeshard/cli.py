@@ -73,7 +73,9 @@ def main() -> None:
 @MICROBATCHES
 @MICROBATCH_SIZE
 @click.option("--seq-len", type=click.IntRange(min=1), help="Tokens of a sample. [default: the model's, at most 2048]")
-@click.option("--schedule", help="Show the stages of this schedule. [default: the recommended one]")
+@click.option(
+    "--schedule", help="Show the stages of this schedule; auto searches for one. [default: the recommended one]"
+)
 @CHUNKS
 @PARTITION
 @click.option("--device-memory", help="Memory of a device, such as 80GB or 80G, or of each rank: 24GB,12GB.")

@@ -19,7 +19,7 @@ from pipeshard.schedule.schedules import IN_A_V
 from pipeshard.schedule.slices import SLICED, check_slices, number_of_slices, sliced
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import refuse_compile_options
-from pipeshard.split.partition import Cuts
+from pipeshard.split.partition import Cuts, is_profile
 from pipeshard.split.policy import Policy
 from pipeshard.split.route import Recompute
 
@@ -28,6 +28,7 @@ CUTS = "num_microbatches", "microbatch_size", "microbatch_tokens"
 POSITIVE = "a positive integer"
 LEAST_OF_SLICE = 256  # positions, with num_slices="auto"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTO = "auto"  # the schedule that is searched
 OFFLOADED = ("activations",)
 OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between ranks
 
@@ -72,7 +73,10 @@ class PipelineConfig:
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
             gradients of linear and embedding layers are computed separately, while a stage would wait. Or a
             `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one, which runs as given, with
-            messages added.
+            messages added. "auto" searches for the cuts, the chunks of each rank and the order of all actions that take
+            the least time for this model, by the costs that partition="auto" or "profile" has, within `memory_limit`.
+        memory_limit: the memory of a rank for schedule="auto", such as "80GB", counted with AdamW's states; by default
+            that of the rank which takes most with "1f1b".
         num_slices: how many slices each microbatch is cut into along its sequence in training, so that stages need not
             wait for whole microbatches of long sequences; "auto" makes slices of at least 256 positions while they
             shorten the step. For transformers' decoders with a cache, with "1f1b", "gpipe" or "zb-h1".
@@ -170,6 +174,7 @@ class PipelineConfig:
     num_slices: int | str = 1
     offload: str | None = None
     microbatch_tokens: int | None = None
+    memory_limit: str | int | None = None
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -260,7 +265,9 @@ class PipelineConfig:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The process of the pipeline that has each stage."""
+        """The process of the pipeline that has each stage; before a search, as if each had one."""
+        if self.schedule == AUTO:
+            return tuple(range(self.pp_size))
         return self.program().placement
 
     @cached_property
@@ -364,11 +371,39 @@ class PipelineConfig:
             raise ConfigurationError(f"{name} must be {what}, got {getattr(self, name)!r}")
 
     def _check_schedule(self) -> None:
+        if self.memory_limit is not None and self.schedule != AUTO:
+            raise ConfigurationError(
+                f"memory_limit={self.memory_limit!r} does not go with schedule={name_of(self.schedule)!r}: it limits "
+                f"the search of schedule={AUTO!r}"
+            )
+        if self.schedule == AUTO:
+            self._check_auto()
+            return
         self._settle(num_model_chunks=chunks_of(self.schedule, self.pp_size, self.num_model_chunks))
         if not isinstance(self.schedule, str):
             program_of(self.schedule, self.pp_size, self.num_microbatches or 1, self.num_model_chunks)
         if self.has_slices:
             self._check_slices()
+
+    def _check_auto(self) -> None:
+        """Refuse options that the search chooses, or that its programs do not support."""
+        for name, default in (
+            ("partition", AUTO),
+            ("num_model_chunks", 1),
+            ("num_slices", 1),
+            ("microbatch_tokens", None),
+        ):
+            value = getattr(self, name)
+            if value != default and not is_profile(value):
+                raise ConfigurationError(
+                    f"{name}={value!r} does not go with schedule={AUTO!r}, which finds cuts and chunks for "
+                    f"microbatches of one size: leave {name} out"
+                )
+        if self.compile:
+            raise ConfigurationError(
+                f"compile={self.compile!r} does not go with schedule={AUTO!r}: a compiled backward cannot leave out "
+                "its weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
+            )
 
     def _check_slices(self) -> None:
         """Refuse options that slices do not support."""

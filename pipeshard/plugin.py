@@ -113,6 +113,7 @@ class PipelinePlugin:
         num_slices: int | str = 1,
         offload: str | None = None,
         microbatch_tokens: int | None = None,
+        memory_limit: str | int | None = None,
         **foreign: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name in PipelineConfig.__dataclass_fields__}
@@ -210,7 +211,7 @@ class PipelinePlugin:
             name_ranks(self.grid.named)
             attach_workers(dataloader)
             if isinstance(model, PipelineModel) and all(own() is not model for own in self._boosted):
-                refuse_other_config(model.pipeline.config, self.config)
+                refuse_other_config(model.pipeline.asked, self.config)
             kind = wrapper(PipelineModel, "ModelWrapper")
             boosted, criterion = boost_model(self.config, self.grid, model, optimizer, criterion, dataloader, kind)
             if boosted is not model:

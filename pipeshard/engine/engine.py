@@ -88,6 +88,7 @@ class Pipeline:
         costs: Callable[[str, Dataflow, Batch], Sequence[float]],
     ) -> None:
         self.config, self.grid, self.model, self.device = config, grid, model, grid.device
+        self.asked = config  # the plugin's, which may leave the schedule open
         self.rank, self.num_stages, self.group = grid.stage, grid.pp_size, grid.stages
         self.ranks: list[int] = grid.mesh.get_ranks_in_group(self.group)
         self.precision = Precision(config.precision, config.autocast, self.device)

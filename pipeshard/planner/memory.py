@@ -18,6 +18,7 @@ from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.shapes import TensorSpec, is_trainable
+from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.residence import most_on_host, resident_at_peak
 from pipeshard.split.packed import Packed
@@ -147,7 +148,9 @@ class Training:
             + (f", {self.offload} on the host" if self.offload else "")
         )
 
-    def config(self, schedule: str, pp_size: int, num_microbatches: int, num_model_chunks: int = 1) -> PipelineConfig:
+    def config(
+        self, schedule: Schedule, pp_size: int, num_microbatches: int, num_model_chunks: int = 1
+    ) -> PipelineConfig:
         """The plugin's arguments for it under a schedule; raises ConfigurationError if the plugin refuses them."""
         return PipelineConfig(
             pp_size=pp_size,

@@ -12,6 +12,7 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Memory, Training, tensor_bytes
 from pipeshard.schedule.draw import draw_timeline
+from pipeshard.schedule.search import Searched
 from pipeshard.schedule.simulate import Simulation, simulate_parts
 from pipeshard.split.partition import Boundary
 
@@ -149,6 +150,7 @@ class Plan:
     without idle time takes `num_microbatches`. `stages` are those of `schedule`, which is the `recommended`
     one (for the `reason` given) unless another was requested. `counts` may be passed to the plugin as `partition`.
     `training` is what is counted in addition to the parameters, `devices` what was given of the ranks and their links.
+    `searched` is the program of a searched schedule.
     """
 
     model: str
@@ -166,6 +168,7 @@ class Plan:
     schedules: tuple[Estimate, ...]
     recommended: str
     reason: str
+    searched: Searched | None = None
 
     @property
     def estimate(self) -> Estimate:
@@ -195,7 +198,8 @@ class Plan:
 
     def simulate(self) -> Simulation:
         """The timeline of a step."""
-        config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
+        schedule = self.searched or self.schedule
+        config = self.training.config(schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         costs = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
         return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), **self.transfers())
 

@@ -12,18 +12,21 @@ from torch import nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.read import dummy_inputs, read_batch
-from pipeshard.config import check_plan
+from pipeshard.config import AUTO, check_plan
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.refusals import refuse_sharded_packing
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import can_recompute, recomputes
+from pipeshard.planner.auto import search
 from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
 from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Footprint, Forms, Training, check_positive, format_bytes
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile, shapes_of
+from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.schedules import SCHEDULES, num_chunks
+from pipeshard.schedule.search import Searched
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.partition import Cost, Cuts, is_profile, named_modules_of, speeds_of
 from pipeshard.split.policy import Policy, find_policy
@@ -31,7 +34,7 @@ from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from pipeshard.split.ties import tie_on_meta
 
 # From the simplest on: less to go wrong, fewer messages, less memory.
-SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved", "v-half", "v-min")
+SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved", "v-half", "v-min", AUTO)
 NEAR = 0.03  # what a simpler schedule may be slower
 
 
@@ -111,7 +114,9 @@ def plan(
     (by default 1) each, of `seq_len` tokens (by default as many as the model accepts, at most 2048).
 
     Args:
-        schedule: the one whose stages are shown, with its `num_model_chunks`; by default the recommended one.
+        schedule: the one whose stages are shown, with its `num_model_chunks`; by default the recommended one. "auto"
+            is searched, within `device_memory` or otherwise that of 1F1B's fullest rank; if a known one is as fast,
+            it is that.
         partition: as for the plugin. By name, it is changed if a rank would exceed `device_memory`.
         device_memory: the memory of a rank, such as "80GB" or a number of bytes, or of each rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
@@ -143,7 +148,8 @@ def plan(
     """
     if not isinstance(pp_size, int) or pp_size < 1:
         raise ConfigurationError(f"pp_size, the number of stages, must be a positive integer, got {pp_size!r}")
-    chosen = None if schedule is None else (schedule, num_chunks(schedule, num_model_chunks))
+    is_auto = schedule == AUTO
+    chosen = None if schedule is None or is_auto else (schedule, num_chunks(schedule, num_model_chunks))
     speeds = speeds_of(partition, pp_size) if device_speed is None else device_speed
     devices = Devices.parse(pp_size, device_memory, speeds, link)
     microbatch, m = first_microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
@@ -153,6 +159,11 @@ def plan(
     unit = 1.0 if subject.in_seconds else sum(map(sum, subject.costs)) / sum(devices.speeds) or 1.0
 
     tried = [attempt(subject, name, pp_size, m, v) for name, v in schedules(chosen, num_model_chunks)]
+    found: Schedule | None = None
+    if is_auto:
+        best_found, found = automatic(subject, pp_size, m)
+        chosen = best_found.program.name, best_found.num_model_chunks
+        tried += [best_found] * (best_found.program.name == AUTO)
     candidates = {(c.program.name, c.num_model_chunks): c for c in tried if isinstance(c, Candidate)}
     estimates = [c.estimate(unit) if isinstance(c, Candidate) else c for c in tried]
     impossible = next((e for e in estimates if e.problem and chosen in (None, (e.schedule, e.num_model_chunks))), None)
@@ -185,7 +196,34 @@ def plan(
         schedules=tuple(estimates),
         recommended=best.name,
         reason=reason,
+        searched=found if isinstance(found, Searched) else None,
     )
+
+
+def automatic(subject: Subject, p: int, m: int) -> tuple[Candidate, Schedule]:
+    """The model cut for the fastest program of m microbatches, searched or known, and its schedule.
+
+    Ranks have the memory of the subject's devices, or otherwise that of the rank which takes most with 1F1B. Raises
+    PartitionError if nothing fits.
+    """
+    if not subject.devices.memory:
+        one = attempt(subject, "1f1b", p, m, 1)
+        if isinstance(one, Estimate):
+            raise PartitionError(one.problem)
+        most = max(memory.total for memory in one.memory)
+        subject = replace(subject, devices=replace(subject.devices, memory=(most,) * p))
+    known = [attempt(subject, name, p, m, v) for name, v in schedules()]
+    found: list[tuple[Candidate, Schedule]] = [
+        (c, c.program.name) for c in known if isinstance(c, Candidate) and c.fits
+    ]
+    if p > 1 and (searched := search(subject, p, m)):
+        found.append(searched)
+    if not found:
+        raise PartitionError(
+            f"schedule={AUTO!r}: no program was found that fits in {subject.devices.limits} on each of {p} ranks. Use "
+            "more memory, more stages, or activation recompute"
+        )
+    return min(found, key=lambda each: each[0].estimate(1.0).time)
 
 
 def study(

@@ -1,0 +1,159 @@
+"""Auto: the schedule for a model's own costs, with the cuts that go with it, within the memory of each rank."""
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from operator import itemgetter
+
+from pipeshard.errors import PartitionError
+from pipeshard.graph.taint import Value
+from pipeshard.planner.candidate import Candidate, Subject
+from pipeshard.planner.memory import tensor_bytes
+from pipeshard.schedule.search import Rule, Searched, Work, changed, climb, estimate, rules, scheduled
+from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, check_streams
+from pipeshard.split.balance import balance
+from pipeshard.split.partition import forbidden_cuts, live_values
+
+CHUNKS = 2, 3, 4  # of a rank, in turn; two may also be in a V
+TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # of `estimate`
+ESTIMATES = 1500  # changes of cuts
+RETRIES = 10  # of a change of cuts that is impossible
+PLACEMENTS = 3, 1  # how many are searched, in turns
+ACTIONS, TRIES = 1_500_000, 3000  # scheduled in a turn, and changes of cuts or rules for a placement
+Edges = tuple[int, ...]  # the first call of each stage, and the number of calls
+Choice = tuple[Edges, Rule]
+Found = tuple[float, Choice, "Cutter"]  # with its time
+
+
+class Cutter:
+    """Cuts a model for one placement of stages on ranks, and finds their order for m microbatches."""
+
+    def __init__(self, subject: Subject, m: int, placement: tuple[int, ...]) -> None:
+        self.subject, self.m, self.placement = subject, m, placement
+        self.sums = [[0.0, *itertools.accumulate(costs)] for costs in zip(*subject.costs, strict=True)]
+        self.starts = [k for k in range(len(subject.costs)) if k == 0 or k not in forbidden_cuts(subject.flow)]
+        self.starts.append(len(subject.costs))
+        self.memory = cache(self._memory)
+        self.draws = random.Random(0)
+
+    def initial(self) -> Edges:
+        """The cuts that named schedules have."""
+        weights, forbidden = [sum(cost) for cost in self.subject.costs], forbidden_cuts(self.subject.flow)
+        counts = balance(weights, len(self.placement), forbidden, ranks=self.placement)
+        return (0, *itertools.accumulate(counts))
+
+    def moved(self, edges: Edges) -> Edges:
+        """One block of calls moved from a stage to another, with all cuts between; or the same if that has failed."""
+        if len(edges) < 3:
+            return edges
+        places = [self.starts.index(edge) for edge in edges]
+        for _ in range(RETRIES):
+            first = self.draws.randrange(1, len(places) - 1)
+            last = first + 1 if self.draws.random() < 0.5 else self.draws.randrange(first, len(places) - 1) + 1
+            step = self.draws.choice((-1, 1))
+            moved = [*places[:first], *(place + step for place in places[first:last]), *places[last:]]
+            if moved[first - 1] < moved[first] and moved[last - 1] < moved[last]:
+                return tuple(self.starts[place] for place in moved)
+        return edges
+
+    def _memory(self, start: int, end: int) -> tuple[int, int, int, int]:
+        """Bytes of a stage without activations, the additional ones at the end of a step, those of a microbatch, and
+        those that are recomputed."""
+        footprint = self.subject.footprint
+        again, kept = footprint.recomputed(start, end), footprint.activations(start, end)
+        always = footprint.total(start, end, 0) - again
+        update = footprint.total(start, end, None) - always
+        return always, update, 0 if self.subject.training.offload else kept, again
+
+    def work(self, edges: Edges) -> Work:
+        """The stages of these cuts."""
+        devices, runs = self.subject.devices, list(itertools.pairwise(edges))
+        speeds = [devices.speeds[rank] for rank in self.placement]
+        forward, backward, weight = (
+            tuple((sums[end] - sums[start]) / speed for (start, end), speed in zip(runs, speeds)) for sums in self.sums
+        )
+        of_stages = [self.memory(*run) for run in runs]
+        room = []
+        for rank, limit in enumerate(devices.memory):
+            always, update, _, again = zip(*(each for each, at in zip(of_stages, self.placement) if at == rank))
+            left = limit - sum(always)
+            room.append(left - max(again) if sum(update) <= left else -1)
+        ends = zip(edges, self.placement, (-1, *self.placement))
+        sent = [self.sent[start] if start and rank != before else (0, 0) for start, rank, before in ends]
+        messages = devices.transfers(self.placement, sent)
+        latency, returned = (tuple(messages.get(name, [0.0] * len(runs))) for name in ("latency", "returned"))
+        sizes = tuple(kept for *_, kept, _ in of_stages)
+        return Work(self.placement, forward, backward, weight, sizes, tuple(room), latency, returned)
+
+    @cached_property
+    def sent(self) -> list[tuple[int, int]]:
+        """The bytes that cross a cut before each call, and those of the gradients that return."""
+        flow, last = self.subject.flow, len(self.subject.costs)
+        live = live_values(flow, range(last), last, flow.needed()) if self.subject.devices.links else [set()] * last
+
+        def size(values: Iterable[Value]) -> int:
+            return sum(tensor_bytes(flow.spec(value)) for value in values)
+
+        return [(size(each), size(each & flow.receiving)) for each in live]
+
+    def cuts(self) -> set[Edges]:
+        """Cuts to start from, with memory for a microbatch: those of named schedules, and those of least estimates."""
+        initial = self.initial()
+        leasts = (
+            climb(initial, partial(self.estimate, tightness), self.moved, ESTIMATES)[1] for tightness in TIGHTNESS
+        )
+        return {edges for edges in (initial, *leasts) if self.estimate(1.0, edges)[0] < math.inf}
+
+    def start(self) -> Iterator[Found]:
+        """The best rule to start from, with its cuts."""
+        choices = [(edges, rule) for edges in sorted(self.cuts()) for rule in rules(self.work(edges), self.m)]
+        yield from sorted(((self.time(choice), choice, self) for choice in choices), key=itemgetter(0))[:1]
+
+    def search(self, start: Choice, actions: int) -> Found:
+        """The best that is found from there by scheduling so many actions."""
+        tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
+        return *climb(start, self.time, self.change, tries), self
+
+    def estimate(self, tightness: float, edges: Edges) -> tuple[float, float]:
+        return estimate(self.work(edges), self.m, tightness)
+
+    def time(self, choice: Choice) -> float:
+        return scheduled(self.work(choice[0]), self.m, choice[1])[0]
+
+    def change(self, choice: Choice) -> Choice:
+        edges, rule = choice
+        if self.draws.random() < 0.5:
+            return edges, changed(rule, self.m, self.draws)
+        return self.moved(edges), rule
+
+
+def placements(p: int) -> Iterator[tuple[int, ...]]:
+    """One stage a rank, two in a V, and several in turn."""
+    yield tuple(range(p))
+    yield (*range(p), *reversed(range(p)))
+    for chunks in CHUNKS:
+        yield tuple(range(p)) * chunks
+
+
+def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | None:
+    """The fastest searched program of m microbatches that fits in the memory of each rank, proven to end, and the
+    model cut for it; None if none fits."""
+    found: list[Found] = []
+    for placement in placements(p):
+        with suppress(PartitionError):  # too few units
+            found += Cutter(subject, m, placement).start()
+    for count in PLACEMENTS:
+        found.sort(key=itemgetter(0))
+        found[:count] = [cutter.search(choice, ACTIONS // count) for _, choice, cutter in found[:count]]
+    for _, (edges, rule), cutter in sorted(found, key=itemgetter(0)):
+        schedule = Searched(cutter.work(edges), rule, m)
+        counts = [end - start for start, end in itertools.pairwise(edges)]
+        candidate = Candidate(replace(subject, partition=counts), schedule(p, m), len(cutter.placement) // p)
+        if candidate.fits:
+            check_streams(add_ordered_communication(candidate.program), Lanes(), WORST)
+            return candidate, schedule
+    return None

@@ -1,0 +1,238 @@
+"""Search: an order of F, B and W for stages of any costs, within the memory of each rank.
+
+The schedules in `schedules.py` are made for stages of equal costs. Here a list scheduler follows the clock of
+`simulate`: a rank that is free takes the best action that can run. A `Rule` says which one that is, and `climb` changes
+rules, and where the model is cut, as long as this helps. Everything is deterministic.
+"""
+
+import heapq
+import itertools
+import math
+import operator
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+from pipeshard.schedule.program import Action, Kind, Program
+
+T = TypeVar("T")
+V = TypeVar("V", float, tuple[float, float])
+F, B, W = Kind.F, Kind.B, Kind.W
+
+
+class Work(NamedTuple):
+    """Stages, one entry each: the rank, the costs of F, B and W, the memory that a microbatch takes from F to its last
+    action, and the times of the messages to the stage and of the gradients that it sends back. `room` has the memory of
+    each rank for microbatches, which is enough for at least one. A stage without weight gradients has no W."""
+
+    placement: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    sizes: tuple[float, ...]
+    room: tuple[float, ...]
+    latency: tuple[float, ...]
+    returned: tuple[float, ...]
+
+
+def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
+    """About how long a step of m microbatches takes, on the slowest rank, and the sum of squares over the ranks.
+
+    A rank idles until its first input comes, until that of a later stage or the first gradient comes and other work is
+    done, and from its last B to the end. Memory limits this other work, and how many microbatches are on their way:
+    `tightness` is how much of it these take, relative to those of a step in which nothing waits. If a rank has no
+    memory for one microbatch, the time is infinite, and the second number is what is missing.
+    """
+    _, forward, backward, weight, sizes, rooms, latency, returned = work
+    starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # of a microbatch's F's
+    ends = list(itertools.accumulate(map(operator.add, returned, (0.0, *backward))))  # from the end of its B's
+    there_and_back = starts[-1] + forward[-1] + ends[-1] + backward[-1]
+    times, short = [], 0.0
+    for stages, room in zip(_of_ranks(work), rooms, strict=True):
+        whole = m * sum(forward[s] + backward[s] + weight[s] for s in stages)
+        life = sum(sizes[s] * (there_and_back - starts[s] - ends[s] + weight[s]) for s in stages)
+        weights, held = sum(weight[s] for s in stages), sum(sizes[s] for s in stages)
+        few = min(m, room / held) if held else m
+        short += max(0.0, held - room)
+        first, forwards, backwards, both, comes_back = starts[stages[0]], 0.0, 0.0, 0.0, 0.0
+        time = first + (m * tightness * life / max(room, held) if held else 0.0)
+        for s in stages:
+            time = max(time, starts[s] + whole - few * forwards, first + whole - few * (backwards + weights) + ends[s])
+            forwards, backwards, both = forwards + forward[s], backwards + backward[s], both + backward[s] + weight[s]
+            comes_back = there_and_back - ends[s] - backward[s]
+            time = max(time, comes_back + m * both)
+        times.append(max(time, comes_back + whole - few * forwards))
+    return (math.inf, short) if short else (max(times), sum(time * time for time in times))
+
+
+class Rule(NamedTuple):
+    """What a free rank takes: a B before an F, and a W if neither can run. Of several, that of the latest stage
+    (`deep`) or that of the earliest microbatch.
+
+    A rank starts no W if something else can run within `patience` times its duration, unless an F waits for memory.
+    `alive` is the most microbatches of each stage between F and B. No F takes the memory that the other F's of the
+    `reserved` earliest unfinished microbatches still need; with at least one reserved, a program always ends.
+    """
+
+    deep_forward: bool
+    deep_backward: bool
+    patience: float
+    alive: tuple[int, ...]
+    reserved: int
+
+
+def rules(work: Work, m: int) -> Iterator[Rule]:
+    """Rules to start from. They differ most in how many microbatches a stage has alive: as many as are on their way in
+    a step without idle time, some more, or all for which there is memory."""
+    stages = range(len(work.placement))
+    busy = [0.0] * len(work.room)
+    for s in stages:
+        busy[work.placement[s]] += work.forward[s] + work.backward[s] + work.weight[s]
+    lives = [sum(work.forward[s:]) + sum(work.backward[s:]) for s in stages]
+    for slack in (1.0, 1.5, math.inf):
+        most = [m if math.isinf(slack) else math.ceil(slack * life / (max(busy) or 1.0)) + 1 for life in lives]
+        alive = tuple(min(m, count) for count in most)
+        for deep, patience, reserved in itertools.product((False, True), (0.0, 1.0), (1, 8)):
+            yield Rule(deep, deep, patience, alive, reserved)
+
+
+def changed(rule: Rule, m: int, draws: random.Random) -> Rule:
+    """A rule that differs in one thing."""
+    match draws.randrange(8):
+        case 0:
+            return rule._replace(patience=draws.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
+        case 1:
+            return rule._replace(reserved=draws.choice((1, 2, 3, 4, 8)))
+        case 2:
+            return rule._replace(deep_forward=draws.random() < 0.5, deep_backward=draws.random() < 0.5)
+    alive = list(rule.alive)
+    s = draws.randrange(len(alive))
+    alive[s] = max(1, min(m, alive[s] + draws.choice((-2, -1, 1, 2))))
+    return rule._replace(alive=tuple(alive))
+
+
+def _of_ranks(work: Work) -> list[list[int]]:
+    """The stages of each rank."""
+    of_ranks: list[list[int]] = [[] for _ in work.room]
+    for s, rank in enumerate(work.placement):
+        of_ranks[rank].append(s)
+    return of_ranks
+
+
+def climb(start: T, value: Callable[[T], V], change: Callable[[T], T], tries: int) -> tuple[V, T]:
+    """The best value that is found by so many changes, each kept unless it is worse, and what has it."""
+    best = value(start)
+    for _ in range(tries):
+        found = change(start)
+        if (now := value(found)) <= best:
+            best, start = now, found
+    return best, start
+
+
+def scheduled(work: Work, m: int, rule: Rule) -> tuple[float, list[list[tuple[Kind, int, int]]]]:
+    """The time of a step of m microbatches by this rule, and the actions of each rank."""
+    placement, forward, backward, weight, sizes, room, latency, returned = work
+    stages = range(len(placement))
+    of_rank = _of_ranks(work)
+    done: dict[Kind, list[int]] = {kind: [0 for _ in stages] for kind in (F, B, W)}
+    forwards, backwards, weights = done[F], done[B], done[W]  # how many microbatches of each stage
+    arrives = [[math.inf] * m for _ in stages]  # the input of F
+    comes_back = [[math.inf] * m for _ in stages]  # that of B
+    arrives[0] = [0.0] * m
+    left, free, earliest = list(room), [0.0] * len(room), 0
+    plenty = [max(sizes) + rule.reserved * sum(sizes[s] for s in of_rank[rank]) for rank in range(len(room))]
+    deep_forward, deep_backward, patience, alive, reserved = rule
+    rows: list[list[tuple[Kind, int, int]]] = [[] for _ in room]
+    events = [(0.0, rank) for rank in range(len(room))]
+    while events:
+        now, rank = heapq.heappop(events)
+        if now < free[rank]:
+            continue
+        best: tuple[tuple[int, int], Kind, int, int] | None = None
+        soon, short = math.inf, False
+        for s in of_rank[rank]:
+            i = backwards[s]
+            if i == m:
+                continue
+            if (at := comes_back[s][i]) <= now:
+                key = (-s, i) if deep_backward else (i, -s)
+                if best is None or key < best[0]:
+                    best = key, B, i, s
+            elif at < soon:
+                soon = at
+        for s in of_rank[rank] if best is None else ():
+            i = forwards[s]
+            if i == m or (at := arrives[s][i]) == math.inf or i - backwards[s] >= alive[s]:
+                continue
+            needed = sizes[s]
+            if left[rank] < plenty[rank]:
+                for other in of_rank[rank]:
+                    needed += sizes[other] * max(0, min(earliest + reserved, i) - max(earliest, forwards[other]))
+            if needed > left[rank] + 1e-9:
+                short = True
+            elif at > now:
+                soon = min(soon, at)
+            else:
+                key = (-s, i) if deep_forward else (i, -s)
+                if best is None or key < best[0]:
+                    best = key, F, i, s
+        for s in of_rank[rank] if best is None else ():
+            i = weights[s]
+            can_run = i < backwards[s] and weight[s] and (short or soon - now >= patience * weight[s])
+            if can_run and (best is None or (i, -s) < best[0]):
+                best = (i, -s), W, i, s
+        if best is None:
+            if soon < math.inf:
+                heapq.heappush(events, (soon, rank))
+            continue
+        _, kind, i, s = best
+        rows[rank].append((kind, i, s))
+        done[kind][s] += 1
+        if kind is F:
+            left[rank] -= sizes[s]
+            now += forward[s]
+            if s < stages[-1]:
+                arrives[s + 1][i] = now + latency[s + 1]
+                heapq.heappush(events, (arrives[s + 1][i], placement[s + 1]))
+            else:
+                comes_back[s][i] = now
+        elif kind is B:
+            now += backward[s]
+            if s > 0:
+                comes_back[s - 1][i] = now + returned[s]
+                heapq.heappush(events, (comes_back[s - 1][i], placement[s - 1]))
+            else:
+                earliest = i + 1
+                for other in range(len(room)):
+                    heapq.heappush(events, (now, other))
+        else:
+            now += weight[s]
+        if kind is W or (kind is B and not weight[s]):
+            left[rank] += sizes[s]
+        free[rank] = now
+        heapq.heappush(events, (now, rank))
+    return max(free) if min(backwards) == m else math.inf, rows
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A schedule that was found for these stages, as a function of (p, m, v)."""
+
+    work: Work
+    rule: Rule
+    num_microbatches: int
+    __name__ = "auto"
+
+    def __call__(self, p: int, m: int, v: int = 1) -> Program:
+        """The program of m microbatches; for another number than it was found for, by the best rule to start from."""
+        return _program(self.work, m, self.rule if m == self.num_microbatches else None)
+
+
+@lru_cache
+def _program(work: Work, m: int, rule: Rule | None) -> Program:
+    if rule is None:
+        rule = min(rules(work, m), key=lambda rule: scheduled(work, m, rule)[0])
+    _, rows = scheduled(work, m, rule)
+    return Program("auto", m, work.placement, tuple(tuple(itertools.starmap(Action, row)) for row in rows))

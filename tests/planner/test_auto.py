@@ -1,0 +1,138 @@
+"""Tests of schedule="auto": never slower than a known schedule that fits, in memory, and exact on ranks."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipeshard
+from pipeshard.config import PipelineConfig
+from pipeshard.engine.stage import Stage
+from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError
+from pipeshard.planner import auto
+from pipeshard.planner.candidate import Candidate, Subject
+from pipeshard.planner.devices import Devices
+from pipeshard.planner.memory import Training
+from pipeshard.planner.planner import attempt, automatic, first_microbatch, schedules, study
+from pipeshard.schedule.given import check
+from pipeshard.schedule.search import Searched
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, differences
+
+M = 4
+
+
+@cache
+def subject(name: str = "llama") -> Subject:
+    """A model of nine unit calls, of which the head costs most."""
+    model = zoo.build(name, layers=6)
+    microbatch, _ = first_microbatch(model, zoo.batch(name), M, None, None)
+    return study(model, microbatch, None, None, "auto", Training(), None)
+
+
+def short(tries: int = 30) -> Any:
+    return mock.patch.multiple(auto, TRIES=tries, ESTIMATES=tries)
+
+
+@given(st.integers(2, 4), st.integers(1, 6), st.floats(0.9, 1.5), st.sampled_from(("1f1b", "zbv", "v-min")))
+@settings(max_examples=15)
+def test_no_known_schedule_that_fits_is_faster(p: int, m: int, slack: float, name: str) -> None:
+    limit = min(int(memory.total * slack) for memory in known(Devices.parse(p), p, m)[name].memory)
+    devices = Devices.parse(p, limit)
+    fitting = [each for each in known(devices, p, m).values() if each.fits]
+    with short():
+        try:
+            found, schedule = automatic(subject().on(devices), p, m)
+        except PartitionError:
+            assert not fitting
+            return
+    assert found.fits and max(memory.total for memory in found.memory) <= limit
+    assert found.estimate(1.0).time <= min((each.estimate(1.0).time for each in fitting), default=float("inf"))
+    check(found.program)
+    if isinstance(schedule, Searched):
+        assert schedule(p, m) == found.program
+
+
+def known(devices: Devices, p: int, m: int) -> dict[str, Candidate]:
+    tried = [attempt(subject().on(devices), name, p, m, v) for name, v in schedules()]
+    return {each.program.name: each for each in tried if isinstance(each, Candidate)}
+
+
+def test_a_search_finds_the_same_twice_and_is_faster_where_costs_are_uneven() -> None:
+    open_ended = subject().on(Devices.parse(3))
+    with short(100):
+        (found, schedule), (again, the_same) = (automatic(open_ended, 3, 6) for _ in range(2))
+    assert isinstance(schedule, Searched) and schedule == the_same and found.counts == again.counts
+    limit = max(memory.total for memory in known(open_ended.devices, 3, 6)["1f1b"].memory)
+    fitting = [each for each in known(Devices.parse(3, limit), 3, 6).values() if each.fits]
+    assert found.estimate(1.0).bubble < 0.9 * min(each.estimate(1.0).bubble for each in fitting)
+
+
+def test_a_plan_shows_draws_and_writes_it(tmp_path: Path) -> None:
+    with short():
+        plan = pipeshard.plan(zoo.build("llama", layers=6), zoo.batch("llama"), 3, num_microbatches=M, schedule="auto")
+    assert plan.schedule == "auto" and plan.searched is not None
+    assert plan.simulate().makespan == pytest.approx(plan.estimate.time)
+    assert [stage.alive for stage in plan.stages] and sum(plan.counts) == 9
+    plan.draw(tmp_path / "step.svg")
+    assert '"auto"' in plan.to_json()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partition": [2, 2]}, "partition=[2, 2] does not go with schedule='auto'"),
+        ({"num_model_chunks": 2}, "num_model_chunks=2 does not go with schedule='auto'"),
+        ({"num_slices": 2}, "num_slices=2 does not go with schedule='auto'"),
+        ({"compile": True}, "compile=True does not go with schedule='auto'"),
+        ({"schedule": "1f1b", "memory_limit": "1GB"}, "memory_limit='1GB' does not go with schedule='1f1b'"),
+    ],
+)
+def test_what_a_search_does_not_support_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        PipelineConfig(**{"pp_size": 2, "num_microbatches": M, "schedule": "auto"} | options)
+    assert words in str(error.value)
+
+
+def test_a_limit_that_nothing_fits_in_is_named() -> None:
+    with pytest.raises(PartitionError, match=r"no program was found that fits in 1\.00 kB on each of 2 ranks"):
+        automatic(subject().on(Devices.parse(2, 1000)), 2, M)
+
+
+def trained(name: str, wrong: bool = False) -> tuple[list[str], list[str]]:
+    """What differs from the unsplit model, and what this rank did."""
+    model, data = zoo.build(name, layers=6), zoo.batch(name)
+    unsplit = Unsplit(copy.deepcopy(model))
+    with short():
+        split = Split(model, dist.get_world_size(), data, num_microbatches=M, schedule="auto")
+    with mock.patch.object(Stage, "weight", lambda *_: None) if wrong else short():
+        try:
+            found = differences(split, unsplit, data, num_microbatches=M)
+        except PipeshardError as error:
+            found = [str(error)]
+    program = split.model.pipeline.config.program(M)
+    did = [str(span.action) for span in split.plugin.recording().spans[dist.get_rank()]]
+    assert did == [str(action) for action in program.ranks[dist.get_rank()]]
+    split.evaluate(data)
+    return found, did
+
+
+@pytest.mark.local
+@pytest.mark.parametrize(("name", "p"), [("llama", 2), ("llama", 3), ("t5", 3)])
+def test_a_searched_program_trains_exactly(pool: Pool, name: str, p: int) -> None:
+    for found, did in pool.run(trained, p, name):
+        assert found == [] and any(action.startswith("W") for action in did)
+
+
+@pytest.mark.local
+def test_weight_gradients_that_are_left_out_are_seen(pool: Pool) -> None:
+    assert any(found for found, _ in pool.run(trained, 2, "llama", True))
