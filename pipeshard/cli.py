@@ -245,10 +245,13 @@ def trace_run(
       pipeshard trace-run llama hidden_size=512 num_hidden_layers=8 --pp 2 --microbatches 8 --draw step.png
     """
     with progress("running three steps"):
+        from pipeshard.config import PipelineConfig
         from pipeshard.trial import Trial
 
-        how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": chunks}
-        booster = partial(make_booster, pp, partition=_partition(partition), p2p=p2p, **how)
+        how: dict[str, Any] = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": chunks}
+        how |= {"partition": _partition(partition), "p2p": p2p}
+        PipelineConfig(pp_size=pp, **how)  # checked before processes start
+        booster = partial(make_booster, pp, **how)
         recording = Trial(model, fields, pp, microbatches * microbatch_size, seq_len, dtype, booster).run()
     click.echo(recording.summary())
     if json_path is not None:
