@@ -59,7 +59,9 @@ def coca() -> nn.Module:
     text = TEXT | {"embed_cls": True, "output_tokens": True}
     vision = VISION | {"attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True}
     multimodal = {"context_length": 8, "vocab_size": 60, "width": 32, "heads": 2, "layers": 2}
-    return Dicts(CoCa(16, multimodal, text, vision))
+    model = CoCa(32, multimodal, text, vision)
+    nn.init.normal_(model.text_decoder.text_projection, std=32**-0.5)  # CoCa leaves it as the memory was
+    return Dicts(model)
 
 
 def of(name: str, build: Callable[[], nn.Module], loss: Any = contrastive, size: int = 32, **given: Any) -> Model:

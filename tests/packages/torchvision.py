@@ -127,6 +127,9 @@ def detector(name: str, build: Callable[[], nn.Module], **given: Any) -> Model:
 
 ONE = {"num_microbatches": 1}
 TOGETHER = [cutting("backbone.body.layer2")]  # how many proposals there are goes over no cut
+AVERAGED = Remedy(
+    "loss_reduction='microbatch'", 'loss_reduction="microbatch"', {"options": {"loss_reduction": "microbatch"}}
+)
 PROPOSED: dict[str, Any] = {"options": ONE, "most": 2, "remedies": TOGETHER}
 MODELS = [
     classifier("convnext_tiny"),
@@ -152,19 +155,14 @@ MODELS = [
         images(64),
     ),
     auxiliary("googlenet", 64),
-    auxiliary("inception_v3", 192),
+    auxiliary("inception_v3", 299),
     segmentation("deeplabv3_mobilenet_v3_large"),
     segmentation("fcn_resnet50", aux_loss=True),
     video("r3d_18", 32, 4),
     video("mc3_18", 32, 4),
     video("r2plus1d_18", 32, 4),
     Model("torchvision", "raft_small", lambda: models.optical_flow.raft_small(), flows, sequence_loss),
-    detector(
-        "faster_rcnn",
-        lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL),
-        most=2,
-        remedies=[Remedy("use one microbatch", "num_microbatches=1", {"options": ONE}), *TOGETHER],
-    ),
+    detector("faster_rcnn", lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL), most=2, remedies=[AVERAGED, *TOGETHER]),
     detector("faster_rcnn, one microbatch", lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL), **PROPOSED),
     detector(
         "faster_rcnn, one microbatch, cut in the backbone",
