@@ -47,8 +47,8 @@ UNFROZEN = (
 SHAPES = (
     "Shapes and dtypes must follow from the batch's sizes, and not from values of activations, or of parameters and "
     "buffers that training changes (nonzero, unique, boolean masks, int(parameter)): return a tensor of a fixed size "
-    "and a mask. If they do, pass dry_run_input=<a batch like this one>, and have "
-    "no hook or autocast around execute_pipeline change them"
+    "and a mask, or cut before the unit (partition=[...]), as sizes within the last stage are free. If they do follow, "
+    "pass dry_run_input=<a batch like this one>, and have no hook or autocast around execute_pipeline change them"
 )
 PLACE = "Other stages do not get it as it is now. Return it instead, as a tensor, or change it alike in every forward"
 PLAIN_TENSOR = "Other stages get only its numbers: return the rest as a tensor, or cut elsewhere (partition=[...])"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.packages.model import Model, returned
+from tests.packages.model import Model, Remedy, returned
 
 VIT: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 4, "heads": 2,
                        "mlp_dim": 64}  # fmt: skip
@@ -123,8 +123,10 @@ def labelled() -> dict[str, Tensor]:
     return {"img": torch.randn(4, 3, 32, 32), "labels": torch.randint(10, (4,))}
 
 
+CUTS = ["model.to_patch_embedding", "model.transformer.layers.0.0"]
+BEFORE = Remedy("cut before the unit", f"partition={CUTS}", {"options": {"partition": CUTS}})  # for three stages
 MODELS = [
     *(classifier(file) for file in SMALL),
-    Model("vit-pytorch", "ats_vit", sampling, images(32)),
+    Model("vit-pytorch", "ats_vit", sampling, images(32), remedies=[BEFORE]),
     Model("vit-pytorch", "distill", Distilled, labelled, returned),
 ]
