@@ -54,7 +54,7 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
     if slices:
         yield Text()
         yield _slices(plan)
-    yield Text(f"\n{plan.reason}", style="bold", justify="left", overflow="fold")
+    yield Text(f"\n{'Without slices, ' if slices else ''}{plan.reason}", style="bold", justify="left", overflow="fold")
     if devices.are_unequal:
         yield Text(f"Pass partition={plan.counts} to PipelinePlugin.")
 

@@ -16,6 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import Save, remove, sync, together, writes
@@ -113,10 +114,13 @@ class FolderSave(Save):
 
     def write(self) -> None:
         """Write this stage's shards, and on the first stage the configs and the index, under hidden names."""
-        for file, tensors in self.parts.items():
-            path = self._path(file)
-            ready = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            write_file(ready, path, self._room, {"format": "pt"})
+        sizes = {file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in self.parts.items()}
+        disable = None if self.stage == 0 and self.thread is None else True
+        with tqdm(total=sum(sizes.values()), desc="saving stage 0", unit="B", unit_scale=True, disable=disable) as bar:
+            for file, tensors in self.parts.items():
+                ready = {name: tensor.contiguous() for name, tensor in tensors.items()}
+                write_file(ready, self._path(file), self._room, {"format": "pt"})
+                bar.update(sizes[file])
         if self.stage == 0:
             (configs := self.beside("configs")).mkdir()
             for config in self.configs:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import resource
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -131,6 +134,25 @@ def test_the_config_has_the_dtype_that_is_saved(pool: Pool, tmp_path: Path) -> N
     pool.run(save_in_16_bits, 2, str(tmp_path))
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
     assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def bars(folder: str) -> str:
+    model, data = made("causal-lm/llama")
+    split = Split(model, 1, data, num_microbatches=2)
+    with mock.patch("sys.stderr", Terminal()) as shown:
+        split.booster.save_model(split.model, folder, shard=True)
+        split.booster.load_model(split.model, folder)
+    return shown.getvalue()
+
+
+def test_a_terminal_shows_how_much_is_saved_and_loaded(pool: Pool, tmp_path: Path) -> None:
+    (shown,) = pool.run(bars, 1, str(tmp_path))
+    assert re.search(r"saving stage 0: 100%.*loading stage 0: 100%", shown, re.DOTALL)
 
 
 def from_a_folder(text: str, folder: str, **arguments: Any) -> list[str]:
