@@ -42,7 +42,8 @@
 # make docs     builds the documentation site in build/site, in an environment of its own; a warning or a dead link is an error
 # make docs-check runs the code blocks of README.md and docs, each page in a folder of its own, and lists those that
 #               cannot run here, with the reason
-# make release-check builds the wheel and the sdist, installs each into a fresh environment, and trains three steps there;
+# make release-check builds the wheel and the sdist, installs each into a fresh environment, and trains three steps there,
+#               with the newest packages and each of PYTHONS (those of pyenv) too;
 #               runs some tests from the unpacked sdist
 # make clean    removes outputs and caches; .venv and .venv-4.57 stay
 
@@ -59,6 +60,7 @@ JOBS         ?= 3
 DEVICE       ?= cuda
 PART         ?= work links overhead lengths memory partition replay guards
 #               slices generation
+PYTHONS      ?= $(wildcard $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python)
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -265,6 +267,10 @@ release-check:
 	@rm -rf build && mkdir -p build/release
 	@$(PYTHON) -m venv build/release/tools && build/release/tools/bin/python -m pip --disable-pip-version-check install -qq build
 	@build/release/tools/bin/python -m build --outdir build/release/dist . >build/release/log 2>&1 || { cat build/release/log; exit 1; }
+	@cd build/release && for python in $(PYTHONS); do \
+	  echo "release-check: $$($$python --version)" && rm -rf fresh && $$python -m venv fresh && \
+	  fresh/bin/python -m pip --disable-pip-version-check install -qq dist/*.whl && fresh/bin/pipeshard demo || exit 1; \
+	done
 	@cd build/release && tar xf dist/*.tar.gz && for file in dist/*.whl dist/*.tar.gz; do \
 	  echo "release-check: $$file" && rm -rf fresh && $(PYTHON) -m venv fresh && pip="fresh/bin/python -m pip --disable-pip-version-check" && \
 	  $$pip install -qq torch==2.13.0 && $$pip install -qq $$file && $$pip check && \
