@@ -115,8 +115,8 @@ def plan(
 
     Args:
         schedule: the one whose stages are shown, with its `num_model_chunks`; by default the recommended one. "auto"
-            is searched, within `device_memory` or otherwise that of 1F1B's fullest rank; if a known one is as fast,
-            it is that.
+            searches for one within `device_memory`, by default the memory of 1F1B's fullest rank. If a known schedule
+            is as fast, that one is shown.
         partition: as for the plugin. By name, it is changed if a rank would exceed `device_memory`.
         device_memory: the memory of a rank, such as "80GB" or a number of bytes, or of each rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
