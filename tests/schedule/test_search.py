@@ -1,5 +1,6 @@
 """Tests of searched programs: for stages of any costs they are complete, end, and stay within each rank's memory."""
 
+import math
 import random
 
 from hypothesis import given
@@ -33,7 +34,6 @@ def works(draw: st.DrawFn) -> Work:
 
 @given(works(), st.integers(1, 9), st.integers(0, 2**32))
 def test_a_searched_program_is_complete_ends_and_stays_in_memory(work: Work, m: int, seed: int) -> None:
-    """The first scheduler filled a rank's memory with the first stage's microbatches, none of which could go on."""
     p, draws = len(work.room), random.Random(seed)
     rule = draws.choice([*rules(work, m)])
     for _ in range(20):
@@ -71,6 +71,14 @@ def test_what_is_kept_decides_how_long_a_step_takes() -> None:
     assert tight > 1.5 * wide
     assert estimate(work._replace(room=(0.5,) * 3), 6) == (float("inf"), 1.5)
     assert estimate(work._replace(sizes=nothing, room=nothing), 6)[0] < float("inf")
+
+
+def test_the_earliest_microbatch_can_always_go_on() -> None:
+    """The first stage filled a rank's memory with microbatches that the rank's later stage had no memory for."""
+    ones, nothing = (1.0,) * 4, (0.0,) * 4
+    work = Work((0, 1, 0, 1), ones, ones, ones, ones, (3.0, 3.0), (0.0, 9.0, 9.0, 9.0), nothing)
+    rule = Rule(False, False, 0.0, (6,) * 4, reserved=1)
+    assert scheduled(work, 6, rule)[0] < scheduled(work, 6, rule._replace(reserved=0))[0] == math.inf
 
 
 def test_a_climb_never_gets_worse() -> None:
