@@ -1,4 +1,5 @@
-"""Where to cut a model whose head outweighs its layers: step times, and stage times as expected and measured."""
+"""Where to cut a model whose head outweighs its layers: step times, and stage times as expected and measured; and the
+time of a searched schedule beside zbv."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,10 +16,16 @@ from benchmarks.speed.work import Work
 TEXT = """\
 A llama of 24 layers with a vocabulary of 128k entries, whose head and loss cost about as much as all of its layers, cut
 in two by the plugin's rules. Stage times are those of one microbatch, forward and backward, as medians. "profile"
-expects seconds; what the other rules expect is relative, so it is scaled to the measured sum of both stages."""
+expects seconds; what the other rules expect is relative, so it is scaled to the measured sum of both stages.
+The second table has the same model with zbv and with a searched schedule."""
 
 RULES = ("uniform", "auto", "profile")
 JUDGED = ("auto", "profile")
+SCHEDULES: dict[str, dict[str, str]] = {
+    "zbv": {"schedule": "zbv"},
+    "auto": {"schedule": "auto", "memory_limit": "20GB"},  # more than either takes
+}
+FASTER = 1.05  # than zbv
 TOLERANCE = 0.10
 
 
@@ -44,8 +51,17 @@ def run(effort: Effort, progress: Progress) -> Section:
             text = f"{name}: stages differ by {off:.0%} from what was expected, at most {TOLERANCE:.0%}"
             bars.append(Bar(text, off <= TOLERANCE))
     columns = ["partition", "units", "ms/step", "quartiles", "stages, expected (ms)", "stages, measured (ms)"]
+    raced = [Lane(Contender(name, "pipeshard", how), lambda k: batches(k, 1)) for name, how in SCHEDULES.items()]
+    races = Rounds(work, raced, effort.rounds, progress).run()
+    if all(race.seconds for race in races.values()):
+        ratio = statistics.median(a / b for a, b in zip(races["zbv"].seconds, races["auto"].seconds))
+        bars.append(Bar(f"auto is {ratio - 1:.0%} faster than zbv, at least {FASTER - 1:.0%}", ratio >= FASTER))
+    spreads = {name: spread(race.seconds) for name, race in races.items() if race.seconds}
+    times = [[name, milliseconds(m), f"{milliseconds(a)} to {milliseconds(b)}"] for name, (a, m, b) in spreads.items()]
+    tables = [Table(str(work), columns, rows), Table("schedules", ["schedule", "ms/step", "quartiles"], times)]
     raw = {name: vars(outcome) for name, outcome in outcomes.items()}
-    return Section("Partition", TEXT, [Table(str(work), columns, rows)], bars, failures(lanes, outcomes), raw)
+    raw |= {f"schedule {name}": vars(race) for name, race in races.items()}
+    return Section("Partition", TEXT, tables, bars, failures(lanes, outcomes) + failures(raced, races), raw)
 
 
 def _stages(outcome: Outcome) -> tuple[Sequence[float], Sequence[float]]:
