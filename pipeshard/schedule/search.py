@@ -145,6 +145,17 @@ def scheduled(work: Work, m: int, rule: Rule) -> tuple[float, list[list[tuple[Ki
     plenty = [max(sizes) + rule.reserved * sum(sizes[s] for s in of_rank[rank]) for rank in range(len(room))]
     deep_forward, deep_backward, patience, alive, reserved = rule
     rows: list[list[tuple[Kind, int, int]]] = [[] for _ in room]
+
+    def kept_free(rank: int, i: int) -> float:
+        """The memory of a whole microbatch and of those behind it, for the first whose F's on this rank are not all
+        done: once all before it have ended, its F's have the memory that these do not take."""
+        first = min(forwards[s] for s in of_rank[rank])
+        if i == first:
+            return 0.0
+        freed = [weights[s] if weight[s] else backwards[s] for s in of_rank[rank]]
+        behind = (forwards[s] - max(first + 1, end) for s, end in zip(of_rank[rank], freed))
+        return sum(sizes[s] * (1 + max(0, count)) for s, count in zip(of_rank[rank], behind))
+
     events = [(0.0, rank) for rank in range(len(room))]
     while events:
         now, rank = heapq.heappop(events)
@@ -170,6 +181,7 @@ def scheduled(work: Work, m: int, rule: Rule) -> tuple[float, list[list[tuple[Ki
             if left[rank] < plenty[rank]:
                 for other in of_rank[rank]:
                     needed += sizes[other] * max(0, min(earliest + reserved, i) - max(earliest, forwards[other]))
+                needed = max(needed, left[rank] - room[rank] + sizes[s] + kept_free(rank, i) if reserved else 0.0)
             if needed > left[rank] + 1e-9:
                 short = True
             elif at > now:

@@ -3,7 +3,7 @@
 import math
 import random
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeshard.schedule.given import check, program_of
@@ -32,7 +32,23 @@ def works(draw: st.DrawFn) -> Work:
     return Work(placement, each(costs), each(costs), each(costs), sizes, room, each(messages), each(messages))
 
 
+NONE = (0.0,) * 12
+# A microbatch that had ended left memory that two behind the next one took on a rank's first stage: that one had too
+# little for the rank's third stage, and the program ended without its backward.
+FREED = Work(
+    (0, 1, 2, 3) * 3,
+    NONE,
+    (*NONE[1:], 1.0),
+    NONE,
+    (0.0, 1.0, *NONE[2:9], 2.0, 0.0, 0.0),
+    (0.0, 3.0, 0.0, 0.0),
+    NONE,
+    NONE,
+)
+
+
 @given(works(), st.integers(1, 9), st.integers(0, 2**32))
+@example(FREED, 3, 479001601)
 def test_a_searched_program_is_complete_ends_and_stays_in_memory(work: Work, m: int, seed: int) -> None:
     p, draws = len(work.room), random.Random(seed)
     rule = draws.choice([*rules(work, m)])
