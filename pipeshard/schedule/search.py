@@ -142,19 +142,24 @@ def scheduled(work: Work, m: int, rule: Rule) -> tuple[float, list[list[tuple[Ki
     comes_back = [[math.inf] * m for _ in stages]  # that of B
     arrives[0] = [0.0] * m
     left, free, earliest = list(room), [0.0] * len(room), 0
-    plenty = [max(sizes) + rule.reserved * sum(sizes[s] for s in of_rank[rank]) for rank in range(len(room))]
+    totals = [sum(sizes[s] for s in mine) for mine in of_rank]
+    plenty = [max(sizes) + rule.reserved * total for total in totals]
     deep_forward, deep_backward, patience, alive, reserved = rule
     rows: list[list[tuple[Kind, int, int]]] = [[] for _ in room]
 
-    def kept_free(rank: int, i: int) -> float:
-        """The memory of a whole microbatch and of those behind it, for the first whose F's on this rank are not all
-        done: once all before it have ended, its F's have the memory that these do not take."""
-        first = min(forwards[s] for s in of_rank[rank])
+    def takes_kept(rank: int, s: int, i: int) -> bool:
+        """Whether this F takes memory that is kept for the first microbatch whose F's on this rank are not all done:
+        that of a whole one, besides those behind it, as it gets what the earlier ones leave when they end."""
+        mine = of_rank[rank]
+        first = min([forwards[other] for other in mine])
         if i == first:
-            return 0.0
-        freed = [weights[s] if weight[s] else backwards[s] for s in of_rank[rank]]
-        behind = (forwards[s] - max(first + 1, end) for s, end in zip(of_rank[rank], freed))
-        return sum(sizes[s] * (1 + max(0, count)) for s, count in zip(of_rank[rank], behind))
+            return False
+        taken = sizes[s] + totals[rank]
+        for other in mine:
+            freed = weights[other] if weight[other] else backwards[other]
+            if (behind := forwards[other] - max(first + 1, freed)) > 0:
+                taken += sizes[other] * behind
+        return taken > room[rank] + 1e-9
 
     events = [(0.0, rank) for rank in range(len(room))]
     while events:
@@ -181,8 +186,7 @@ def scheduled(work: Work, m: int, rule: Rule) -> tuple[float, list[list[tuple[Ki
             if left[rank] < plenty[rank]:
                 for other in of_rank[rank]:
                     needed += sizes[other] * max(0, min(earliest + reserved, i) - max(earliest, forwards[other]))
-                needed = max(needed, left[rank] - room[rank] + sizes[s] + kept_free(rank, i) if reserved else 0.0)
-            if needed > left[rank] + 1e-9:
+            if needed > left[rank] + 1e-9 or (reserved and left[rank] < plenty[rank] and takes_kept(rank, s, i)):
                 short = True
             elif at > now:
                 soon = min(soon, at)
