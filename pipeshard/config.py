@@ -282,7 +282,8 @@ class PipelineConfig:
             check_slices(program, num_slices)
         else:
             program = program_of(self.schedule, self.pp_size, num_microbatches, self.num_model_chunks)
-        self._refuse_split_backward(program)
+        if program.has_weight:
+            self._refuse_compiled_backward(program.name)
         if not self.defers or not isinstance(self.schedule, str):
             return program
         return split_backwards(program) if num_slices > 1 else shorten_cooldown(program)
@@ -399,11 +400,7 @@ class PipelineConfig:
                     f"{name}={value!r} does not go with schedule={AUTO!r}, which finds cuts and chunks for "
                     f"microbatches of one size: leave {name} out"
                 )
-        if self.compile:
-            raise ConfigurationError(
-                f"compile={self.compile!r} does not go with schedule={AUTO!r}: a compiled backward cannot leave out "
-                "its weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
-            )
+        self._refuse_compiled_backward(AUTO)
 
     def _check_slices(self) -> None:
         """Refuse options that slices do not support."""
@@ -423,15 +420,13 @@ class PipelineConfig:
                 "cache of another length, for which a unit would be compiled again. Use one of the two"
             )
 
-    def _refuse_split_backward(self, program: Program) -> None:
-        """Refuse options that separate weight gradients do not support."""
-        if not program.has_weight:
-            return
-        within = f"does not go with schedule={program.name!r}"
-        others = "Use '1f1b', 'interleaved' or 'gpipe'"
+    def _refuse_compiled_backward(self, schedule: str) -> None:
+        """Refuse to compile units whose weight gradients this schedule separates."""
         if self.compile:
-            why = "a compiled backward cannot leave out its weight gradients"
-            raise ConfigurationError(f"compile={self.compile!r} {within}: {why}. {others}")
+            raise ConfigurationError(
+                f"compile={self.compile!r} does not go with schedule={schedule!r}: a compiled backward cannot leave "
+                "out its weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
+            )
 
 
 def check_plan(name: str, plan: Any) -> None:
