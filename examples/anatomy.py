@@ -18,7 +18,7 @@ from torch import nn
 from pipeshard import trace
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.taint import Value
-from pipeshard.split.partition import boundaries
+from pipeshard.split.boundary import boundaries
 
 COLOURS = ("#56B4E9", "#E69F00")  # of the stages
 CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "size": 7}

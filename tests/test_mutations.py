@@ -16,7 +16,7 @@ from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.loss import LossRule
 from pipeshard.engine.stage import Stage
 from pipeshard.errors import PipeshardError
-from pipeshard.split.partition import Boundary, boundaries
+from pipeshard.split.boundary import Boundary, boundaries
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, compared, differences
@@ -124,11 +124,11 @@ def replicas_not_reduced() -> Any:
 def reduced_before_the_last_backward() -> Any:
     run = Interpreter.run
 
-    def early(self: Interpreter, actions: Any, stage_done: Any = None) -> None:
+    def early(self: Interpreter, stages: Any, actions: Any, stage_done: Any = None) -> None:
         if stage_done is not None:
-            for stage in self.stages:
+            for stage in stages:
                 stage_done(stage)
-        run(self, actions)
+        run(self, stages, actions)
 
     return mock.patch("pipeshard.engine.interpreter.Interpreter.run", early)
 

@@ -29,7 +29,7 @@ from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.places import Places
 from pipeshard.engine.ragged import Ragged
-from pipeshard.engine.reader import News, Reader
+from pipeshard.engine.reader import Agreement, News, Reader
 from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import refuse_compiled, refuse_criterion, refuse_recomputed
 from pipeshard.engine.sliced import SlicedMicrobatch
@@ -61,6 +61,18 @@ class Unseen(NamedTuple):
     batch: Batch
     flow: Dataflow
     criterion: Criterion | None
+
+
+class Asked(NamedTuple):
+    """What a step is asked for: `loss` is whether it returns the loss, `is_exact` whether the shares of microbatches
+    follow a proven rule, and `weight` the factor of its loss."""
+
+    criterion: Criterion | None
+    train: bool
+    loss: bool
+    outputs: Outputs
+    is_exact: bool
+    weight: float
 
 
 class Ran(NamedTuple):
@@ -129,7 +141,7 @@ class Pipeline:
             compile_units(self.policy.held_units, **config.compile_options)
         self.stages = Stages(config, self.policy, self.precision, self.holdings.held, self.device)
         placement = self.policy.placement
-        self.interpreter = Interpreter({}, placement, grid.p2p(config.p2p, placement), self.device)
+        self.interpreter = Interpreter(placement, grid.p2p(config.p2p, placement), self.device)
         self.dependents = Dependents(self.traces, self.cuts, self.stages, self.precision)
         self.policy.replace_forward()
         with self.precision.running():
@@ -180,47 +192,60 @@ class Pipeline:
         """One step, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
         own_progress().begin(self.model, self.policy.chunks)
         criterion = criterion if criterion is not None else self.criterion
+        self._refuse_changed(criterion)
+        self.policy.replace_forward()  # again: checkpointing may have been enabled since
+        outputs = Outputs(return_outputs, num_batches)
+        is_exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
+        asked = Asked(criterion, train, return_loss, outputs, is_exact, weight)
+        batches, found, agreed = self._read(asked, data_iter, num_batches)
+        with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
+            out = self._run(asked, batches, found)
+        if train:
+            self.gradients.added()
+        return out
+
+    def _refuse_changed(self, criterion: Criterion | None) -> None:
+        """Raise an error if the model has changed since boost in a way that a step cannot follow."""
         refuse_criterion(criterion, self.model)
         self.refuse_blank()
         refuse_recomputed(self.model, self.containers)
         self.places.check()
         if any(module._compiled_call_impl is not None for module in self.called):
             refuse_compiled(self.model, self.policy.units)
-        self.policy.replace_forward()  # again: checkpointing may have been enabled since
-        outputs = Outputs(return_outputs, num_batches)
+
+    def _read(
+        self, asked: Asked, data_iter: Iterator[Any], num_batches: int
+    ) -> tuple[list[Batch], FoundWays | None, Agreement]:
+        """Read the step's batches and agree on them with the other ranks: one message in which each rank reports what
+        it has read and what has changed on it. Then all ranks do what the report of any of them requires."""
+        criterion, train = asked.criterion, asked.train
         problems = self.holdings.problems(self.cuts.config.num_microbatches) if train else []
         trained = self.holdings.trained()
-        exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
-
         found: FoundWays | None = None
 
         def news(batches: Sequence[Batch]) -> News:
             nonlocal found
             self.traces.look(criterion)
-            unproven = exact and self.traces.losses.any_unproven(batches, self.cuts.microbatches(batches), criterion)
+            losses = self.traces.losses
+            unproven = asked.is_exact and losses.any_unproven(batches, self.cuts.microbatches(batches), criterion)
             trains = any(parameter.requires_grad for parameter in self.holdings.held.values())
             bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
                 bits |= UNSEEN
             bits |= WRITTEN * self.gradients.follow(adopts=train)
-            with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
-                found = self.traces.find(self.cuts.all(batches, train), criterion, looks=False)
+            found = self._find(asked, batches, looks=False)
             ways = -1 if found is None else self.traces.number(found)
             return News(bits, ways, *self.gradients.updates.numbers)
 
         training = "train" if self.model.training else "eval"
-        mode = f"{'training step' if train else 'forward only'}, return_outputs={outputs}, model.{training}()"
+        mode = f"{'training step' if train else 'forward only'}, return_outputs={asked.outputs}, model.{training}()"
         batches, agreed = self.reader.next(data_iter, mode, news, num_batches)
         if not agreed.updated_alike:
             self.gradients.updates.compare()
         if agreed.news & WRITTEN:
             self.gradients.share()
         if agreed.news & TRAINED:
-            if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
-                raise UsageError(wrong[0])
-            of_all = compare_trained(trained, self.grid.world, self.grid.named)
-            self.trained = trained
-            self._tell_ghosts(of_all)
+            self._share_trained(trained, problems)
         if train and self.trainable and not agreed.news & TRAINS:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen (requires_grad=False) after the model was "
@@ -230,21 +255,29 @@ class Pipeline:
         if agreed.news & UNSEEN and unseen is not None:
             self._refuse_other_way(*unseen[1:])
         if agreed.news & TRAINED:
-            found = None
-            with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
-                found = self.traces.find(self.cuts.all(batches, train), criterion)
+            found = self._find(asked, batches)
         if not agreed.alike or agreed.news & TRAINED:
             with self.precision.running():
                 cut = self.cuts.all(batches, train)
-                found = self.traces.find_alike(cut, criterion, outputs.needed, self.grid, found)
+                found = self.traces.find_alike(cut, criterion, asked.outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
-            with self.precision.running(), self.dependents.tracing(batches, criterion, outputs):
+            with self.precision.running(), self.dependents.tracing(batches, criterion, asked.outputs):
                 self.traces.losses.prove(batches, self.cuts.microbatches(batches), criterion, self.grid.world)
-        with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
-            out = self._run(batches, found, criterion, train, return_loss, outputs, exact, weight)
-        if train:
-            self.gradients.added()
-        return out
+        return batches, found, agreed
+
+    def _find(self, asked: Asked, batches: Sequence[Batch], looks: bool = True) -> FoundWays | None:
+        """The ways of the step's microbatches; None where that fails, as the step itself raises the error, once ranks
+        have agreed."""
+        with suppress(Exception), self.precision.running():
+            return self.traces.find(self.cuts.all(batches, asked.train), asked.criterion, looks)
+        return None
+
+    def _share_trained(self, trained: dict[str, bool], problems: Sequence[str]) -> None:
+        """Share which parameters every rank trains now, or raise what is wrong with those of one."""
+        if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
+            raise UsageError(wrong[0])
+        self.trained = trained
+        self._tell_ghosts(compare_trained(trained, self.grid.world, self.grid.named))
 
     def _tell_ghosts(self, trained: Mapping[str, bool]) -> None:
         """Record by name which parameters other stages train now, and trace later batches for these."""
@@ -261,21 +294,13 @@ class Pipeline:
             self.sync.finish(True)
             self.gradients.added()
 
-    def _run(
-        self,
-        read: list[Batch],
-        found: FoundWays | None,
-        criterion: Criterion | None,
-        train: bool,
-        wanted: bool,
-        outputs: Outputs,
-        *how: Any,
-    ) -> dict[str, Any]:
+    def _run(self, asked: Asked, read: list[Batch], found: FoundWays | None) -> dict[str, Any]:
         """Plan the microbatches' ways through the stages, run the program, and share the loss."""
+        criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         with self.precision.running():
             cut = self.cuts.microbatches(read)
             with self.dependents.tracing(read, criterion, outputs):
-                planned = self.traces.plan_each(cut, found, criterion, outputs.needed, *how)
+                planned = self.traces.plan_each(cut, found, criterion, outputs.needed, asked.is_exact, asked.weight)
                 sliced: list[list[SlicedMicrobatch]] = []
                 slices = self.cuts.slices(cut) if train else []
                 if slices:
@@ -307,7 +332,7 @@ class Pipeline:
         if train or self.holdings.sharded is not None:
             self.sync.finish(train and self.synchronizes)
         own_progress().in_flight = False
-        return self._collect(cut[-1][0], flow, criterion, train, wanted, outputs)
+        return self._collect(asked, cut[-1][0], flow)
 
     def _refuse_untrainable(self, flow: Dataflow, outputs: Outputs) -> None:
         if flow.loss is None:
@@ -328,18 +353,17 @@ class Pipeline:
         if train or self.holdings.sharded is not None:
             self.sync.begin()
         reduces = train and self.synchronizes and self.sync.is_early
-        self.interpreter.stages = {stage.index: stage for stage in self.stages.running}
+        stages = {stage.index: stage for stage in self.stages.running}
         with self.stages.deferring():
-            self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
+            self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
-    def _collect(
-        self, batch: Batch, flow: Dataflow, criterion: Criterion | None, train: bool, wanted: bool, outputs: Outputs
-    ) -> dict[str, Any]:
-        """The loss if it is `wanted`, and the outputs. Every rank raises an error if the loss is NaN, at once or, on a
-        GPU, in the next step."""
+    def _collect(self, asked: Asked, batch: Batch, flow: Dataflow) -> dict[str, Any]:
+        """The loss and the outputs, if they are asked for. Every rank raises an error if the loss is NaN, at once or,
+        on a GPU, in the next step."""
+        criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         end, source = self.stages.running[-1].end_of_loss, self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
-        is_looked_at = wanted or (train and self.looks_at_once)
+        is_looked_at = asked.loss or (train and self.looks_at_once)
         total = share_scalar(loss, source, self.group, torch.device("cpu")) if is_looked_at else None
         is_nan = total is not None and bool(total.isnan())
         merged = outputs.merged(flow, self.traces.losses.own(end.loss, loss)) if end.is_last else None
@@ -352,7 +376,7 @@ class Pipeline:
         if train and not is_looked_at:
             is_unknown = None if loss is None else loss.detach().isnan()
             self._unseen = Unseen(is_unknown, batch, flow, criterion)
-        shown = total.to(self.device).as_subclass(StepLoss) if wanted and total is not None else None
+        shown = total.to(self.device).as_subclass(StepLoss) if asked.loss and total is not None else None
         return {"loss": shown, "outputs": merged}
 
     def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None) -> None:

@@ -28,19 +28,24 @@ class Interpreter:
     """Runs actions in order. It waits for a receive when its tensors are needed. It waits for a send only if its P2P
     does not report completion, once `MAX_PENDING_SENDS` more have started.
 
-    `stages` are this rank's by index, `placement[s]` is the rank of stage s; `timeline` has the times of the last run.
-    Under torch.profiler each action is a range with its own name.
+    `placement[s]` is the rank of stage s; `timeline` has the times of the last run. Under torch.profiler each action is
+    a range with its own name.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], placement: Sequence[int], p2p: P2P | None, device: torch.device):
-        self.stages, self.placement, self.device, self.p2p = stages, placement, device, p2p
+    def __init__(self, placement: Sequence[int], p2p: P2P | None, device: torch.device) -> None:
+        self.placement, self.device, self.p2p = placement, device, p2p
         self.timeline = Timeline(device)
+        self._stages: Mapping[int, Stage] = {}
         self._incoming: dict[Action, tuple[list[Tensor], list[dist.Work]]] = {}
         self._outgoing: dict[Action, list[Tensor]] = {}
         self._sends: deque[tuple[list[dist.Work], list[Tensor], int]] = deque()
 
-    def run(self, actions: Sequence[Action], stage_done: Callable[[int], None] | None = None) -> None:
-        """Run all actions; `stage_done(s)` is called as soon as the last backward of stage s has finished."""
+    def run(
+        self, stages: Mapping[int, Stage], actions: Sequence[Action], stage_done: Callable[[int], None] | None = None
+    ) -> None:
+        """Run all actions on this rank's `stages`, by index; `stage_done(s)` is called as soon as the last backward of
+        stage s has finished."""
+        self._stages = stages
         self.timeline.begin()
         ends = {action.stage: action for action in actions if action.kind in (Kind.B, Kind.W)} if stage_done else {}
         profiled = profiler_is_enabled()
@@ -61,12 +66,13 @@ class Interpreter:
             while self._sends:
                 self._release()
         finally:
+            self._stages = {}
             self._incoming.clear()
             self._outgoing.clear()
             self._sends.clear()
 
     def _compute(self, action: Action) -> None:
-        kind, i, stage = action.kind, action.microbatch, self.stages[action.stage]
+        kind, i, stage = action.kind, action.microbatch, self._stages[action.stage]
         self.timeline.turn(action)
         taken = self._take(action) if kind is not Kind.W else []
         results: list[Tensor] = []
@@ -81,7 +87,8 @@ class Interpreter:
         self.timeline.done()
 
     def _take(self, action: Action) -> list[Tensor]:
-        """The input of a compute action: received, or passed on by a neighbouring stage on this rank."""
+        """The input of a compute action: received, or passed on by a neighbouring stage on this rank. A forward of the
+        first stage and a backward of the last one have none."""
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         message = Action(receive, action.microbatch, action.stage)
         if message not in self._incoming:
@@ -96,8 +103,8 @@ class Interpreter:
 
     def _receive(self, action: Action) -> None:
         assert self.p2p is not None
-        stage = self.stages[action.stage]
-        specs = stage.entering if action.kind is Kind.RECV_F else stage.returning
+        stage = self._stages[action.stage]
+        specs = stage.values_in if action.kind is Kind.RECV_F else stage.gradients_in
         source = self.placement[action.partner.stage]
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs(action.microbatch)]
         works = [self.p2p.receive(as_bytes(tensor), source) for tensor in tensors]

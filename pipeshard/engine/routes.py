@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pipeshard.engine.sliced import SlicedRoutes
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Dataflow, Wanted
-from pipeshard.split.partition import boundaries
+from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import Recompute, Route
 

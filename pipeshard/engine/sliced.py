@@ -148,13 +148,13 @@ class SlicedStage(Stage):
             self.head.forward(number, joined)
         return []
 
-    def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, i: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         number, s = divmod(i, self.n)
         if self.head is not None:
             if s == self.n - 1:
                 self.returned[number] = self._split(number, self.head.backward(number, ()))
-            returning = self.returned[number].pop()
-        sent = super().backward(i, returning)
+            gradients = self.returned[number].pop()
+        sent = super().backward(i, gradients)
         call = self.microbatches[i].sliced
         assert call is not None
         call.now.release()

@@ -193,13 +193,13 @@ class Stage:
         self.microbatches = ()
         self.replay.end()
 
-    def entering(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of the inputs of `forward(i, ...)`."""
+    def values_in(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the values that `forward(i, ...)` takes."""
         microbatch = self.microbatches[i]
         return [microbatch.shape(value) for value in microbatch.route.enters.values]
 
-    def returning(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of the inputs of `backward(i, ...)`."""
+    def gradients_in(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the gradients that `backward(i, ...)` takes."""
         microbatch = self.microbatches[i]
         return [microbatch.shape(value) for value in microbatch.route.leaves.gradients]
 
@@ -248,12 +248,13 @@ class Stage:
             if self.is_last:
                 sum_and_count(output, criterion, microbatch.batch)
 
-    def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:
-        """Back-propagate the gradients of the outputs of `forward(i)`; returns those of its inputs."""
+    def backward(self, i: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Back-propagate the gradients of the outputs of `forward(i)`; returns those of its inputs. An input that is
+        passed on to later stages sums their gradient and those of its readers here."""
         saved, share = self.saved.pop(i), self.microbatches[i].share
         self.deferral.whole = i not in self.splits  # units that recompute run forward again
         if not self.is_last:
-            pairs = [(edge, grad) for edge, grad in zip(saved.left, returning, strict=True) if edge is not None]
+            pairs = [(edge, grad) for edge, grad in zip(saved.left, gradients, strict=True) if edge is not None]
         elif saved.loss is not None and share != 0:  # no label: no gradient, rather than 0/0
             pairs = [(get_gradient_edge(saved.loss), torch.full_like(saved.loss, share * self.scale))]
         else:

@@ -21,7 +21,7 @@ from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Call, Dataflow, Wanted
 from pipeshard.graph.places import PLAIN
 from pipeshard.graph.shapes import Count, TensorSpec, blank_state, has_values
-from pipeshard.split.partition import boundaries
+from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy
 
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and how a batch's sizes differ from those it was traced with

@@ -179,11 +179,13 @@ class Dataflow:
         return bool(self.calls) and self.calls[-1].is_cut
 
     @cached_property
-    def returning(self) -> tuple[frozenset[Value], ...]:
+    def gradients_from(self) -> tuple[frozenset[Value], ...]:
         """For each call, and last for the loss, the values that get a gradient of the loss from it; a value that is
         computed only from integers or frozen units gets none."""
-        returning = [self._trained(self.differentiated)]
-        found = set(returning[0])
+        from_loss = self._trained(self.differentiated)
+        from_calls: list[frozenset[Value]] = []
+        found = set(from_loss)
+        # Through hidden state the loss may send gradients to every result from the call on that leaves it.
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):
@@ -193,9 +195,9 @@ class Dataflow:
             if made or seen:
                 of_call = of_call.union(*(of_leaves if seen else (of_leaves[value.leaf] for value in made)))
                 hidden |= self.calls[index].reads.hidden
-            returning.append(self._trained(of_call))
-            found |= returning[-1]
-        return (*reversed(returning[1:]), returning[0])
+            from_calls.append(self._trained(of_call))
+            found |= from_calls[-1]
+        return (*reversed(from_calls), from_loss)
 
     def _trained(self, values: frozenset[Value]) -> frozenset[Value]:
         return frozenset(value for value in values if self.spec(value).requires_grad)
@@ -203,7 +205,7 @@ class Dataflow:
     @cached_property
     def receiving(self) -> frozenset[Value]:
         """The values that get a gradient of the loss."""
-        return frozenset().union(*self.returning)
+        return frozenset().union(*self.gradients_from)
 
     def spec(self, value: Value) -> TensorSpec:
         spec: TensorSpec = self.calls[value.call].leaves[value.leaf]

@@ -19,8 +19,9 @@ from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
+from pipeshard.split.boundary import Boundary, boundaries
 from pipeshard.split.materialize import shard
-from pipeshard.split.partition import Boundary, boundaries, named_modules_of
+from pipeshard.split.partition import named_modules_of
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.route import Recompute
 from pipeshard.split.ties import analyze_tied_weights, tie_on_meta

@@ -16,7 +16,7 @@ from pipeshard.planner.memory import tensor_bytes
 from pipeshard.schedule.search import Rule, Searched, Work, changed, climb, estimate, rules, scheduled
 from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, check_streams
 from pipeshard.split.balance import balance
-from pipeshard.split.partition import forbidden_cuts, live_values
+from pipeshard.split.boundary import forbidden_cuts, live_values
 
 CHUNKS = 2, 3, 4  # of a rank, in turn; two may also be in a V
 TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # of `estimate`

@@ -30,7 +30,8 @@ from pipeshard.private import TreeSpec
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
 from pipeshard.split.balance import balance
-from pipeshard.split.partition import Boundary, Cost, Cuts, boundaries, cost_of, forbidden_cuts, is_profile
+from pipeshard.split.boundary import Boundary, boundaries, forbidden_cuts
+from pipeshard.split.partition import Cost, Cuts, cost_of, is_profile
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import held_parameters
 

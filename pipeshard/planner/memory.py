@@ -21,8 +21,8 @@ from pipeshard.graph.shapes import TensorSpec, is_trainable
 from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.residence import most_on_host, resident_at_peak
+from pipeshard.split.boundary import live_values
 from pipeshard.split.packed import Packed
-from pipeshard.split.partition import live_values
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "tib": 2**40}  # as Slurm and nvidia-smi are told

@@ -14,7 +14,7 @@ from pipeshard.planner.memory import Memory, Training, tensor_bytes
 from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.search import Searched
 from pipeshard.schedule.simulate import Simulation, simulate_parts
-from pipeshard.split.partition import Boundary
+from pipeshard.split.boundary import Boundary
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,14 @@ def _with_messages(program: Program, actions: tuple[Action, ...], position: Posi
     result: list[Action] = []
     for k, action in enumerate(actions):
         kind, i, stage = action
-        result += [*reversed(posts[k]), action]
+        result += [*posts[k], action]
         if (kind, stage) in sends:
             result.append(Action(sends[kind, stage], i, stage))
     return tuple(result)
 
 
 def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -> list[list[Action]]:
-    """The receives to post just before the k-th of one rank's `actions`, by k, in reverse order.
+    """The receives to post just before the k-th of one rank's `actions`, by k.
 
     Messages on an edge arrive in the order they were sent. So a receive that is needed late but sent early is posted
     before the receives sent after it: its slot becomes the smallest of theirs. Posting earlier never blocks.
@@ -60,7 +60,7 @@ def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -
         for _, slot, receive in sorted(edges[source], reverse=True):
             earliest = min(earliest, slot)
             posts[earliest].append(receive)
-    return posts
+    return [post[::-1] for post in posts]
 
 
 def _one_early(actions: tuple[Action, ...], k: int) -> int:

@@ -1,23 +1,21 @@
-"""Partition: which stage runs each unit call, by which criterion, and which values then cross every boundary.
+"""Partition: which stage runs each unit call, and by which criterion.
 
-Cutting a list of layers into equal parts balances neither embeddings nor heads, and ignores skip connections and
-the inputs of the loss. Here the calls of a Dataflow are cut where the most expensive stage costs least, and the values
-that cross follow from what each call reads.
+Cutting a list of layers into equal parts balances neither embeddings nor heads. Here the calls of a Dataflow are cut
+where the most expensive stage costs least.
 """
 
 import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeGuard
 
 from torch import nn
 
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
-from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
-from pipeshard.graph.taint import Value
+from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.units import CutPoint
 from pipeshard.hf import recomputes
 
@@ -127,93 +125,6 @@ def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.
         trainable = sum(p.numel() for p in unit.parameters() if p.requires_grad)
         costs.append(sum(cost_of(scale * call.flops, scale * call.elements, trainable, recomputed=recomputes(unit))))
     return costs
-
-
-def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """Calls before which no cut is allowed, each with the reason: a hidden value would have to cross it, or the model
-    has CutPoints and none is there. The number of calls stands for the end of the model."""
-    forbidden: dict[int, str] = {}
-    if flow.cut_points:
-        reason = f"the model is cut at its CutPoints alone, of which it calls {len(flow.cut_points)}"
-        allowed = {k + 1 for k in flow.cut_points}
-        forbidden.update((k, reason) for k in range(1, len(flow.calls) + 1) if k not in allowed)
-
-    def keep_together(use: Reads, reader: int, name: str) -> None:
-        for maker in use.hidden:
-            reason = f"{name} uses a value that leaves unit {flow.calls[maker].unit} by a way that cannot be followed"
-            forbidden.update(dict.fromkeys(range(maker + 1, min(reader, len(flow.calls) - 1) + 1), reason))
-
-    for place in flow.carried:
-        late = max(place.makers, default=0)
-        for reader in place.readers - {-1}:
-            what = f"unit {flow.calls[reader].unit} reads {place.name}, which the forward before has computed from"
-            reason = f"{what} the result of a later unit, {flow.calls[late].unit}"
-            forbidden.update(dict.fromkeys(range(reader + 1, late + 1), reason))
-    for reader, call in enumerate(flow.calls):
-        keep_together(call.reads, reader, f"unit {call.unit}")
-    if flow.loss is not None:
-        keep_together(flow.loss, len(flow.calls), "the loss")
-    for first, last in flow.together:
-        forbidden.update(dict.fromkeys(range(first + 1, last + 1), _recomputed_together(flow, first, last)))
-    return forbidden
-
-
-def _recomputed_together(flow: Dataflow, first: int, last: int) -> str:
-    return (
-        f"a torch.utils.checkpoint of the model's own runs units {flow.calls[first].unit} to {flow.calls[last].unit} "
-        "again in the backward pass, which one stage has to do: call it for each of them alone, or leave it out and "
-        "pass recompute=True to PipelinePlugin"
-    )
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What enters a stage: `values` in the order they are sent, `gradients` the values whose gradient is sent back."""
-
-    values: tuple[Value, ...]
-    gradients: tuple[Value, ...]
-
-
-def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: Wanted = False) -> list[Boundary]:
-    """The values that cross into each stage (none into stage 0).
-
-    A value crosses every boundary between the stage of its call and that of its last reader; the last stage reads for
-    the loss, and for wanted outputs. A gradient is returned for values that get one from a reader there or later.
-    """
-    everything = flow.needed(outputs)
-    readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
-    for name, use, stage in [*readers, ("the loss or an output that is asked for", everything, num_stages - 1)]:
-        for maker in use.hidden:
-            if stages[maker] != stage:
-                raise TraceError(
-                    f"with this batch {name} (stage {stage}) uses a value that leaves unit {flow.calls[maker].unit} "
-                    f"(stage {stages[maker]}) by a way that cannot be followed, so it cannot get there. If it is an "
-                    "output that was asked for (output_attentions, ...), do not ask for it"
-                )
-    for first, last in flow.together:
-        if stages[first] != stages[last]:
-            raise TraceError(f"in this mode, or with this batch, {_recomputed_together(flow, first, last)}")
-    live = live_values(flow, stages, num_stages, everything)
-    returning = _crossing(zip(flow.returning, [*stages, num_stages - 1], strict=True), stages, num_stages)
-    return [Boundary(tuple(sorted(live[s])), tuple(sorted(live[s] & returning[s]))) for s in range(num_stages)]
-
-
-def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
-    """The values that cross into each stage; `final` are the values read at the end of the last one."""
-    readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
-    return _crossing([*readers, (final.values, num_stages - 1)], stages, num_stages)
-
-
-def _crossing(
-    readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
-) -> list[set[Value]]:
-    """The values that cross into each stage, given the values that each reader takes on its stage."""
-    crossing: list[set[Value]] = [set() for _ in range(num_stages)]
-    for values, reader in readers:
-        for value in values:
-            for stage in range(stages[value.call] + 1, reader + 1):
-                crossing[stage].add(value)
-    return crossing
 
 
 PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:REGEX", "speed:1.0,0.6")

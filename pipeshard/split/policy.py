@@ -23,7 +23,8 @@ from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
 from pipeshard.split.balance import balance
-from pipeshard.split.partition import Cuts, Partition, boundaries, call_costs, forbidden_cuts, speeds_of, weights
+from pipeshard.split.boundary import boundaries, forbidden_cuts
+from pipeshard.split.partition import Cuts, Partition, call_costs, speeds_of, weights
 from pipeshard.split.replay import Replay
 from pipeshard.split.ties import Ownership, refuse_overlaps
 

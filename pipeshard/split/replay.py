@@ -75,14 +75,14 @@ class StageDone(BaseException):
 
 @dataclass(slots=True)
 class Run:
-    """The state of one forward: activations received and kept, and the next call; `inside` while a unit runs. A run
+    """The state of one forward: values received and `leaving`, and the next call; `inside` while a unit runs. A run
     with a `listener` has a cache, so units may return other sizes than in the trace, and write to their arguments; the
     listener receives the arguments of every call."""
 
     route: Route
     received: Mapping[Value, Tensor]
     sizes: list[list[Any]]
-    kept: dict[Value, Tensor] = field(default_factory=dict)
+    leaving: dict[Value, Tensor] = field(default_factory=dict)
     next: int = 0
     inside: bool = False
     listener: Listener | None = None
@@ -159,7 +159,7 @@ class Replay:
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
-            # Where the first stop is 0, nothing of the stage is called with this batch.
+            # `stop` calls are made before the stage leaves the forward: all if it is None, and no forward at all if 0.
             output = batch.call(self.model) if route.stop != 0 else None
         except StageDone:
             output = None
@@ -168,7 +168,9 @@ class Replay:
         if run.next < (len(route.steps) if route.stop is None else route.stop):
             raise self._lost(run, "the forward ended")
         return output, {
-            value: run.kept[value] if value in run.kept else received[value] for value in route.leaves.values
+            # A value that this stage has received for later ones is passed on.
+            value: run.leaving[value] if value in run.leaving else received[value]
+            for value in route.leaves.values
         }
 
     def __call__(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -227,37 +229,51 @@ class Replay:
         draw = repeat.before = self.randomness.at(2 * run.next - 1)
         if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
             forward = run_again(forward, step.unit, self.units[step.unit], lambda: Again(self, draw), self.save)
-        asides: list[tuple[Source, Any]] = []
-        number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
-        # What hooks inside are called with is repeated by `answer`.
-        is_proven = not self.proves or run.listener is not None or number in run.route.proven or listened(unit)
-        before = None if is_proven else Snapshot({UNIT: unit, ARGUMENTS: arguments})
-        given = {} if before is None else _versions(arguments)
+        arguments = args, kwargs
         if self._zeros is not None:
             self._zeros.refuse(arguments, f"unit {step.unit}")
+        with self._proving(step, run, arguments):
+            result, asides = self._called(step, run, forward, arguments)
+        leaves = self._checked(step, result, run, arguments)
+        if step.keeps:
+            self._keep(step, leaves, asides, run)
+        return result
+
+    def _called(
+        self, step: Step, run: Run, forward: Callable[..., Any], arguments: Any
+    ) -> tuple[Any, list[tuple[Source, Any]]]:
+        """The result of a held unit, and what it leaves at other places for other stages."""
+        args, kwargs = arguments
         run.inside = True
         try:
             with disable_current_modes() if self._zeros is not None else nullcontext():
-                if step.aside:
-                    (_, result), *asides = run_collecting(unit, forward, arguments, step.modules, step.places)
-                else:
-                    result = forward(*args, **kwargs)
+                if not step.aside:
+                    return forward(*args, **kwargs), []
+                unit = self.units[step.unit]
+                (_, result), *asides = run_collecting(unit, forward, arguments, step.modules, step.places)
+                return result, asides
         except RuntimeError as error:
             if OF_A_LEAF in str(error):
                 raise self._differs(step, run, WRITES, "no such write", None, WRITTEN) from error
             raise
         finally:
             run.inside = False
-        if before is not None:
-            written = any(tensor._version != version for tensor, version in given.items())
-            if written and not run.route.flow.calls[number].writes:
-                raise self._differs(step, run, WRITES, "no such write", None, WRITTEN)
-            self._prove(step, before, arguments, run)
-            run.route.proven.add(number)
-        leaves = self._checked(step, result, run, arguments)
-        if step.keeps:
-            self._keep(step, leaves, asides, run)
-        return result
+
+    @contextmanager
+    def _proving(self, step: Step, run: Run, arguments: Any) -> Iterator[None]:
+        """Around a unit's first run on a route: it changes what the trace has seen it change, and nothing else."""
+        number, unit, proven = run.next - 1, self.units[step.unit], run.route.proven
+        # What hooks inside are called with is repeated by `answer`.
+        if not self.proves or run.listener is not None or number in proven or listened(unit):
+            yield
+            return
+        before, versions = Snapshot({UNIT: unit, ARGUMENTS: arguments}), _versions(arguments)
+        yield
+        written = any(tensor._version != version for tensor, version in versions.items())
+        if written and not run.route.flow.calls[number].writes:
+            raise self._differs(step, run, WRITES, "no such write", None, WRITTEN)
+        self._prove(step, before, arguments, run)
+        proven.add(number)
 
     def _prove(self, step: Step, before: Snapshot, arguments: Any, run: Run) -> None:
         """The first time on a route: a unit leaves at places what the trace has seen it leave there, except numbers
@@ -355,7 +371,7 @@ class Replay:
             self._refuse_stranger(tensor, value, spec, step, run)
             if tensor.requires_grad and not spec.requires_grad:
                 raise self._differs(step, run, "requires a gradient", "none", value.leaf, UNFROZEN)
-            run.kept[value] = tensor.clone() if value in run.route.flow.written else tensor
+            run.leaving[value] = tensor.clone() if value in run.route.flow.written else tensor
 
     def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, step: Step, run: Run) -> None:
         """Refuse results that the trace has not seen: the next stage would misread them, or lose its connection."""

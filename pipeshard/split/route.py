@@ -32,7 +32,7 @@ from pipeshard.graph.taint import Value
 from pipeshard.graph.unit_outputs import Known, Part, Source
 from pipeshard.hf import recomputes
 from pipeshard.private import reparametrized, tree_tensors
-from pipeshard.split.partition import Boundary
+from pipeshard.split.boundary import Boundary
 
 
 @dataclass(frozen=True)

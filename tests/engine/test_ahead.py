@@ -61,16 +61,16 @@ class Passing(Stage):
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
 
-    def entering(self, i: int) -> list[Any]:
+    def values_in(self, i: int) -> list[Any]:
         return [((1,), torch.float32)]
 
-    returning = entering
+    gradients_in = values_in
 
     def forward(self, i: int, entering: Any) -> list[Tensor]:
         self.gpu.time += F
         return [torch.zeros(1)]
 
-    def backward(self, i: int, returning: Any) -> list[Tensor]:
+    def backward(self, i: int, gradients: Any) -> list[Tensor]:
         self.gpu.time += B
         return [torch.zeros(1)]
 
@@ -100,18 +100,18 @@ class Posted(P2P):
         return Message(self.gpu, WAIT)
 
 
-def made(gpu: Gpu) -> tuple[Interpreter, list[Action]]:
-    """Of the rank in the middle of three, with its actions."""
-    interpreter = Interpreter({1: Passing(gpu)}, (0, 1, 2), Posted(gpu), torch.device("cpu"))
+def made(gpu: Gpu) -> tuple[Interpreter, dict[int, Stage], list[Action]]:
+    """Of the rank in the middle of three, with its stage and its actions."""
+    interpreter = Interpreter((0, 1, 2), Posted(gpu), torch.device("cpu"))
     interpreter.timeline.event = gpu.event
-    return interpreter, list(add_ordered_communication(one_f_one_b(3, M)).ranks[1])
+    return interpreter, {1: Passing(gpu)}, list(add_ordered_communication(one_f_one_b(3, M)).ranks[1])
 
 
 def test_the_host_is_a_few_actions_ahead_and_keeps_as_many_messages() -> None:
     """It was ahead by a whole step, and kept all that was sent in it; every rank was at the end of the step then, so a
     stall was everybody's."""
     gpu = Gpu()
-    interpreter, actions = made(gpu)
+    interpreter, stages, actions = made(gpu)
     ahead, kept, release = [0], [0], interpreter._release_sent
 
     def watched() -> None:
@@ -120,7 +120,7 @@ def test_the_host_is_a_few_actions_ahead_and_keeps_as_many_messages() -> None:
         kept.append(len(interpreter._sends))
 
     interpreter._release_sent = watched  # type: ignore[method-assign]
-    interpreter.run(actions)
+    interpreter.run(stages, actions)
     assert max(ahead) == MAX_AHEAD and max(kept) <= MAX_AHEAD + 1 < M
     sources, computed = {Kind.F: 10, Kind.B: 12}, [action for action in actions if action.kind.is_compute]
     assert gpu.seen == [seen for a in computed for seen in ((a, (sources[a.kind],)), (a, ()))]
@@ -129,9 +129,9 @@ def test_the_host_is_a_few_actions_ahead_and_keeps_as_many_messages() -> None:
 @pytest.mark.parametrize(("number", "waits"), [(28, (10,)), (29, ())])
 def test_what_stalls_is_named_whether_it_waits_or_computes(number: int, waits: tuple[int, ...]) -> None:
     NOW.waits = ()
-    interpreter, actions = made(Gpu(stalls=number))
+    interpreter, stages, actions = made(Gpu(stalls=number))
     with pytest.raises(RuntimeError, match="aborted"):
-        interpreter.run(actions)
+        interpreter.run(stages, actions)
     assert NOW.waits == waits and NOW.action == Action(Kind.F, 5, 1)
     NOW.reset()
 
@@ -139,8 +139,8 @@ def test_what_stalls_is_named_whether_it_waits_or_computes(number: int, waits: t
 def test_times_are_those_of_the_gpu_s_own_events() -> None:
     """They were those at which the host launches kernels, where nothing ever waits; or every action waited for the
     device, and with it for messages that were not due."""
-    interpreter, actions = made(Gpu())
-    interpreter.run(actions)
+    interpreter, stages, actions = made(Gpu())
+    interpreter.run(stages, actions)
     spans, waited = interpreter.timeline.spans, interpreter.timeline.waited
     assert [span.action for span in spans] == [action for action in actions if action.kind.is_compute]
     for span in spans:
@@ -148,5 +148,5 @@ def test_times_are_those_of_the_gpu_s_own_events() -> None:
     assert waited == pytest.approx({0: M * WAIT, 2: M * WAIT}, abs=1e-4)
     assert all(later.start - span.end == pytest.approx(WAIT, abs=1e-5) for span, later in itertools.pairwise(spans))
     assert spans[-1].end == pytest.approx(time.time(), abs=1.0)
-    interpreter.run(actions)  # nothing is left of the step before
+    interpreter.run(stages, actions)  # nothing is left of the step before
     assert len(interpreter.timeline.spans) == len(spans) and waited is not interpreter.timeline.waited

@@ -146,27 +146,27 @@ class NoStage(Stage):
     def __init__(self) -> None:
         pass
 
-    def entering(self, i: int) -> list[Any]:
+    def values_in(self, i: int) -> list[Any]:
         return []
 
-    def returning(self, i: int) -> list[Any]:
+    def gradients_in(self, i: int) -> list[Any]:
         return []
 
     def forward(self, i: int, entering: Any) -> list[Tensor]:
         return []
 
-    def backward(self, i: int, returning: Any) -> list[Tensor]:
+    def backward(self, i: int, gradients: Any) -> list[Tensor]:
         return []
 
 
 def test_the_interpreter_costs_microseconds_an_action() -> None:
     program = add_communication(one_f_one_b(4, 64))
-    interpreter = Interpreter({1: NoStage()}, program.placement, NoP2P(), torch.device("cpu"))
-    actions = program.ranks[1]
+    interpreter = Interpreter(program.placement, NoP2P(), torch.device("cpu"))
+    actions, stage = program.ranks[1], NoStage()
     times = []
     for _ in range(20):
         start = time.process_time()
-        interpreter.run(actions)
+        interpreter.run({1: stage}, actions)
         times.append((time.process_time() - start) / len(actions))
     assert statistics.median(times) < 20e-6
 
@@ -225,6 +225,6 @@ def test_a_new_sequence_length_costs_less_than_five_milliseconds(pool: Pool) -> 
 
 
 def test_every_kind_of_action_is_known_to_the_interpreter() -> None:
-    interpreter = Interpreter({0: NoStage()}, (0,), None, torch.device("cpu"))
-    interpreter.run([Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)])
+    interpreter = Interpreter((0,), None, torch.device("cpu"))
+    interpreter.run({0: NoStage()}, [Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)])
     assert [str(span.action) for span in interpreter.timeline.spans] == ["F0@0", "B0@0"]

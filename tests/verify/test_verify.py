@@ -29,7 +29,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import VerificationError
-from pipeshard.split.partition import Boundary, boundaries
+from pipeshard.split.boundary import Boundary, boundaries
 from pipeshard.verify.decide import alone, is_known
 from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Proof, prove
 from tests import zoo

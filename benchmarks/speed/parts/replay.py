@@ -13,7 +13,7 @@ from benchmarks.speed.parts.work import spread
 from benchmarks.speed.section import Bar, Section, Table
 from pipeshard import trace
 from pipeshard.batch.read import read_batch
-from pipeshard.split.partition import boundaries
+from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy
 from pipeshard.split.route import Route
 

@@ -34,7 +34,7 @@ microbatch leaves behind, for a small model whose activations outweigh all else,
 equally long, so the first ones, which attend to least, are the longest: "simulated" counts their lengths."""
 
 SLICES = 4, 6, 8
-BARS = {(1, 8): 1.5, (2, 6): 1.3}  # by m and n: how many times as fast as 1F1B at least
+BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: how many times as fast as 1F1B at least
 RANKS, MANY = 2, 4  # microbatches, of which whole ones keep as many as there are ranks
 
 
