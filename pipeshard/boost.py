@@ -103,8 +103,8 @@ def boost_model(
     if grid.first and boosted.pipeline.policy.flow.counts_results:
         logger.warning(
             "the criterion returns two numbers, and the second one is made of the model's output: pipeshard divides "
-            "the first by it, as by a count. If it is not a count (an accuracy, a metric), let the criterion return "
-            "the loss alone, and get metrics by execute_pipeline(..., return_outputs=fn)"
+            "the first by it, as by a count. If it is a metric (an accuracy) and not a count, return only the loss "
+            "from the criterion, and compute the metric with execute_pipeline(..., return_outputs=fn)"
         )
     GUARD.watch(boosted.pipeline.gradients)
     NORM_GUARD.watch(boosted.pipeline.gradients)

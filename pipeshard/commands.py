@@ -1,4 +1,4 @@
-"""Commands: what `pipeshard plan` and `verify` run and show."""
+"""Commands: the implementation and output of `pipeshard plan` and `pipeshard verify`."""
 
 import os
 import runpy

@@ -160,7 +160,10 @@ class PipelineStageManager:
         v = 2 if self.use_zbv else num_model_chunks or self.num_model_chunks
         places = [stage, 2 * p - 1 - stage] if self.use_zbv else range(stage, stage + p * v, p)
         if min(places) < 0 or max(places) >= len(layers_per_stage):
-            raise ConfigurationError(f"Give layers for {p} x {v} stages, and a stage from 0 to {p - 1}, not {stage}.")
+            raise ConfigurationError(
+                f"layers_per_stage needs {p * v} numbers ({p} stages x {v} chunks), got {len(layers_per_stage)}, "
+                f"and stage must be from 0 to {p - 1}, got {stage}"
+            )
         ends = [0, *itertools.accumulate(layers_per_stage)]
         indices = [[ends[place], ends[place + 1]] for place in places]
         return indices[0] if v == 1 else indices

@@ -98,7 +98,7 @@ def listed(problems: Sequence[str], shown: int = 8) -> str:
 def hint(name: str, known: Collection[str]) -> str:
     """A suggestion for an unknown name."""
     close = get_close_matches(name, known, n=3)
-    return f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(known) or 'none'}"
+    return f"did you mean {' or '.join(close)}?" if close else f"the known names are {', '.join(known) or 'none'}"
 
 
 def unknown(who: str, name: str, model: str, known: Collection[str], what: str = "units") -> str:

@@ -28,8 +28,8 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         losses = pipeshard.notebook_launch(train, 2)[0]
 
     The function, and the functions, classes and values of the notebook that it uses, are copied to each rank by
-    cloudpickle; engines must be created inside the function. What the ranks print is printed in the cell. An
-    interrupt of the cell ends the ranks.
+    cloudpickle; engines must be created inside the function. The output of all ranks appears in the cell.
+    Interrupting the cell ends the ranks.
 
     Args:
         fn: a function of a cell or of a module.

@@ -270,7 +270,7 @@ class PipelinePlugin:
         """The pipeline of a boosted model; None stands for the only one that this plugin has boosted."""
         if model is None and call != "execute_pipeline":
             if len(self._boosted) > 1:
-                raise UsageError(f"{call} must say which of {len(self._boosted)} models it means: {call}(model)")
+                raise UsageError(f"{call} is ambiguous with {len(self._boosted)} models: pass the model, {call}(model)")
             model = self._boosted[0]() if self._boosted else None
         if not isinstance(model, PipelineModel):
             got = "no model" if model is None else f"a {type(model).__name__}"

@@ -124,8 +124,8 @@ def refused(folder: str) -> None:
     plugin, grouped = {"pp_size": 2}, "num_generations=16"
     wrong: dict[str, dict[str, Any]] = {
         "use_transformers_continuous_batching": {"use_transformers_continuous_batching": True},
-        "sync_ref_model=True, since it would mix": {"sync_ref_model": True},
-        "use_vllm=True, since vLLM": {"use_vllm": True},
+        "sync_ref_model=True: it averages": {"sync_ref_model": True},
+        "use_vllm=True: vLLM": {"use_vllm": True},
         f"8 = per_device_train_batch_size .8.* is not a multiple of {grouped}": {"num_generations": 16},
         "per_device_eval_batch_size=2 is not a multiple": {"eval_strategy": "steps", "per_device_eval_batch_size": 2},
     }
@@ -135,7 +135,7 @@ def refused(folder: str) -> None:
     with (
         launched(),
         mock.patch.dict(rollouts.KINDS["often"].given, {"rollout_func": dict}),
-        pytest.raises(ConfigurationError, match="refused rollout_func, since every rank would call it"),
+        pytest.raises(ConfigurationError, match="does not support rollout_func: every rank would call it"),
     ):
         make("often", folder, plugin)
 

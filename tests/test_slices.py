@@ -250,7 +250,10 @@ def of_class(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("bidirectional", "VerificationError: num_slices=3: BertLMHeadModel in slices is not the model that it is"),
+        (
+            "bidirectional",
+            "VerificationError: num_slices=3: BertLMHeadModel in slices does not match the model on whole sequences",
+        ),
         ("padded", "BatchError: num_slices: this batch has padding, and slices of RobertaForCausalLM with padding"),
         ("encoder", "ConfigurationError: num_slices: T5ForConditionalGeneration has an encoder"),
         ("no cache", "ConfigurationError: num_slices: the forward of Sequential takes no past_key_values"),

@@ -208,7 +208,7 @@ def test_what_a_loss_counts_is_known_to_every_rank(pool: Pool, tmp_path: Path) -
 
 
 REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
-    (ConfigurationError, "auto_find_batch_size=True, since.*pipeshard plan", {"auto_find_batch_size": True}, {}),
+    (ConfigurationError, "auto_find_batch_size=True: .*pipeshard plan", {"auto_find_batch_size": True}, {}),
     (ConfigurationError, "bf16_full_eval=True.*bf16=True", {"bf16_full_eval": True}, {}),
     (ConfigurationError, "optim=.*backward", {"optim": "lomo"}, {}),
     (ConfigurationError, "debug=.*check_finite", {"debug": "underflow_overflow"}, {}),
@@ -216,7 +216,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (ConfigurationError, "max_norm=1.0.*max_grad_norm", {}, {"max_norm": 1.0}),
     (ConfigurationError, "num_microbatches=4.*gradient_accumulation_steps=3", {}, {"num_microbatches": 4}),
     (ConfigurationError, "loss_reduction='microbatch'", {}, {"loss_reduction": "microbatch"}),
-    (CheckpointError, "it is not a whole checkpoint of a PipelineTrainer", {"resume": "nowhere"}, {}),
+    (CheckpointError, "it is not a complete PipelineTrainer checkpoint", {"resume": "nowhere"}, {}),
     (UsageError, "another input_ids than the batch has", {"kind": Other}, {}),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
 ]
@@ -231,7 +231,9 @@ def refused(folder: str, error: type[Exception], what: str, others: dict[str, An
 def all_refused(folder: str) -> None:
     for error, what, others, plugin in REFUSED:
         refused(folder, error, what, dict(others), plugin)
-    with pytest.raises(ConfigurationError, match=r"has 2 ranks, but accelerate.*sees 1: start the script by torchrun"):
+    with pytest.raises(
+        ConfigurationError, match=r"has 2 ranks, but accelerate.*sees 1: start the script with torchrun"
+    ):
         trainer("causal", folder, {"pp_size": 2})
     forget()
     with launched():
@@ -298,7 +300,7 @@ def test_mutations_of_an_evaluation_are_seen(pool: Pool, tmp_path: Path) -> None
     """The loss averaged by batches, of which the last is smaller; metrics of the samples of one replica alone."""
     expected = run("smoothed", tmp_path, max_steps=1)
     told = pool.run_expecting(UsageError, mutated, 4, "replica", str(tmp_path), {"pp_size": 2}, max_steps=1)
-    assert all("deals its batches out among replicas" in line for line in told)
+    assert all("distributes its batches over replicas" in line for line in told)
     for mutation, key in (("batches", "eval_loss"), ("rows", "eval_first")):
         found = pool.run(
             mutated, 4, mutation, str(tmp_path), {"pp_size": 2}, max_steps=1, gradient_accumulation_steps=1

@@ -136,7 +136,7 @@ def test_checkpoints_that_have_changed_are_passed_over(pool: Pool, tmp_path: Pat
     """A disk flipped a bit of an optimizer, and the run went on from it: the folder's names and sizes were right."""
     for said, begins, files in pool.run(hurt, 2, tmp_path):
         expected = [
-            "checkpoint-4: it is not a whole checkpoint.*safetensors: not what was saved",
+            "checkpoint-4: it is not a complete PipelineTrainer checkpoint.*safetensors: not what was saved",
             "checkpoint-3: .*pipeline/training.pt: not what was saved, by SHA-256",
             "checkpoint-9: .*manifest.json is of step 1",
         ]

@@ -225,7 +225,7 @@ def refused(kind: str, folder: str, what: str) -> None:
 
 
 def all_refused(folder: str) -> None:
-    refused("Writing", folder, r"the file that self\.file keeps open.*write it in log")
+    refused("Writing", folder, r"the open file self\.file.*in log\(\)")
     refused("Counting", folder, r"changes self\.numbers.*holds a range_iterator")
     refused("Lambdas", folder, r"changes self\.rule.*Keep tensors, arrays, numbers")
 

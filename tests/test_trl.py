@@ -78,7 +78,7 @@ def test_a_trainer_of_trl_that_overrides_another_one_is_refused() -> None:
 
 
 def synced(folder: str) -> None:
-    with pytest.raises(ConfigurationError, match="sync_ref_model=True, since it would mix"):
+    with pytest.raises(ConfigurationError, match="sync_ref_model=True: it averages"):
         run("dpo", folder, {"pp_size": 2}, sync_ref_model=True)
 
 

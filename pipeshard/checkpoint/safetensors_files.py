@@ -144,8 +144,8 @@ def _naming_file(file: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch's, for an absurd shape
         raise CheckpointError(
-            f"{file} cannot be read as safetensors ({reason(error)}): it is cut short, or something else. Pass a "
-            "folder that save_pretrained wrote, or one file"
+            f"{file} cannot be read as safetensors ({reason(error)}): it is truncated, or in another format. Pass a "
+            "folder that save_pretrained wrote, or a single safetensors file"
         ) from error
 
 

@@ -172,7 +172,7 @@ class FolderSave(Save):
 class FileSave(Save):
     """One save of a file: each stage writes a part next to it, and the first stage concatenates them.
 
-    By its suffix it is a safetensors file, or one of `torch.save`, which has tied tensors under all of their names.
+    The suffix selects the format: safetensors, or `torch.save`, which stores tied tensors under all of their names.
     """
 
     part: dict[str, Tensor]

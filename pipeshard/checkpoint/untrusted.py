@@ -42,10 +42,10 @@ def read_document(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError("it does not exist")
     if (size := file.stat().st_size) > LARGEST_JSON:
-        raise ValueError(f"it has {size} bytes, more than the {LARGEST_JSON} that are read")
+        raise ValueError(f"it has {size} bytes, more than the limit of {LARGEST_JSON}")
     text = file.read_text("utf-8")
     if (values := sum(map(text.count, ",[{"))) > VALUES:
-        raise ValueError(f"it has {values} values or so, more than the {VALUES} that are read")
+        raise ValueError(f"it has about {values} values, more than the limit of {VALUES}")
     try:
         content = json.loads(text)
     except RecursionError as error:

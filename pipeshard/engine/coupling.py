@@ -37,7 +37,7 @@ class Stream(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number of Python's, where the loop has read several parameters in Python."""
+    """A Python number that the loop passed to an operator after reading several parameters as Python numbers."""
 
     value: float
 

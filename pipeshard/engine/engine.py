@@ -336,7 +336,7 @@ class Pipeline:
 
     def _refuse_untrainable(self, flow: Dataflow, outputs: Outputs) -> None:
         if flow.loss is None:
-            raise UsageError("nothing gives a loss to train on: give the batch labels, or pass a criterion")
+            raise UsageError("there is no loss to train on: add labels to the batch, or pass a criterion")
         if not self.trainable:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen when the model was boosted (a PeftModel that "

@@ -199,7 +199,7 @@ class Outputs:
         rows = [batch.rows for batch in self._batches]
         fitting = [dim for dim in range(column[0].ndim) if [tensor.shape[dim] for tensor in column] == rows]
         if len(fitting) > 1 and len(set(rows)) > 1:
-            raise _unmergeable(name, f"has {len(fitting)} dimensions that count the samples of one microbatch")
+            raise _unmergeable(name, f"has {len(fitting)} dimensions that could be the batch dimension")
         of_batch = [dim for dim in self._batches[0].row_dims if dim in fitting]
         return next(iter([*of_batch, *fitting]), 0)
 
@@ -253,7 +253,7 @@ def _detached(output: Any) -> Any:
 def _refuse_unmergeable(path: str, spec: TensorSpec, is_computed: bool) -> None:
     growing = sum(bool(slopes and slopes[0]) for slopes in spec.slopes)
     if growing > 1:
-        why = f"has {growing} dimensions that count the samples, so it compares those of one microbatch alone"
+        why = f"has {growing} dimensions of the size of the batch, so it only compares the samples of one microbatch"
         raise _unmergeable(path, why)
     if is_computed and not growing and (not spec.shape or spec.slopes):  # without slopes: traced for one size alone
         raise _unmergeable(path, "has no dimension that counts the samples, so each microbatch has one of its own")

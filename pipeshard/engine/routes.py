@@ -11,7 +11,7 @@ from pipeshard.split.route import Recompute, Route
 
 
 class Routes:
-    """The routes of all Dataflows so far, by the outputs that are wanted."""
+    """Caches the routes of each Dataflow, by the requested outputs."""
 
     def __init__(self, policy: Policy, recompute: Recompute) -> None:
         self.policy, self.recompute = policy, recompute

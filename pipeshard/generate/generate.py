@@ -41,8 +41,8 @@ class Generation:
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
             raise ConfigurationError(
-                "a model with PipelinePlugin(fsdp=True) does not generate, since replicas would gather parameters for "
-                "a different number of tokens each. Use fsdp=False, or save the model and load it in one process"
+                "PipelinePlugin(fsdp=True) does not support generation: replicas gather parameters together, but each "
+                "generates a different number of tokens. Use fsdp=False, or save the model and load it in one process"
             )
         pipeline.refuse_blank()
         pipeline.gradients.settle()

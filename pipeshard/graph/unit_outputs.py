@@ -268,6 +268,6 @@ def _tell(unit: nn.Module, path: str, result: Any) -> None:
             continue
         if changed:
             raise TraceError(
-                f"a forward hook on {path} ({type(module).__name__}), inside a unit, changes its result: do that in "
-                "the module's forward, so that the stages which do not run the module need not know"
+                f"a forward hook on {path} ({type(module).__name__}), inside a unit, changes its output. Stages "
+                "without the module cannot repeat this: make the change in the module's forward instead"
             )

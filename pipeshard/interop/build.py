@@ -33,8 +33,9 @@ class StageModule(nn.Module):
     """Stage `index` of a model: `stage(*received, **batch)` on the stage's values, in one process or in many.
 
     `received` are the tensors that the previous stage returned (none on the first one), `batch` is the whole microbatch
-    by the names of the model's arguments, on every stage. It returns a tuple of tensors, with their graph; the last
-    stage returns the loss if the batch or the criterion gives one, and otherwise, or with `whole`, the model's output.
+    by the names of the model's arguments, on every stage. The call returns a tuple of tensors, with their autograd
+    graph. The last stage returns the loss instead, if the batch or the criterion provides one. Without a loss, or with
+    `whole`, it returns the model's output.
 
     Its modules are the units that it runs, under their names in the model, and the parameters that glue reads. Random
     numbers depend on torch's seed, which must be the same on every rank, and on the number of forwards so far.

@@ -94,8 +94,9 @@ def shorten_cooldown(program: Program) -> Program:
 
 
 def split_backwards(program: Program) -> Program:
-    """`program` with each whole B split into B and W right after it. This helps with many small backwards: W adds to
-    the gradient of a weight in the product itself, while a whole B first writes the product into memory."""
+    """`program` with each whole B split into B and W right after it. This helps with many small backwards: W
+    accumulates into the weight's gradient within the matrix multiplication, while a whole B first writes the product
+    to memory and then adds it."""
     return dataclasses.replace(program, ranks=tuple(tuple(_with_weights(actions)) for actions in program.ranks))
 
 

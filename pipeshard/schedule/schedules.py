@@ -105,7 +105,7 @@ def v_half(p: int, m: int, v: int = 2) -> Program:
     rank 1  .... F0@1 F0@2 F1@1 .... B0@2 F1@2 W0@2 F2@1 B0@1 B1@2 W0@1 F2@2 W1@2 B1@1 B2@2 W1@1 W2@2 B2@1 W2@1 ....
 
     A rank keeps at most 2((p+2)//2) activations of a stage, while zbv keeps 2p. Bubble at most 7/12 (p-1)(F+B+W) if
-    F = B = W and m >= p; 1F1B's is (p-1)(F+B+W). If B takes much longer than F and W, each microbatch adds to it.
+    F = B = W and m >= p; 1F1B's is (p-1)(F+B+W). If B takes much longer than F and W, the bubble grows with m.
     """
     return _v("v-half", p, m, 2, (2, 1, 1) if p % 2 else (4, 1, 5))
 

@@ -178,8 +178,11 @@ class Ownership:
         return min(self.holders(name) or self._running(name), default=self.placement[last])
 
     def initializer(self, name: str) -> int:
-        """The stage from which all holders of a parameter get its initial value: the one that runs the unit of its
-        first name (a rank's first chunk may come later in the model than another's), otherwise the first holder."""
+        """The stage from which all holders of a parameter copy its initial value.
+
+        This is the holder that runs the unit of the parameter's first name, or else the first holder. The first holder
+        need not be the first in the model, since a rank may hold several chunks.
+        """
         holders = self.holders(name)
         return next((stage for stage in self._running(name) if stage in holders), min(holders))
 

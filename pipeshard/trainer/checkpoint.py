@@ -101,8 +101,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
     with together(group):
         if why := gather_objects(flaw_of(folder), group)[0] or damage(folder, group):
             raise CheckpointError(
-                f"Can't find a valid checkpoint at {folder}: it is not a whole checkpoint of a PipelineTrainer "
-                f"({why}). Pass one that is, or resume_from_checkpoint=True for the newest that is whole"
+                f"Can't find a valid checkpoint at {folder}: it is not a complete PipelineTrainer checkpoint ({why}). "
+                "Pass a complete one, or resume_from_checkpoint=True for the newest complete checkpoint"
             )
 
 

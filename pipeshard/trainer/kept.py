@@ -87,9 +87,9 @@ class KeptState(Snapshot):
         for path, file, at in self.files:
             if _position(file) != at:
                 raise UsageError(
-                    f"compute_loss reads or writes the file that {_place_name(path)} keeps open, which one rank alone "
-                    "would do in the step, and which cannot be undone where the loss is traced: keep what is to be "
-                    "written in a list, and write it in log, or in a callback"
+                    f"compute_loss reads or writes the open file {_place_name(path)}. In a step only the last stage "
+                    "calls compute_loss, and a trace cannot undo the write: append to a list instead, and write it to "
+                    "the file in log() or in a callback"
                 )
 
     def restore(self) -> None:
@@ -102,8 +102,8 @@ class KeptState(Snapshot):
             mark = marks.get(id(change.now))
             if not isinstance(mark, Tensor):
                 raise UsageError(
-                    f"compute_loss writes to {_place_name(change.path)} ({_size(change.now)} MB) in place before it "
-                    "calls the model, where every rank does so and has to undo it: write to it after the call"
+                    f"compute_loss modifies {_place_name(change.path)} ({_size(change.now)} MB) in place before it "
+                    "calls the model, which every rank would have to undo: modify it after the call"
                 )
             with torch.no_grad():
                 change.now.data.copy_(mark)

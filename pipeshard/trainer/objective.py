@@ -117,8 +117,8 @@ class Objective:
         finally:
             set_random_state(before)
         raise UsageError(
-            f"compute_loss of {type(trainer).__name__} has not called the model that it was given: let it call "
-            "model(**inputs), and make the loss of what that returns"
+            f"compute_loss of {type(trainer).__name__} did not call the model that it received: call model(**inputs), "
+            "and compute the loss from its outputs"
         )
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -172,8 +172,8 @@ class Objective:
             self._random = random_state()
             if muted is not None and not torch.allclose(muted, loss, rtol=1e-5, atol=1e-7, equal_nan=True):
                 raise UsageError(
-                    f"the loss of compute_loss is {loss.item()}, but {muted.item()} where it gathers nothing from "
-                    "other ranks: let it depend on the batch and the model's outputs alone"
+                    f"compute_loss returns {loss.item()}, but {muted.item()} without gathering from other ranks: "
+                    "compute the loss from only the batch and the model's outputs"
                 )
             return loss
         except UsageError as error:
@@ -266,8 +266,8 @@ def evaluated_together(
     reason = next(filter(None, gather_objects(str(failure) if is_last and failure else None, world)), None)
     if reason is not None:
         raise UsageError(
-            f"compute_loss cannot be evaluated: {reason}. If it reads parameters that no stage holds all of, let it do "
-            "so in training alone (if model.training)"
+            f"compute_loss failed in evaluation: {reason}. If it reads parameters of several stages, read them only in "
+            "training (if model.training)"
         ) from failure
     said = share_value(said, pipeline.last_rank, pipeline.group)
     if is_last:
@@ -303,17 +303,17 @@ class Answer(Asking):
         own = self.inputs.keys() & inputs.keys()
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
             raise UsageError(
-                f"compute_loss gives the model another {', '.join(sorted(other))} than the batch has: let the data "
-                "collator make it what it is to be"
+                f"compute_loss passes the model {', '.join(sorted(other))} with other values than the batch has: "
+                "change them in the data collator instead"
             )
         anew = {name: (inputs[name], self.inputs[name]) for name in sorted(own & self.added)}
         if self.is_trial and (other := [name for name, pair in anew.items() if not _is_same_size(*pair)]):
             raise Resized(f"{', '.join(other)} of the batch do not fit what compute_loss makes of it")
         if not self.is_trial and (other := [name for name, pair in anew.items() if not _is_equal(*pair)]):
             raise UsageError(
-                f"compute_loss gives the model another {', '.join(other)} than it did before the step, when "
-                "all batches of a window of gradient_accumulation_steps are looked at: let it depend on nothing that "
-                "compute_loss changes, or draws, or let the data collator make it"
+                f"compute_loss passes the model {', '.join(other)} with other values than before the step, when it was "
+                "called for all batches of a gradient accumulation window: compute them in the data collator, or "
+                "without random numbers and without state that compute_loss changes"
             )
         self.was_called = True
         return self.outputs

@@ -12,29 +12,29 @@ from pipeshard.config import PipelineConfig
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
 
-_DIVIDED = "the plugin divides what replicas keep: pass PipelinePlugin(zero_stage=1) or fsdp=True"
-_FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which casts what is computed"
+_DIVIDED = "shard across replicas with PipelinePlugin(zero_stage=1) or PipelinePlugin(fsdp=True) instead"
+_FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which only cast the computation"
 # Why what these arguments are set to is not for a pipeline.
 REFUSED = {
     "deepspeed": _DIVIDED,
     "fsdp": _DIVIDED,
-    "parallelism_config": "replicas and slices are those of PipelinePlugin(dp_size=..., tp_size=..., ep_size=...)",
-    "auto_find_batch_size": "one stage alone would run out of memory: `pipeshard plan` says which batch size fits",
+    "parallelism_config": "set PipelinePlugin(dp_size=..., tp_size=..., ep_size=...) instead",
+    "auto_find_batch_size": "one stage may run out of memory alone: find a batch size with `pipeshard plan`",
     "fp16_full_eval": _FULL,
     "bf16_full_eval": _FULL,
     "optim": "it updates weights inside of backward, before gradients are summed or clipped: use another optimizer",
-    "use_liger_kernel": "its kernels have not been compared under a pipeline: leave it out",
-    "debug": "its hooks decide on what a stage has not: PipelinePlugin(check_finite=True) finds what is not finite",
-    "use_legacy_prediction_loop": "leave it out: evaluation_loop is the one that is known",
-    "past_index": "stages keep nothing from one batch to the next",
-    "jit_mode_eval": "stages are not traced by torch.jit",
+    "use_liger_kernel": "its kernels have not been verified in a pipeline: remove it",
+    "debug": "its hooks need values that a stage lacks: set PipelinePlugin(check_finite=True) to find non-finite ones",
+    "use_legacy_prediction_loop": "a pipeline supports only evaluation_loop: remove it",
+    "past_index": "stages keep no state between batches: remove it",
+    "jit_mode_eval": "torch.jit does not trace stages: remove it",
     "train_sampling_strategy": (
-        "it deals batches out to processes, but the stages of a replica read the same: use group_by_length"
+        "it distributes batches over processes, but all stages of a replica read the same: use group_by_length"
     ),
-    "use_vllm": "vLLM would have to be given weights that are in parts here: leave it out, and the stages generate",
-    "use_transformers_continuous_batching": "its cache is made for all layers of a model: leave it out",
-    "sync_ref_model": "it would mix the parameters of two models, which are in parts here: leave it out",
-    "accelerator_config.dispatch_batches": "every rank reads for itself: leave it out",
+    "use_vllm": "vLLM needs the full weights, which no rank holds: remove it to generate with the stages",
+    "use_transformers_continuous_batching": "its cache needs all layers of the model on one rank: remove it",
+    "sync_ref_model": "it averages the full parameters of two models, which no rank holds: remove it",
+    "accelerator_config.dispatch_batches": "every rank reads its own batches: remove it",
 }
 # Which values of an argument are refused, where it is not all that are true.
 SOME: dict[str, Callable[[Any], bool]] = {
@@ -53,28 +53,31 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
         if argument in OF_SEVERAL and dist.get_world_size() == 1:
             continue
         if value is not None and SOME.get(argument, bool)(value):
-            raise ConfigurationError(f"{name} is refused {argument}={value!r}, since {why}")
+            raise ConfigurationError(f"{name} does not support {argument}={value!r}: {why}")
     if dist.get_world_size() != args.world_size:
         raise ConfigurationError(
-            f"torch.distributed has {dist.get_world_size()} ranks, but accelerate, and so {name}, sees "
-            f"{args.world_size}: start the script by torchrun, and make TrainingArguments before the plugin, with "
-            "use_cpu=True where there are no GPUs"
+            f"torch.distributed has {dist.get_world_size()} ranks, but accelerate, which {name} uses, sees "
+            f"{args.world_size}: start the script with torchrun, and create TrainingArguments before the plugin, with "
+            "use_cpu=True if there are no GPUs"
         )
     if config.max_norm:
         raise ConfigurationError(
-            f"PipelinePlugin(max_norm={config.max_norm}) would clip what {name} clips already: give max_grad_norm"
+            f"PipelinePlugin(max_norm={config.max_norm}) would clip twice, since {name} clips gradients itself: set "
+            "TrainingArguments(max_grad_norm=...) instead"
         )
     if not config.has_exact_loss:
-        raise ConfigurationError(f"PipelinePlugin(loss_reduction='microbatch') is not the loss of {name}: leave it out")
+        raise ConfigurationError(
+            f"PipelinePlugin(loss_reduction='microbatch') computes a different loss than {name}: remove it"
+        )
 
 
 def refuse_split(model: nn.Module, name: str) -> None:
     """Raise ConfigurationError for a model that was already split into stages: this rank only has a part of it."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
-            f"{name} is given a {type(model).__name__} that another Trainer, or booster.boost, has split into stages: "
-            "no rank has all of it. Go on with that Trainer (train() may be called again), or save the model by "
-            "its save_model(folder), and give this one what from_pretrained(folder) loads"
+            f"{name} got a {type(model).__name__} that another Trainer, or booster.boost, has already split: no rank "
+            "holds all of it. Call train() of that Trainer again, or save the model with its "
+            "save_model(folder) and pass the model that from_pretrained(folder) returns"
         )
 
 
@@ -102,7 +105,7 @@ def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
         return {"num_microbatches": 1}
     if asked % window:
         raise ConfigurationError(
-            f"num_microbatches={asked} is not a multiple of gradient_accumulation_steps={window}, of which each batch "
-            "is cut alike: leave it out, for a microbatch each, or give a multiple"
+            f"num_microbatches={asked} is not a multiple of gradient_accumulation_steps={window}, but each batch is "
+            "cut into equally many microbatches: use a multiple, or omit it for one microbatch per batch"
         )
     return {"num_microbatches": asked // window}

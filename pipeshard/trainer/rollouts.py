@@ -52,8 +52,8 @@ class Rollouts:
         for attribute, name in CALLED.items():
             if getattr(self, attribute, None):
                 raise ConfigurationError(
-                    f"{type(self).__name__} is refused {name}, since every rank would call it for itself, and ranks "
-                    "whose completions differ cannot train together. Leave it out"
+                    f"{type(self).__name__} does not support {name}: every rank would call it, and their completions "
+                    "could differ. Remove it"
                 )
         self._count_replicas()
 
@@ -78,7 +78,7 @@ class Rollouts:
             )
         if self.pipeline.grid.first and counted != args.generation_batch_size:
             logger.warning(
-                "the generation batch size is %s; TRL has counted %d, with stages as processes. If you have set "
+                "the generation batch size is %s; TRL computed %d because it counts stages as processes. If you set "
                 "generation_batch_size, set steps_per_generation instead",
                 told,
                 counted,

@@ -178,7 +178,7 @@ class PipelineAccelerator(Accelerator):
         return optimizer.clip_grad_by_norm(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        raise UsageError("clip_grad_value_ is not known to a pipeline: clip by max_grad_norm")
+        raise UsageError("a pipeline does not support clip_grad_value_: use max_grad_norm")
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -246,8 +246,8 @@ class Stages(StandIn):
         """The outputs of a batch, on every rank, without caches for generation."""
         if torch.is_grad_enabled():
             raise UsageError(
-                "model(...) of a pipeline evaluates, under torch.no_grad(): while training it is called once, inside "
-                "of compute_loss(model, inputs), with the batch that training_step was given"
+                "model(...) cannot be called with gradients enabled: call it under torch.no_grad() to evaluate. In "
+                "training, call it once, in compute_loss(model, inputs), with the batch that training_step receives"
             )
         if args:
             raise UsageError("model(...) of a pipeline takes a batch by name: model(**inputs)")

@@ -205,8 +205,8 @@ class Loop(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         if self._held:
             raise UsageError(
-                f"{len(self._held)} batches of a window of gradient_accumulation_steps were left over: a callback has "
-                "ended the epoch in on_substep_end. Let it do so in on_step_end"
+                f"{len(self._held)} batches of a gradient accumulation window were not trained, because a callback "
+                "ended the epoch in on_substep_end: end it in on_step_end instead"
             )
         return super().get_batch_samples(*args, **kwargs)
 
@@ -289,8 +289,8 @@ class Loop(Trainer):
         """Every replica evaluates all of the data, batch by batch, as one process does."""
         if getattr(dataloader, REPLICAS, 1) != 1:
             raise UsageError(
-                "this dataloader deals its batches out among replicas, and each is to evaluate all of them: make it by "
-                "get_eval_dataloader(dataset), or inside `with self.accelerator.alone():`"
+                "this dataloader distributes its batches over replicas, but every replica must evaluate all batches: "
+                "create it with get_eval_dataloader(dataset), or inside `with self.accelerator.alone():`"
             )
         self._loader = dataloader if self._loader is None else self._loader
         start, is_first = time.time(), self._stages is None
@@ -362,7 +362,7 @@ class Loop(Trainer):
         loader.remainder = rows if rows < self.args.eval_batch_size else 0
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        raise UsageError("hyperparameter_search is not known to a pipeline: start a run for each trial")
+        raise UsageError("a pipeline does not support hyperparameter_search: start one run per trial")
 
     def generate(self, **inputs: Any) -> Tensor:
         """The tokens that the stages generate together, with the arguments of the model's own `generate`. Call on every

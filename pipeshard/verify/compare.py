@@ -59,25 +59,26 @@ class Comparison:
                 if gradient is not None and expected is not None:
                     if not self._close(gradient, expected, GRADIENT, FLOOR * largest):
                         how = gap(gradient, expected)
-                        raise Different(f"the gradient of {name} {what}{where} is another: {how}", "backward")
+                        raise Different(f"the gradient of {name} {what}{where} differs: {how}", "backward")
                     self.counts["gradients"] += 1
 
     def tensors(self, split: Mapping[str, Any], unsplit: Mapping[str, Any], kind: str, what: str) -> None:
         """Parameters, buffers and what is saved, by name."""
         if split.keys() != unsplit.keys():
             names = split.keys() ^ unsplit.keys()
-            raise Different(f"{min(names)} is {'not ' if min(names) in unsplit else ''}among the {kind} {what}")
+            side = "unsplit" if min(names) in unsplit else "split"
+            raise Different(f"{min(names)} {what} exists only in the {side} model")
         for name, expected in unsplit.items():
             if not self.same(split[name], expected):
-                raise Different(f"{name} {what} is another: {gap(split[name], expected)}")
+                raise Different(f"{name} {what} differs: {gap(split[name], expected)}")
             self.counts[kind] += 1
 
-    def values(self, split: Any, unsplit: Any, kind: str, what: str) -> None:
+    def values(self, split: Any, unsplit: Any, kind: str, what: str, when: str = "") -> None:
         """Numbers and tensors in nested values; NaN in the split marks a difference."""
         theirs, mine = dict(_leaves(unsplit)), dict(_leaves(split))
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):
-                raise Different(f"{what}{name} is {_values_text(mine[name], expected)}")
+                raise Different(f"{what}{name}{when} {_values_text(mine[name], expected)}")
             self.counts[kind] += 1
 
     def same(self, split: Any, unsplit: Any) -> bool:
@@ -158,13 +159,13 @@ def gap(split: Any, unsplit: Any) -> str:
     if split.shape != unsplit.shape:
         return f"shape {tuple(split.shape)}, unsplit {tuple(unsplit.shape)}"
     gap = (split.detach().double() - unsplit.detach().double()).abs().max()
-    return f"it differs by {float(gap):.2g} where the largest number is {size(unsplit):.2g}"
+    return f"largest difference {float(gap):.2g}, largest value {size(unsplit):.2g}"
 
 
 def _values_text(split: Any, unsplit: Any) -> str:
     if isinstance(unsplit, Tensor) and unsplit.numel() != 1:
-        return f"another: {gap(split, unsplit)}"
-    return f"{float(split):.7g}, unsplit {float(unsplit):.7g}"
+        return f"differs: {gap(split, unsplit)}"
+    return f"is {float(split):.7g}, unsplit {float(unsplit):.7g}"
 
 
 def gradients(
@@ -211,7 +212,7 @@ def compare_state(
                 continue
             where = f"{path}.{name}" if path else f"the model's {name}"
             try:
-                comparison.values(here[name], value, "attributes", f"{where} {during}")
+                comparison.values(here[name], value, "attributes", where, f" {during}")
             except Different:
                 if f"{path}.{name}" not in fickle():
                     raise
@@ -244,7 +245,8 @@ def compare_parameters(comparison: Comparison, split: LocalPipeline, reference: 
     expected = reference.model.state_dict()
     missing = expected.keys() ^ states[0].keys()
     if missing:
-        raise Different(f"{min(missing)} is in one state dict only, of the split model and the unsplit one, {when}")
+        side = "unsplit" if min(missing) in expected else "split"
+        raise Different(f"{min(missing)} is only in the {side} model's state dict {when}")
     saved = {name: states[split.policy.ownership.owner(first.get(name, name))][name] for name in expected}
     comparison.tensors(saved, expected, "saved", f"in what is saved {when}")
 
@@ -279,7 +281,7 @@ def first_unit(
             return ""
         for mine, theirs in zip(leaves, expected, strict=True):
             if type(mine) is not type(theirs) or not Comparison().same(mine, theirs):
-                return f"It begins at unit {unit} (stage {stage}, microbatch {i}), whose result is another"
+                return f"The first difference is in the result of unit {unit} (stage {stage}, microbatch {i})"
     return ""
 
 

@@ -106,7 +106,7 @@ def prove_at_boost(
 
     def work(note: Callable[[], None]) -> Proof:
         if stages == 1 and not is_cut:
-            return Proof(UNPROVEN, "there is one stage only: name another number by --pp")
+            return Proof(UNPROVEN, "one stage has nothing to compare: pass --pp with at least 2")
         copies = _copies(config.pp_size, min(2, grid.dp_size))
         free = (SHARE if auto else 1.0) * _free(grid.device)
         on_meta = auto and any(parameter.is_meta for parameter in model.parameters())
@@ -138,16 +138,15 @@ def prove_at_boost(
         _refuse_slices(config, name, proof)
     if is_ragged and proof.kind == DIFFERENT:
         raise VerificationError(
-            f"microbatch_tokens={config.microbatch_tokens}: {name} without the padding of its samples does not train "
-            f"as it does with it: {proof.reason}. Either the loss counts padding, whose labels must be -100, or the "
-            "model reads it in spite of attention_mask. Use num_microbatches; PipelinePlugin(verify=False) skips this "
-            "check"
+            f"microbatch_tokens={config.microbatch_tokens}: the result of {name} changes if its samples' padding "
+            f"is cut off: {proof.reason}. Either the loss counts padding (set its labels to -100), or the model reads "
+            "padding despite attention_mask. Use num_microbatches, or PipelinePlugin(verify=False) to skip this check"
         )
     if proof.kind == DIFFERENT:
         raise VerificationError(
-            f"{name} split into {config.pp_size} stages is not the model that it is unsplit, so it is "
-            f"not trained: {proof.reason}. What crosses a cut has to be an argument or a result of a unit: change that "
-            "place, or cut elsewhere (partition=...); PipelinePlugin(verify=False) trains it all the same"
+            f"{name} split into {config.pp_size} stages does not match the unsplit model, so training is aborted: "
+            f"{proof.reason}. Every value that crosses a cut must be an argument or a result of a unit: change the "
+            "forward at that point, or cut elsewhere (partition=[...]). PipelinePlugin(verify=False) skips this check"
         )
     if grid.first:
         _say(proof, name)
@@ -158,13 +157,13 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
     """Raise an error about slices, which are the likelier cause."""
     if proof.kind == UNPROVEN:
         raise ConfigurationError(
-            f"num_slices={config.num_slices!r}: whether {name} in slices trains as with whole sequences was not "
-            f"proven: {proof.reason}. Use num_slices=1; PipelinePlugin(verify=False) trains it all the same"
+            f"num_slices={config.num_slices!r}: could not verify that {name} in slices matches the model on whole "
+            f"sequences: {proof.reason}. Use num_slices=1. PipelinePlugin(verify=False) skips this check"
         )
     raise VerificationError(
-        f"num_slices={config.num_slices!r}: {name} in slices is not the model that it is with whole sequences, so it "
-        f"is not trained: {proof.reason}. Either a position depends on later ones, or the model's forward does not "
-        "continue exactly where its cache ends. Use num_slices=1; PipelinePlugin(verify=False) trains it all the same"
+        f"num_slices={config.num_slices!r}: {name} in slices does not match the model on whole sequences, so training "
+        f"is aborted: {proof.reason}. Either a position depends on later ones, or the model's forward does not "
+        "continue exactly where its cache ends. Use num_slices=1. PipelinePlugin(verify=False) skips this check"
     )
 
 
@@ -218,7 +217,7 @@ def _other_dims(sample: Batch) -> dict[str, int]:
 
 def _say(proof: Proof, name: str) -> None:
     for moving in proof.moving:
-        logger.warning("%s in microbatches is not exactly the model on the whole batch: %s", name, moving)
+        logger.warning("%s in microbatches does not exactly match the model on the whole batch: %s", name, moving)
     if proof.kind == EXACT:
         logger.info("%s split into stages was proven exact in %.1f s", name, proof.seconds)
         return
@@ -232,8 +231,8 @@ def _say(proof: Proof, name: str) -> None:
         return
     logger.log(
         logging.INFO if proof.refused else logging.WARNING,
-        "whether %s split into stages is what it is unsplit was not proven: %s. Prove it by `pipeshard verify SCRIPT` "
-        "or PipelinePlugin(verify=True); verify=False says nothing",
+        "could not verify that %s split into stages matches the unsplit model: %s. To check it, run `pipeshard verify "
+        "SCRIPT` or pass PipelinePlugin(verify=True). verify=False silences this message",
         name,
         proof.reason,
     )
@@ -253,7 +252,7 @@ def _free(device: torch.device) -> int:
 def _too_large(model: nn.Module, most: float, copies: int) -> str:
     """Why a model is not proven in its own size, if copies of it take more than `most` bytes; "" if they do not."""
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-    return f"it takes {format_bytes(needed)}, and the proof may take {format_bytes(most)}" if needed > most else ""
+    return f"the check needs {format_bytes(needed)}, but may use {format_bytes(most)}" if needed > most else ""
 
 
 def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:

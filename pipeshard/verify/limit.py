@@ -31,7 +31,7 @@ class Limit:
     def refuse_long(self, more: float = 0.0) -> None:
         """Raise TooMuch if this many more seconds exceed the limit."""
         if self.until is not None and self.elapsed + more > self.until:
-            raise TooMuch(f"it takes longer than {self.seconds:g} s")
+            raise TooMuch(f"the check takes longer than {self.seconds:g} s")
 
     def allow_more(self) -> None:
         """Give the next part its own time, longer for a model with long steps."""

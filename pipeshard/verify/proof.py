@@ -33,8 +33,9 @@ logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
 STEPS_OF_PROOF = 6  # of the unsplit model, which a proof takes after the first one if nothing differs
 BEGINS = {
-    "forward": "All units return the same: it begins in what the model or the criterion does between or after them",
-    "backward": "All units return the same: it begins in the backward pass",
+    "forward": "All units return the same results: the difference begins in the model's code between or after units, "
+    "or in the criterion",
+    "backward": "All units return the same results: the difference begins in the backward pass",
 }
 
 
@@ -210,7 +211,7 @@ class _Proving:
             else:
                 self.smaller = made.what
                 return ""
-        return f"no smaller copy stands for it ({why})"
+        return f"no smaller copy of the model could be verified instead ({why})"
 
     def _compare_few_or_all(self) -> None:
         """Compare all samples, cut as in training, if a few do not run: the batch may contain indices of its samples,
@@ -299,7 +300,7 @@ class _Proving:
             batch = self.samples.of_step(reference.own.sample, 0)
             loss, _ = reference.step([batch], ALL, (SEED, 0), self.limit.tick)
         except NoLoss:
-            raise Unproven("nothing gives a loss to train on") from None
+            raise Unproven("there is no loss to train on: add labels to the batch, or pass a criterion") from None
         except TooMuch:
             raise
         except Exception as error:  # whatever the user's model raises

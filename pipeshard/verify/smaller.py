@@ -154,7 +154,7 @@ def _shortened(given: Copies, stages: int, most: float) -> Smaller:
                 lists[module] = count
                 what.append(f"{count} of the {len(module)} layers of {name}")
     if not what:
-        raise Unlike("it has no list of layers that could be shorter")
+        raise Unlike("the model has no list of layers that could be shortened")
     kept = _kept(given.model, lists)
     _refuse_large(kept, most, f"a copy with {', '.join(what)}")
     memo: dict[int, Any] = {id(p): _dropped() for p in given.model.parameters() if p not in kept}
@@ -192,15 +192,15 @@ def _check_alike(model: nn.Module, built: nn.Module) -> None:
     theirs, own = dict(model.named_modules()), dict(built.named_modules())
     for path, module in own.items():
         if path not in theirs or type(theirs[path]) is not type(module):
-            raise Unlike(f"a smaller {type(model).__name__} has another module {path!r}")
+            raise Unlike(f"in a smaller {type(model).__name__}, module {path!r} is new or of another class")
     if missing := {_anywhere(path) for path in theirs} - {_anywhere(path) for path in own}:
         raise Unlike(f"a smaller {type(model).__name__} has no module {sorted(missing)[0]!r}")
     named = dict(model.named_parameters())
     for name, parameter in built.named_parameters():
         if name not in named or named[name].dim() != parameter.dim():
-            raise Unlike(f"a smaller {type(model).__name__} has another parameter {name!r}")
+            raise Unlike(f"in a smaller {type(model).__name__}, parameter {name!r} is new or has another ndim")
     if _ties(model, set(_all_names(built))) != _ties(built, set(_all_names(model))):
-        raise Unlike(f"a smaller {type(model).__name__} has other tied weights")
+        raise Unlike(f"a smaller {type(model).__name__} ties different weights")
 
 
 def _anywhere(path: str) -> str:

@@ -187,8 +187,8 @@ class WholeBatch:
         if len(self.parts) < 2 or unlike(whole, self._side(apart, self.parts, self.weights, draws), apart):
             return why
         if self._is_carried(way):
-            return f"{why}: what the forward of a microbatch leaves on the model changes the next"
-        moves = "what forwards count or move on the model moves with each microbatch"
+            return f"{why}: a microbatch's forward leaves state on the model that changes the next microbatch"
+        moves = "counters and running values of the model are updated once per microbatch, not once per batch"
         if moves not in self.found.moving:
             self.found.moving.append(moves)
         return self._count(whole)
@@ -288,8 +288,8 @@ class WholeBatch:
                 continue
             for leaf, *others in zip(expected, *pieces, strict=True):
                 if isinstance(leaf, Tensor) and is_another(leaf, others, self.way.dtype):
-                    return f"It begins in unit {unit}, or in what it is given: its result for the same samples differs"
-        return "All units return the same: it begins after them, in the loss, or in the backward pass"
+                    return f"The first difference for the same samples is in the result of unit {unit}, or its input"
+        return "All units return the same results: the difference begins after them, in the loss or the backward pass"
 
     def _record(self, batches: Sequence[Batch], into: Results, draws: SharedDraws) -> None:
         start, way = 0, replace(self.way, apart=False)
@@ -334,7 +334,8 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
         relative = max(GRADIENT[way.dtype], 8 * torch.finfo(theirs.dtype).eps)
         if not magnitude(mine - theirs) <= relative * max(sizes.get(name, 0.0), LOSS_FLOOR * largest):
             return (
-                f"the gradient of {name} from {whole.rows} samples is another than from their {m}: {gap(mine, theirs)}"
+                f"the gradient of {name} differs between the batch of {whole.rows} samples and its {m}: "
+                f"{gap(mine, theirs)}"
             )
     return ""
 

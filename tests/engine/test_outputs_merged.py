@@ -72,7 +72,7 @@ def merged(kind: str) -> tuple[list[str], bool]:
     [
         ("scalar", r"\[2\] cannot be put together .* has no dimension that counts the samples"),
         ("sum", r"\[2\] cannot be put together .* has no dimension that counts the samples"),
-        ("pairs", r"\[2\] cannot be put together .* has 2 dimensions that count the samples"),
+        ("pairs", r"\[2\] cannot be put together .* has 2 dimensions of the size of the batch"),
         ("same", None),
     ],
 )

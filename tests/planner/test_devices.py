@@ -44,7 +44,7 @@ def test_a_link_is_read(text: str, bandwidth: float, latency: float) -> None:
         ({"links": "50Gb/s"}, "'Gb/s' is not a unit of bandwidth: did you mean Gbit/s or GB/s"),
         ({"links": "50GB,10us"}, "'GB' is not a unit of bandwidth: did you mean GB/s?"),
         ({"links": "50GB/s,10m"}, "'m' is not a unit of latency: did you mean ms?"),
-        ({"links": "50GB/s,10"}, "'' is not a unit of latency: they are ns, us, ms, s"),
+        ({"links": "50GB/s,10"}, "'' is not a unit of latency: the known names are ns, us, ms, s"),
         ({"links": "-1GB/s"}, "link='-1GB/s': the bandwidth must be positive, and the latency not negative"),
         ({"links": "1GB/s,-1us"}, "the latency not negative"),
         ({"links": "fast"}, "link='fast': 'fast' is not a bandwidth. Write bandwidth and latency as 50GB/s,10us"),

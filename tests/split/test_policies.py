@@ -137,7 +137,7 @@ def test_unknown_names_come_with_those_that_are_close() -> None:
     for name in (policy.unit, policy.calls_of):
         with pytest.raises(PartitionError, match=r"Policy names layers\.7, .* of Ladder: did you mean layers\.\d or"):
             name("layers.7")
-        with pytest.raises(PartitionError, match=r"Policy names zzz, .*: they are embed, .*layers\.0"):
+        with pytest.raises(PartitionError, match=r"Policy names zzz, .*: the known names are embed, .*layers\.0"):
             name("zzz")
 
 

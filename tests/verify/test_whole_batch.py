@@ -262,9 +262,9 @@ CASES = {
     "batch norm by hand": Case(lambda: Net(NormedByHand), "The same as a function.", moving="F.batch_norm"),
     "batch norm and centred": Case(lambda: Net(NormedAndCentred), "It hides nothing beside it.", "unit layers.0"),
     "spectral norm": Case(
-        lambda: Net(Spectral), "Its vectors move with each microbatch.", moving="moves with each microbatch"
+        lambda: Net(Spectral), "Its vectors move with each microbatch.", moving="updated once per microbatch"
     ),
-    "counter": Case(lambda: Net(Counting), "So do numbers of forwards.", moving="moves with each microbatch"),
+    "counter": Case(lambda: Net(Counting), "So do numbers of forwards.", moving="updated once per microbatch"),
     "lstm": Case(Recurrent, "Cut along time.", "unit layers.0", batch=time_first, criterion=over_time),
     "lstm, declared": Case(Recurrent, "", batch=time_first, criterion=over_time, options=BY_TIME),
     "lstm with dropout, declared": Case(
@@ -355,7 +355,7 @@ def noisy() -> nn.Module:
 def test_they_are_refused_at_boost(pool: Pool, verify: Any) -> None:
     for message in pool.run_expecting(VerificationError, boosted, 2, make=centred, verify=verify):
         assert "num_microbatches=1" in message and "loss_reduction='microbatch'" in message
-        assert "batch_dims={'ids': 1, 'labels': 1}" in message and "It begins in unit layers.0" in message
+        assert "batch_dims={'ids': 1, 'labels': 1}" in message and "in the result of unit layers.0" in message
     for remedy in ({"num_microbatches": 1}, {"loss_reduction": "microbatch"}):
         assert pool.run(boosted, 2, make=centred, verify=verify, **remedy) == [[], []]
 
