@@ -161,7 +161,8 @@ class Pool:
             raise ValueError(f"world_size={count}: use 1 to {MAX_WORKERS}.")
         if self._method == "forkserver":
             prepare()
-        self._workers = [worker for worker in self._workers if worker.process.is_alive()]
+        # One that was killed may take a while to die, on a machine without memory.
+        self._workers = [one for one in self._workers if one.process.is_alive() and not one.connection.closed]
         while len(self._workers) < count:
             self._workers.append(_Worker(Path(self._folder.name), self._method))
         return self._workers[:count]
