@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
+from pipeshard.graph.places import PLAIN
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.hf import disable_caches
 from pipeshard.private import tree_map_only
@@ -90,7 +91,8 @@ class Copies:
 
 
 def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
-    """The closures of modules, a criterion and an optimizer, whose copies in the memo are still empty."""
+    """The functions with captured state of modules, a criterion and an optimizer, whose copies in the memo are still
+    empty."""
     closures = list(_closures(*owners))
     memo |= {id(function): _hollow(function) for function in closures}
     return closures
@@ -99,35 +101,50 @@ def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
 def fill(memo: dict[int, Any], closures: Sequence[types.FunctionType]) -> None:
     """Copy the captured state of these into their copies."""
     for function in closures:
-        for mine, theirs in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
+        made = memo[id(function)]
+        made.__defaults__, made.__kwdefaults__ = copy.deepcopy((function.__defaults__, function.__kwdefaults__), memo)
+        for mine, theirs in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
             mine.cell_contents = copy.deepcopy(theirs.cell_contents, memo)
 
 
 def _closures(*owners: Any) -> Iterator[types.FunctionType]:
-    """The closures among the attributes and hooks of modules, a criterion and an optimizer."""
+    """The functions with captured state among the attributes and hooks of modules, a criterion and an optimizer."""
     for owner in owners:
         found: list[Any] = [owner]
         for one in owner.modules() if isinstance(owner, nn.Module) else [owner]:
-            values = list(getattr(one, "__dict__", {}).values())
-            found += values + [inner for value in values if isinstance(value, Mapping) for inner in value.values()]
+            found += _contents(getattr(one, "__dict__", {}))
         if isinstance(owner, nn.Module):
             found += [hook for parameter in owner.parameters() for hook in _hooks(parameter)]
         yield from (function for function in found if isinstance(function, types.FunctionType) and _is_filled(function))
 
 
+def _contents(container: Any) -> Iterator[Any]:
+    """The values in a container, and in the containers among them."""
+    queue, seen = [container], {id(container)}
+    while queue:
+        one = queue.pop()
+        for value in one.values() if isinstance(one, Mapping) else one:
+            yield value
+            if isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+                seen.add(id(value))
+                queue.append(value)
+
+
 def _is_filled(function: types.FunctionType) -> bool:
     """Whether it has captured state, all of which is there."""
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     try:
-        return bool([cell.cell_contents for cell in function.__closure__ or ()])
+        captured = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
         return False
+    return bool(captured) or not all(isinstance(value, PLAIN) for value in defaults)
 
 
 def _hollow(function: types.FunctionType) -> types.FunctionType:
     """The same function, without its captured state yet."""
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    made.__qualname__ = function.__qualname__
     made.__dict__.update(function.__dict__)
     return made
 

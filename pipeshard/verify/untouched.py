@@ -1,7 +1,8 @@
 """Untouched: objects that the user's code reaches are restored after the proof.
 
 Copies do not reach everything: a function reads globals, and objects that cannot be copied are shared. So the Python
-state is restored from a Snapshot, and tensors that are not the model's get their values and gradients back.
+state is restored from a Snapshot, tensors that are not the model's get their values and gradients back, and parameters
+their gradients.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ def untouched(given: Copies) -> Iterator[None]:
     copied = {id(tensor) for tensor in (*given.model.parameters(), *given.model.buffers())}
     shared = [tensor for *_, tensor, _ in snapshot.tensors if id(tensor) not in copied]
     leaves = [tensor for tensor in shared if tensor.is_leaf]
-    gradients = [_Gradient(tensor) for tensor in leaves]
+    gradients = [_Gradient(tensor) for tensor in (*leaves, *given.model.parameters())]
     writes = Writes({storage_of(tensor) for tensor in shared})
     try:
         with writes if shared else contextlib.nullcontext():
