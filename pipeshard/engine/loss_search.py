@@ -38,6 +38,7 @@ CUTS = 1, 2, 3  # after which of the samples they are cut in two
 HALVES = (2,)  # the same for a model that takes no single sample, as a batch norm in training does
 TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
 FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
+MISFIT = -64.0  # the same towards a larger one
 LEAST_DIFFERENCE = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
 AT_SIZES = 2  # how many telling trials a rule has to hold in at the batch's own sizes
 LOOSER = 5.0  # how much larger than for a few samples the relative error of a sum of many may be
@@ -251,7 +252,8 @@ class _Search:
             telling += _tells(*losses)
             if telling >= self.samples.draws:
                 break
-        is_of_few = telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in FITS))
+        fits = FITS if self.sizes is None else (*FITS, MISFIT)
+        is_of_few = telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in fits))
         return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
 
     def _slopes_hold(self, rule: LossRule) -> bool:

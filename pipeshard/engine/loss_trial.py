@@ -3,8 +3,8 @@
 Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit
 rules that do not hold for the next batch. So integers are drawn from the batch's values and those
 between them, masks and weights are random, and so are unit results, which costs nothing: units do not run. A loss that
-changes its form when it is small (flooding, a free allowance) is found by samples that are fitted next to some that are
-not.
+changes its form when it is small (flooding, a free allowance), or large (a ceiling), is found by samples that are
+fitted, or the contrary, next to some that are not.
 """
 
 import logging
@@ -353,8 +353,9 @@ class LossTrial:
         self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> tuple[Measured, list[Measured]] | None:
         """The loss of the batch, which is the samples with other values, and those of its first `at` samples and of the
-        others; None if one has none, or rejects these values. The unit results of the first samples are
-        moved by at most `fit`, to where their loss falls. With gradients for all unit results if it is `sloping`."""
+        others; None if one has none, or rejects these values. The unit results of the first samples are moved by at
+        most `fit`, to where their loss falls, or rises if it is negative. With gradients for all unit results if it is
+        `sloping`."""
         rows, draws = range(batch.rows), SharedDraws()
         results = self._random_results(seed, kind)
         try:
