@@ -307,6 +307,17 @@ CASES = {
         options={"num_microbatches": 2},
         criterion=nets.Rigid,
     ),
+    "a ceiling": Case(
+        nets.Logits,
+        "A loss of at most 10 was taken for a mean, as random results are not as far off.",
+        options={"num_microbatches": 2},
+        criterion=nets.Ceiling,
+        refused="is not a mean or sum",
+    ),
+    "functions in a list": Case(
+        nets.ByFunctions,
+        "The proof's copies called the layers of the model itself, whose first gradients had those of the proof.",
+    ),
     "a list beside": Case(
         Net,
         "An optimizer keeps a list beside its parameters, of which a stage has some: it took those of others.",

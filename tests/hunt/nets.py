@@ -818,6 +818,19 @@ class ReturnsFunction(Net):
         return x
 
 
+class ByFunctions(Net):
+    """Calls its layers by functions in a list, which have them in a closure and in a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [lambda x: self.layers[0](x), *(lambda x, layer=layer: layer(x) for layer in self.layers)]
+
+    def body(self, x: Tensor) -> Any:
+        for call in self.calls:
+            x = call(x)
+        return x
+
+
 class Seeds(Net):
     """The model seeds torch, and its layers draw noise."""
 
@@ -887,6 +900,13 @@ class Rigid(Criterion):
     def forward(self, outputs: Any, batch: Any) -> Tensor:
         losses = F.cross_entropy(outputs["logits"].flatten(0, 1), batch["labels"].flatten(), reduction="none")
         return losses.view(len(batch["labels"]), 6).mean(1).mean()
+
+
+class Ceiling(Criterion):
+    """At most 10, which random results do not reach."""
+
+    def forward(self, outputs: Any, batch: Any) -> Tensor:
+        return super().forward(outputs, batch).clamp(max=10.0)
 
 
 class Anchored(torch.optim.Optimizer):
