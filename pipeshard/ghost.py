@@ -5,12 +5,14 @@ values. One on meta would compute results without values, and fail far from the 
 device, takes the memory of one number, and raises an error with its name if its values are read.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipeshard.errors import UsageError
 from pipeshard.private import DisableTorchFunctionSubclass
@@ -30,7 +32,8 @@ HARMLESS |= {
     "ndim",
     "ndimension",
 }
-HARMLESS |= {"nelement", "numel", "output_nr", "register_hook", "register_post_accumulate_grad_hook", "requires_grad"}
+HARMLESS |= {"nelement", "numel", "output_nr", "requires_grad"}
+HOOKING = {"register_hook", "register_post_accumulate_grad_hook"}
 HARMLESS |= {
     "requires_grad_",
     "result_type",
@@ -96,7 +99,9 @@ class Ghost(nn.Parameter):
         name = getattr(func.__self__, "__name__", "") if sets or func.__name__ == "__get__" else func.__name__
         asks = name == "type" and len(args) + len(kwargs) == 1
         with DisableTorchFunctionSubclass():
-            if name in HARMLESS or asks or (name.startswith("is_") and name != "is_nonzero"):
+            if name in HOOKING and args[0].pipeshard_trainable and not args[0].requires_grad:
+                return RemovableHandle(OrderedDict())  # the stages that hold it call the hook
+            if name in HARMLESS | HOOKING or asks or (name.startswith("is_") and name != "is_nonzero"):
                 return func(*args, **kwargs)
             if name in CONVERTING and isinstance(args[0], Ghost):
                 number = args[0].as_strided((), ())
@@ -105,7 +110,7 @@ class Ghost(nn.Parameter):
             if sets and name == "data" and (args[1] is args[0] or _inside):
                 return None
             if not _inside:
-                raise unheld(next(_ghosts((args, kwargs))), name)
+                raise unheld(next(_ghosts((args, kwargs))), name, LOOP)
             if name in ("data", "detach"):  # what is written to it is written to the ghost
                 return args[0]
             if name in WRITING or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
@@ -129,8 +134,15 @@ class Ghost(nn.Parameter):
         return f"Ghost of shape {tuple(self.shape)} and {self.dtype}: {self.label}"
 
 
-def unheld(ghost: Ghost, what: str) -> UsageError:
-    advice = (
+LOOP = (
+    "In a training loop, omit the parameters for which pipeshard.split.materialize.is_released(parameter) is True, or "
+    "use those of optimizer.param_groups. "
+)
+
+
+def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
+    """The error of a use of values that this rank does not have; `before` begins the advice."""
+    advice = before + (
         "Save the model by booster.save_model(model, folder, shard=True), or trainer.save_model(folder), adapters by "
         "booster.save_lora_as_pretrained(model, folder), load it by booster.load_model(model, folder), get the whole "
         "of it by pipeshard.to_sequential(model); every rank has to call these"

@@ -49,6 +49,12 @@ def test_values_are_refused_by_name(read: str) -> None:
         READS[read](ghost())
 
 
+def test_a_loop_is_told_which_parameters_to_omit() -> None:
+    """A loop that clamps `model.parameters()` got advice on saving alone."""
+    with pytest.raises(UsageError, match=r"clamp_: .*omit the parameters for which .*is_released.* is True"):
+        ghost().clamp_(-1, 1)
+
+
 def test_what_tells_nothing_of_the_values_works() -> None:
     p = ghost()
     assert isinstance(p, nn.Parameter) and p.pipeshard_trainable and not p.requires_grad

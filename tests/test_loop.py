@@ -224,6 +224,25 @@ def scaler() -> None:
     torch.amp.GradScaler("cpu", enabled=False).step(engine.optimizer)
 
 
+def hooked() -> None:
+    """A hook on every parameter."""
+    model, unsplit = seeded(), seeded()
+    engine = boost(model, sgd(model.parameters()))
+    for one in (engine.model, unsplit):
+        for parameter in one.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+    engine.execute_pipeline(iter([data(0)]))
+    unsplit(**data(0))["loss"].backward()
+    for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        if not is_released(ours):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_hooks_on_all_parameters(pool: Pool) -> None:
+    """A hook on a parameter of another stage ended in torch's error about tensors that do not require a gradient."""
+    pool.run(hooked, 2, timeout=120)
+
+
 def test_modes_frozen_models_labels_and_scalers(pool: Pool) -> None:
     """`training` was True for a model in eval mode, a frozen model trained on, and a batch without labels gave 0."""
     for function in (modes, frozen, without_labels, scaler):

@@ -417,8 +417,8 @@ class PipelineOptimizer(Optimizer):
         nn.utils.clip_grad_value_(self.parameters, clip_value, *args, **kwargs)
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
-        """The norm over the whole model that the last `step` clipped by (before clipping), otherwise that of the
-        current gradients. In the latter case, call it on every rank."""
+        """The norm over the whole model that the last `step` or `clip_grad_by_norm` clipped by (before clipping),
+        otherwise that of the current gradients. In the latter case, call it on every rank."""
         if self.gradients.norm is not None:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):
