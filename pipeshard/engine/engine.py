@@ -31,7 +31,7 @@ from pipeshard.engine.places import Places
 from pipeshard.engine.ragged import Ragged
 from pipeshard.engine.reader import Agreement, News, Reader
 from pipeshard.engine.recording import Recording
-from pipeshard.engine.refusals import refuse_compiled, refuse_criterion, refuse_recomputed
+from pipeshard.engine.refusals import refuse_compiled, refuse_criterion, refuse_differentiable, refuse_recomputed
 from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.stages import Stages
@@ -39,6 +39,7 @@ from pipeshard.engine.traces import FoundWays, Traces
 from pipeshard.errors import UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.foreign import without_gradients
 from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.hf import disable_caches
 from pipeshard.schedule.program import Program, forward_only
@@ -313,13 +314,15 @@ class Pipeline:
             outputs.check(microbatch.route.flow, len(planned[-1]) > 1)
         if train:
             self._refuse_untrainable(flow, outputs)
+            refuse_differentiable(read, self.num_stages, len(planned[-1]))
         num_slices = len(sliced[-1][0].slices) if sliced else 1
         self.last = program = self.program(len(planned[-1]), num_slices, train)
         self.read = sum(batch.rows for batch in read), sum(batch.num_tokens for batch in read)
         self.ran = [Ran(microbatch.share, microbatch.summed, microbatch.route.flow) for microbatch in planned[-1]]
         self.stages.begin(planned, sliced, criterion, train, outputs, self.scale, program)
         try:
-            self._execute(program, train)
+            with without_gradients(self.traces.foreign if train and self.grid.size > 1 else {}):
+                self._execute(program, train)
         except Exception as error:
             if (dependent := self.dependents.explain(error, read, cut, criterion, outputs)) is not None:
                 raise dependent from error

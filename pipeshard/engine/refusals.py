@@ -1,4 +1,4 @@
-"""Refusals: models and criteria that could not be trained exactly in parts, refused at boost."""
+"""Refusals: models, criteria and batches that could not be trained exactly in parts."""
 
 import logging
 import sys
@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, takes_outputs_alone
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.agreement import texts_of
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.units import containers
 from pipeshard.hf import is_of_peft, recomputes
@@ -26,6 +28,7 @@ REFUSED: dict[type, str] = {
     DataParallel: "the plugin makes the replicas (dp_size, by default as many as the world has room for)",
     FullyShardedDataParallel: "PipelinePlugin(fsdp=True) divides parameters among replicas",
     FSDPModule: "PipelinePlugin(fsdp=True) divides parameters among replicas",
+    ScriptModule: "since no stage can release parameters of TorchScript; compile=True compiles each layer",
 }
 
 
@@ -33,7 +36,7 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
     """`model` before it was compiled as a whole by `torch.compile(model)` or `model.compile()`; `warns` logs this.
     Raises ConfigurationError for a model that is wrapped, or has wrapped modules, in any other way."""
     compiled = False
-    while (inner := model._modules.get("_orig_mod")) is not None:
+    while "_orig_mod" in model._modules and isinstance(inner := model._orig_mod, nn.Module):
         model, compiled = inner, True
     if model._compiled_call_impl is not None:
         model._compiled_call_impl, compiled = None, True
@@ -176,3 +179,14 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
             f"{name} ({type(whole).__name__}) recomputes its forward, which was cut into units when the model was "
             "boosted: call model.gradient_checkpointing_enable() before booster.boost"
         )
+
+
+def refuse_differentiable(batches: Iterable[Batch], num_stages: int, num_microbatches: int) -> None:
+    """Raise BatchError for an input that requires a gradient, which a stage, or a microbatch, would not pass on."""
+    for path, leaf in ((path, leaf) for batch in batches for path, leaf in batch.tensors.items()):
+        if leaf.requires_grad and (num_stages > 1 or (num_microbatches > 1 and not leaf.is_leaf)):
+            raise BatchError(
+                f"{path} of the batch requires a gradient, but a pipeline computes gradients of its model's parameters "
+                f"only: pass {path}.detach(). If a module computes it, make that a part of the model. For the gradient "
+                "of an input, use pp_size=1 and pass a tensor without a graph"
+            )

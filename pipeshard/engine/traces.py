@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, key_of
@@ -102,6 +103,11 @@ class Traces:
             of_criterion = self.flags_of.setdefault(key_of(criterion), Flags(self.model, criterion))
             self._state = self._state[0], of_criterion.number()
         self.losses.look(criterion, self._state)
+
+    @property
+    def foreign(self) -> dict[str, Tensor]:
+        """The trained tensors, by their places, that the model's code reaches and that are not its parameters."""
+        return self.flags.foreign(self._state[0])
 
     def stepped(self) -> None:
         """A step has run since `plan`."""

@@ -1,10 +1,11 @@
 """Foreign parameters: trainable tensors that a loss is computed from, and that are not the model's.
 
-They are found in the autograd graph of the loss, so they may be in a module, a closure, a global,
-a list or a bound method.
+Those of a criterion are found in the autograd graph of the loss, so they may be in a module, a closure, a global,
+a list or a bound method. Those of the model's own code have got a gradient in a step.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,3 +71,22 @@ def _foreign_names(foreign: list[Tensor], criterion: Callable[..., Any] | None) 
     """The criterion's names for these tensors, sorted; the shape of a tensor without a known name."""
     places = _places(criterion)
     return sorted(places.get(id(leaf), f"one of shape {tuple(leaf.shape)}") for leaf in foreign)
+
+
+@contextmanager
+def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise ConfigurationError if one of these tensors, by its place, gets a gradient inside."""
+    before = {place: _state_of(leaf) for place, leaf in foreign.items()}
+    yield
+    graded = sorted(place for place, leaf in foreign.items() if _state_of(leaf) != before[place])
+    if graded:
+        raise ConfigurationError(
+            f"the forward trains {graded[0]}, which is not one of the model's parameters, and a rank adds only the "
+            "gradient of its own stage: make it an nn.Parameter of the model (in a list, nn.ParameterList) and pass it "
+            "to the optimizer; or freeze it with requires_grad_(False)"
+        )
+
+
+def _state_of(leaf: Tensor) -> tuple[int, int]:
+    """Differs after a gradient was added."""
+    return id(leaf.grad), -1 if leaf.grad is None else leaf.grad._version

@@ -29,6 +29,7 @@ from pipeshard.graph.places import (
     PathStep,
     constants_of,
     content_of,
+    format_path,
     is_same,
     names_in,
     put,
@@ -225,7 +226,7 @@ class Flags:
         self.without = () if beside is None else (model,)
         self.states: dict[int, Snapshot] = {}
         self.values: dict[int, dict[int, Tensor]] = {}  # of each state's tensors that count, by their addresses
-        self.trained: dict[int, list[tuple[Tensor, bool]]] = {}  # leaves beside a model: whether each is trained
+        self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # leaves beside parameters: if each is trained
         self.moved: set[tuple[int, Any]] = set()  # address of a holder, and key
         self.unsure: int | None = None  # the state of which it is not known yet what a step changes
         self.next = 0
@@ -233,7 +234,7 @@ class Flags:
     def number(self) -> int:
         """The number of the model's current state."""
         for number in self.states:
-            if any(leaf.requires_grad != required for leaf, required in self.trained[number]):
+            if any(leaf.requires_grad != required for leaf, required in self.trained[number].values()):
                 continue
             if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
                 return number
@@ -247,13 +248,16 @@ class Flags:
         self.unsure, self.next = self.next, self.next + 1
         return self.unsure
 
-    def _trained(self, state: Snapshot) -> list[tuple[Tensor, bool]]:
-        """The leaves beside a model. The model's own parameters are frozen and released by the engine."""
-        if not self.without:
-            return []
-        own = {id(parameter) for model in self.without for parameter in model.parameters()}
-        leaves = [tensor for *_, tensor, _ in state.tensors if id(tensor) not in own and tensor.is_leaf]
-        return [(leaf, leaf.requires_grad) for leaf in leaves]
+    def foreign(self, number: int) -> dict[str, Tensor]:
+        """The trained leaves of a state, by their places, that are not the model's parameters."""
+        leaves = self.trained.get(number, {})
+        return {format_path(path): leaf for path, (leaf, required) in leaves.items() if required}
+
+    def _trained(self, state: Snapshot) -> dict[Path, tuple[Tensor, bool]]:
+        """The leaves beside the model's own parameters, which the engine freezes and releases."""
+        own = {id(parameter) for model in self.without or self.roots.values() for parameter in model.parameters()}
+        leaves = ((path, tensor) for path, *_, tensor, _ in state.tensors if id(tensor) not in own and tensor.is_leaf)
+        return {path: (leaf, leaf.requires_grad) for path, leaf in leaves}
 
     def stepped(self) -> None:
         """A step has run since `number` was read."""

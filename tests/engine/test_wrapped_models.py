@@ -89,11 +89,18 @@ def listed() -> nn.Module:
     return model
 
 
+def scripted() -> nn.Module:
+    model = Net()
+    model.layers[1] = torch.jit.trace(model.layers[1], torch.ones(2, 8))
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "ddp": (lambda: DistributedDataParallel(Net()), "the model is wrapped in DistributedDataParallel.*dp_size"),
     "fsdp": (sharded, r"layers\.2 is wrapped in FSDPModule.*fsdp=True"),
     "layer.compile": (compiled_layer, r"layers\.1 \(Block\) was compiled by itself.*compile=True"),
     "compiled body": (compiled_body, r"net \(OptimizedModule\) was compiled by itself"),
+    "scripted layer": (scripted, r"layers\.1 is wrapped in ScriptModule.*release parameters of TorchScript"),
     "cuts in a list": (listed, "CutPoint is called that is not a module of the model.*nn.ModuleList"),
 }
 
@@ -105,7 +112,8 @@ def boosted(kind: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_cut_is_refused_at_boost(pool: Pool, kind: str) -> None:
-    """DDP hung in the first step, layer.compile() ended in dynamo's recursion, marks in a list were passed over."""
+    """DDP hung in the first step, layer.compile() ended in dynamo's recursion, marks in a list were passed over, a
+    scripted layer ended in a KeyError."""
     error = TraceError if kind == "cuts in a list" else ConfigurationError
     for message in pool.run_expecting(error, boosted, 2, kind):
         assert re.search(REFUSED[kind][1], message), message

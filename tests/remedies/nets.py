@@ -412,3 +412,37 @@ class Skips(Net):
 
 class SkipsNone(Skips):
     share = 0.0
+
+
+class Outside(Net):
+    """Each layer's result is scaled by a trained tensor in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: Any = [torch.ones(H, requires_grad=True)]
+
+    def body(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x) * self.scales[0]
+        return x
+
+
+class OutsideFrozen(Outside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales[0].requires_grad_(False)
+
+
+class Registered(Outside):
+    """By a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(self.scales)
+
+
+class Embedded(Net):
+    """Takes what another module has embedded."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": self.loss(self.head(self.body(x)), labels)}

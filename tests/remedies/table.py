@@ -72,6 +72,12 @@ def momentum(step: int, model: Any) -> None:
             model.slow.weight.mul_(0.9).add_(0.1 * model.embed.weight)
 
 
+def embedded(requires_grad: bool) -> list[Any]:
+    embed = nn.Embedding.from_pretrained(torch.linspace(-1, 1, V * hunted.H).view(V, hunted.H))
+    batches = [data(seed) for seed in range(2)]
+    return [{"x": embed(each["ids"]).requires_grad_(requires_grad), "labels": each["labels"]} for each in batches]
+
+
 def weighted(model: nn.Module) -> Any:
     """Class weights, whose mean divides by the weights of the labels."""
     weight = torch.linspace(0.1, 2.0, V)
@@ -258,6 +264,18 @@ REMEDIES = {
         r"do it after optimizer.step\(\)",
         Training(nets.Momentum, UNVERIFIED),
         (Training(nets.MomentumAfter, UNVERIFIED, between=momentum), momentum_encoder),
+    ),
+    "a trained tensor in a list": Remedy(
+        ("trained tensors that the forward reads",),
+        "is not one of the model's parameters",
+        Training(nets.Outside),
+        (Training(nets.Registered), Training(nets.OutsideFrozen)),
+    ),
+    "an input with a gradient": Remedy(
+        ("inputs that require a gradient",),
+        r"x of the batch requires a gradient, .* pass x.detach\(\)",
+        Training(nets.Embedded, batches=lambda: embedded(requires_grad=True)),
+        (Training(nets.Embedded, batches=lambda: embedded(requires_grad=False)),),
     ),
     "a nested tensor between layers": Remedy(
         ("nested tensors",),
