@@ -81,9 +81,9 @@ def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
     graded = sorted(place for place, leaf in foreign.items() if _state_of(leaf) != before[place])
     if graded:
         raise ConfigurationError(
-            f"the forward trains {graded[0]}, which is not one of the model's parameters, and a rank adds only the "
-            "gradient of its own stage: make it an nn.Parameter of the model (in a list, nn.ParameterList) and pass it "
-            "to the optimizer; or freeze it with requires_grad_(False)"
+            f"the forward trains {graded[0]}, which is not one of the model's parameters, and a rank adds only its own "
+            "part of the gradient: make it an nn.Parameter of the model (in a list, nn.ParameterList) and pass it to "
+            "the optimizer; or freeze it with requires_grad_(False)"
         )
 
 
