@@ -63,9 +63,9 @@ def _memory(plan: Plan) -> Table:
     """One row per stage, all in the unit of the largest; columns of zeros are omitted."""
     size = _unit(max(stage.memory.total for stage in plan.stages))
     parts = {"weights": "parameters", "grads": "gradients", "fp32": "values", "optim.": "optimizer"}
-    rest = {"recomp.": "recomputed", "update": "update"}
+    rest = {"temp.": "temporary", "absent": "absent", "update": "update"}
     kept = [name for name in (*parts, *rest) if any(getattr(s.memory, (parts | rest)[name]) for s in plan.stages)]
-    late = any(s.memory.update > s.memory.activations + s.memory.recomputed for s in plan.stages)
+    late = any(s.memory.update > s.memory.backward for s in plan.stages)
     before, after = [n for n in kept if n in parts], [n for n in kept if n in rest and (n != "update" or late)]
     table = _table(f"Memory of the stages of {plan.estimate.name}, in {size}")
     hosts = any(stage.memory.host for stage in plan.stages)

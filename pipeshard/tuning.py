@@ -6,6 +6,8 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +116,24 @@ def blank(settings: Namespace) -> Any:
     model, given = build(source, sizes, dtypes.get(settings.dtype), recomputes), filled(trl().ModelConfig, settings)
     if (packing := trl().get_quantization_config(given)) is not None:
         quantize_blank(model, packing)
+    fuse_head(model)
     adapters = trl().get_peft_config(given)
     return model if adapters is None else put_adapters(model, adapters, get_peft_model)
+
+
+def fuse_head(model: Any) -> None:
+    """Let the model's forward compute the loss as in TRL's SFTTrainer, which may do so in chunks of the vocabulary."""
+    add = getattr(import_module("trl.trainer.utils"), "add_fused_lm_head", None)
+    if add is None:
+        return
+    add(model, outputs=("log_probs", "entropy", "is_top1"))
+    with_head = model.forward
+
+    @wraps(with_head)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return with_head(*args, fused_lm_head=True, **kwargs)
+
+    model.forward = forward
 
 
 # The ranks

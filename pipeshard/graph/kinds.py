@@ -245,8 +245,8 @@ class Kinds:
         contents = [(RESULT, opened(result, before.paths)), *heard, *left]
         results = [(source, *tree_flatten(content)) for source, content in contents]
         flat = [leaf for _, of_part, _ in results for leaf in of_part]
-        if visit is not None:
-            Meter.end(visit, flat)
+        if self.meter and visit is not None:
+            self.meter.end(visit, flat, state.values())
         tensors = [(k, t) for k, t in enumerate(flat) if isinstance(t, Tensor)]
         first: dict[int, int] = {}
         passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # by no operator, from somewhere else

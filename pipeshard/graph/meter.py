@@ -4,9 +4,9 @@ batch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -18,9 +18,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from pipeshard.errors import TraceError
+from pipeshard.graph.living import Living
 from pipeshard.graph.shapes import TensorSpec, placeholder
 from pipeshard.graph.taint import SHAPED, Hidden, Taint, Value, storage_of
-from pipeshard.private import DispatchMode, TreeSpec, tree_leaves, tree_map_only, tree_tensors
+from pipeshard.private import (
+    DisableTorchFunction,
+    DispatchMode,
+    TreeSpec,
+    disable_current_modes,
+    tree_leaves,
+    tree_map_only,
+    tree_tensors,
+)
 
 aten = torch.ops.aten
 
@@ -69,6 +78,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._grouped_mm: _grouped_flops,
 }
+BY_ROWS = {aten.embedding_dense_backward}  # a stage adds a gradient to the rows that were read
 NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # results are their inputs, seen another way
 
 
@@ -79,21 +89,27 @@ class Work:
     `flops` and `elements` (elements computed) are those of one forward; `by_parameter` are the flops of operators that
     read a parameter of the unit, by its name there (the largest one: not the bias). `kept` are the bytes of each tensor
     that autograd keeps for the backward, except parameters: a result of a unit under its `Value`, another one under a
-    key that all calls which keep it share.
+    key that all calls which keep it share. `temporary` are the most bytes of tensors that a backward makes,
+    gradients of the results among them, less what it has freed of `kept`.
     """
 
     flops: int
     elements: int
     by_parameter: Mapping[str, int]
     kept: Mapping[Hashable, int]
+    temporary: int = 0
 
 
 class _Kept:
-    """Stands in for a tensor that autograd keeps, and is freed with its graph."""
+    """Holds a tensor that autograd keeps, and is freed with its graph."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.storage = tensor.untyped_storage()
+        self.tensor = tensor
         self.key = storage_of(tensor)
+
+    @property
+    def size(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
 
 
 @dataclass
@@ -112,6 +128,8 @@ class Visit:
     passed: dict[int, int] = field(default_factory=dict)
     given: dict[int, int] = field(default_factory=dict)
     parameters: dict[int, str] = field(default_factory=dict)
+    graph: WeakSet[_Kept] = field(default_factory=WeakSet)
+    temporary: int = 0
 
 
 class Meter(DispatchMode):
@@ -122,30 +140,30 @@ class Meter(DispatchMode):
 
     Attributes:
         works: of each unit call.
-        tail: the bytes that the glue after the last call keeps, including the loss's, as in `Work.kept`.
+        tail: the work of the glue after the last call, including the loss, as far as memory goes.
         same: for results that are an unchanged argument, its key in `Work.kept`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.works: list[Work] = []
-        self.tail: Mapping[Hashable, int] = {}
+        self.tail = Work(0, 0, {}, {})
         self.same: dict[Value, Hashable] = {}
         self.visiting: Visit | None = None
+        self.is_differentiating = False
+        self.loss: Tensor | None = None
 
     @contextmanager
     def running(self, taint: Taint) -> Iterator[None]:
         """Around one run of a Tracer; at its end, everything is known."""
-        self.taint, self.works, self.same = taint, [], {}
+        self.taint, self.works, self.same, self.results = taint, [], {}, list[Tensor]()
         self.glue: list[WeakSet[_Kept]] = [WeakSet()]
         self.persistent = {key for key, tags in taint.tags.items() if tags}  # parameters, and the batch
-        with self, saved_tensors_hooks(lambda tensor: _note(self.glue[-1], tensor), _refuse), FusedAttention():
+        with self, saved_tensors_hooks(lambda tensor: _note(self.glue[-1], tensor), self._unpack), FusedAttention():
             yield
-        *before, self.tail = [self._of_glue(kept) for kept in self.glue]
-        self.works = [
-            Work(work.flops, work.elements, work.by_parameter, {**glue, **work.kept})
-            for work, glue in zip(self.works, before, strict=True)
-        ]
+        *before, tail = [self._of_glue(kept) for kept in self.glue]
+        self.works = [replace(work, kept={**glue, **work.kept}) for work, glue in zip(self.works, before, strict=True)]
+        self.tail = Work(0, 0, {}, tail, self._temporary_of_tail())
 
     @contextmanager
     def visit(self, module: nn.Module, inputs: Sequence[Any]) -> Iterator[Visit]:
@@ -154,23 +172,59 @@ class Meter(DispatchMode):
         visit.parameters = {storage_of(t): name for name, t in module.named_parameters()}
         visit.given = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
         own = {*visit.parameters, *map(storage_of, module.buffers())}
-        kept: WeakSet[_Kept] = WeakSet()
+        kept = visit.graph
         try:
-            with saved_tensors_hooks(lambda tensor: _note(kept, tensor), _refuse):
+            with saved_tensors_hooks(lambda tensor: _note(kept, tensor), self._unpack):
                 yield visit
         finally:
             self.visiting = None
         visit.inputs = {visit.given[entry.key] for entry in kept if entry.key in visit.given}
         own |= visit.given.keys()
-        visit.own = {entry.key: entry.storage.nbytes() for entry in kept if entry.key not in own}
+        visit.own = {entry.key: entry.size for entry in kept if entry.key not in own}
 
-    @staticmethod
-    def end(visit: Visit, leaves: Sequence[Any]) -> None:
-        """The unit has returned these leaves: kept ones no longer count as its own."""
+    def end(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> None:
+        """The unit, with these parameters, has returned these leaves: kept ones no longer count as its own."""
         made = {storage_of(t): k for k, t in enumerate(leaves) if isinstance(t, Tensor)}
         visit.passed = {k: visit.given[key] for key, k in made.items() if key in visit.given}
         visit.results = {made[key] for key in visit.own if key in made}
         visit.own = {key: size for key, size in visit.own.items() if key not in made}
+        visit.temporary = self._temporary(visit, leaves, parameters)
+
+    def _temporary(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> int:
+        """The most bytes of temporary tensors in the backward of a visit. A parameter's gradient is one, until it is
+        added to the sum of earlier ones."""
+        roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop)
+        own = (entry.tensor for entry in visit.graph if entry.key in visit.own)  # a list would keep them alive
+        with disable_current_modes(), Living(own, but=BY_ROWS) as living:
+            self._differentiate(lambda: torch.autograd.backward(roots, [torch.empty_like(root) for root in roots]))
+        return living.peak
+
+    def _temporary_of_tail(self) -> int:
+        """The same for the glue after the last call."""
+        loss, self.loss = self.loss, None
+        results, self.results = [tensor for tensor in self.results if tensor.requires_grad], []
+        if loss is None or not loss.requires_grad:
+            return 0
+        own = (entry.tensor for entry in self.glue[-1] if entry.key not in self.persistent)
+        with Living(own, self._by_shape, BY_ROWS) as living:
+            self._differentiate(lambda: torch.autograd.grad(loss, results, allow_unused=True))
+        return living.peak
+
+    def _differentiate(self, run: Callable[[], object]) -> None:
+        self.is_differentiating = True
+        try:
+            with DisableTorchFunction(), suppress(Exception):  # of any kind: without a rule for shapes, or by values
+                run()
+        finally:
+            self.is_differentiating = False
+
+    def _unpack(self, entry: _Kept) -> Tensor:
+        if not self.is_differentiating:
+            raise TraceError("the model runs a backward pass inside its forward: its memory cannot be estimated")
+        return entry.tensor
 
     def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
         """One more call, of this kind, with these leaves (of `tree`) as arguments and stand-ins as result."""
@@ -180,7 +234,8 @@ class Meter(DispatchMode):
         for tensor in tensors:
             if storage_of(tensor) not in self.persistent:
                 kept[self._key(storage_of(tensor))] = tensor.untyped_storage().nbytes()
-        self.works.append(Work(visit.flops, visit.elements, visit.by_parameter, kept))
+        self.works.append(Work(visit.flops, visit.elements, visit.by_parameter, kept, visit.temporary))
+        self.results += [leaf for leaf in result if isinstance(leaf, Tensor)]
         for k, argument in visit.passed.items():
             self.same[Value(index, k)] = self._key(storage_of(arguments[argument]))
         self.glue.append(WeakSet())
@@ -200,6 +255,8 @@ class Meter(DispatchMode):
         return func(*args, **kwargs)
 
     def _by_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if _is_view(func):
+            return func(*args, **kwargs)
         if func._schema.is_mutable:
             return args[0] if func._schema.returns else None
         on_meta, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
@@ -221,7 +278,7 @@ class Meter(DispatchMode):
                 visit.by_parameter[name] = visit.by_parameter.get(name, 0) + flops
 
     def _of_glue(self, kept: WeakSet[_Kept]) -> dict[Hashable, int]:
-        return {self._key(k.key): k.storage.nbytes() for k in kept if k.key not in self.persistent}
+        return {self._key(k.key): k.size for k in kept if k.key not in self.persistent}
 
     def _key(self, storage: int) -> Hashable:
         key = self.taint.homes.get(storage, storage)
@@ -246,5 +303,5 @@ def _note(kept: WeakSet[_Kept], tensor: Tensor) -> _Kept:
     return entry
 
 
-def _refuse(entry: _Kept) -> Tensor:
-    raise TraceError("the model runs a backward pass inside its forward: its memory cannot be estimated")
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None

@@ -162,6 +162,10 @@ class _StandIn(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
         return _zeros(spec, device)
 
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, None
+
 
 def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
     """Zeros whose memory the system allocates only if glue touches it: those of a large model are mostly passed on."""

@@ -107,6 +107,8 @@ class Tracer:
             of_forward = dict(self.taint.decisions)
             loss = self._loss(output, batch)
             self._refuse_foreign(loss)
+            if self.meter:
+                self.meter.loss = loss
             self.python_random |= python_state() != state  # by a unit of a kind too, which runs once for all
         return self._dataflow(output, loss, batch, sealed, of_forward)
 

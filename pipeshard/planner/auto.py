@@ -12,7 +12,7 @@ from operator import itemgetter
 from pipeshard.errors import PartitionError
 from pipeshard.graph.taint import Value
 from pipeshard.planner.candidate import Candidate, Subject
-from pipeshard.planner.memory import tensor_bytes
+from pipeshard.planner.memory import Part, tensor_bytes
 from pipeshard.schedule.search import Rule, Searched, Work, changed, climb, estimate, rules, scheduled
 from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, check_streams
 from pipeshard.split.balance import balance
@@ -24,6 +24,7 @@ ESTIMATES = 1500  # changes of cuts
 RETRIES = 10  # of a change of cuts that is impossible
 PLACEMENTS = 5, 2  # how many are searched, in turns
 ACTIONS, TRIES = 1_500_000, 3000  # scheduled in a turn, and changes of cuts or rules for a placement
+IDLE = Part(0, has_gradients=True, is_running=False)
 Edges = tuple[int, ...]  # the first call of each stage, and the number of calls
 Choice = tuple[Edges, Rule]
 Found = tuple[float, Choice, "Cutter"]  # with its time
@@ -62,12 +63,12 @@ class Cutter:
 
     def _memory(self, start: int, end: int) -> tuple[int, int, int, int]:
         """Bytes of a stage without activations, the additional ones at the end of a step, those of a microbatch, and
-        those that are recomputed."""
+        the temporary ones of a backward."""
         footprint = self.subject.footprint
-        again, kept = footprint.recomputed(start, end), footprint.activations(start, end)
-        always = footprint.total(start, end, 0) - again
+        temporary, kept = footprint.temporary(start, end), footprint.activations(start, end)
+        always = footprint.total(start, end, IDLE)
         update = footprint.total(start, end, None) - always
-        return always, update, 0 if self.subject.training.offload else kept, again
+        return always, update, 0 if self.subject.training.offload else kept, temporary
 
     def work(self, edges: Edges) -> Work:
         """The stages of these cuts."""
@@ -79,9 +80,9 @@ class Cutter:
         of_stages = [self.memory(*run) for run in runs]
         room = []
         for rank, limit in enumerate(devices.memory):
-            always, update, _, again = zip(*(each for each, at in zip(of_stages, self.placement) if at == rank))
+            always, update, _, temporary = zip(*(each for each, at in zip(of_stages, self.placement) if at == rank))
             left = limit - sum(always)
-            room.append(left - max(again) if sum(update) <= left else -1)
+            room.append(left - max(temporary) if sum(update) <= left else -1)
         ends = zip(edges, self.placement, (-1, *self.placement))
         sent = [self.sent[start] if start and rank != before else (0, 0) for start, rank, before in ends]
         messages = devices.transfers(self.placement, sent)

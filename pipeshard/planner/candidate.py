@@ -24,7 +24,7 @@ from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
 from pipeshard.hf import recomputes
 from pipeshard.planner.devices import Devices
-from pipeshard.planner.memory import Footprint, Forms, Memory, Training
+from pipeshard.planner.memory import Footprint, Forms, Memory, Moment, Part, Training
 from pipeshard.planner.plan import Crossing, Estimate, StagePlan, crossings, in_short
 from pipeshard.private import TreeSpec
 from pipeshard.schedule.program import Program
@@ -126,8 +126,9 @@ def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 TRIES = 64
-# For each stage: the microbatches alive (None: the end of a step), and less than how many bytes it is to take then.
-Caps = tuple[tuple[tuple[int | None, float], ...], ...]
+# For each stage: its parts of moments (None: the end of a step), and less than how many bytes it is to take then.
+Caps = tuple[tuple[tuple[Part | None, float], ...], ...]
+FIRST = Part(1, has_gradients=False, is_running=True)
 
 
 def fit(
@@ -147,16 +148,19 @@ def fit(
     """
     order = itertools.count()
     num_stages = len(program.placement)
-    alive = [footprint.training.at_peak(actions, [1] * num_stages) for actions in program.ranks]
-    least = [dict.fromkeys(of_rank, 1) if len(of_rank) > 1 else of_rank for of_rank in alive]
+    moments = [footprint.training.moments(actions) for actions in program.ranks]
+    alone = [
+        moments[r] if program.placement.count(r) == 1 else [((s, FIRST),)] for s, r in enumerate(program.placement)
+    ]
     caps: Caps = tuple(
-        ((least[r][s], limits[r] + 0.5), (None, limits[r] + 0.5)) for s, r in enumerate(program.placement)
+        tuple((part, limits[r] + 0.5) for part in (*(part for ((_, part),) in of_stage), None))
+        for r, of_stage in zip(program.placement, alone, strict=True)
     )
     queue: list[tuple[tuple[float, float], int, list[int], Caps]] = []
 
     def look(caps: Caps) -> None:
         def fits(stage: int, start: int, end: int) -> bool:
-            return all(footprint.total(start, end, count) < cap for count, cap in caps[stage])
+            return all(footprint.total(start, end, part) < cap for part, cap in caps[stage])
 
         try:
             counts = balance(weights, num_stages, forbidden, fits, speeds=speeds)
@@ -170,27 +174,31 @@ def fit(
         if not queue:
             return None
         _, _, counts, caps = heapq.heappop(queue)
-        worst, excess = _heaviest(program, counts, footprint, limits)
+        worst, excess = _heaviest(moments, runs_of(counts), footprint, limits)
         if excess <= 0:
             return counts
-        for stage, (count, size) in worst.items():
-            look((*caps[:stage], (*caps[stage], (count, size)), *caps[stage + 1 :]))
+        for stage, (part, size) in worst.items():
+            look((*caps[:stage], (*caps[stage], (part, size)), *caps[stage + 1 :]))
     return None
 
 
+def _alone(moments: Sequence[Moment]) -> list[Part]:
+    """The parts of moments at which a stage takes as much as it would on a rank of its own, as far as known."""
+    return [part for ((_, part),) in moments] if len(moments[0]) == 1 else [FIRST]
+
+
 def _heaviest(
-    program: Program, counts: Sequence[int], footprint: Footprint, limits: Sequence[int]
-) -> tuple[dict[int, tuple[int | None, int]], int]:
-    """For the rank that exceeds its limit most: for each of its stages, the microbatches alive at the peak (None: at
-    the end of a step), and the bytes. With the excess of the rank, in bytes."""
-    runs = runs_of(counts)
-    kept = [footprint.activations(*run) for run in runs]
-    peaks = [footprint.training.at_peak(actions, kept) for actions in program.ranks]
-    moments: list[dict[int, int | None]] = [{**peak} for peak in peaks]
-    moments += [dict.fromkeys(peak) for peak in peaks]
-    taken = [{s: (count, footprint.total(*runs[s], count)) for s, count in moment.items()} for moment in moments]
-    excess = [sum(size for _, size in stages.values()) - limit for stages, limit in zip(taken, [*limits, *limits])]
-    return max(zip(taken, excess, strict=True), key=itemgetter(1))
+    moments: Sequence[Sequence[Moment]], runs: Sequence[tuple[int, int]], footprint: Footprint, limits: Sequence[int]
+) -> tuple[dict[int, tuple[Part | None, int]], int]:
+    """For the rank that exceeds its limit most: for each of its stages, its part of the moment (None: the end of a
+    step), and the bytes. With the excess of the rank, in bytes."""
+    found = []
+    for of_rank, limit in zip(moments, limits, strict=True):
+        parts: list[dict[int, Part | None]] = [dict(moment) for moment in of_rank]
+        for moment in (*parts, dict.fromkeys(parts[0])):
+            taken = {s: (part, footprint.total(*runs[s], part)) for s, part in moment.items()}
+            found.append((taken, sum(size for _, size in taken.values()) - limit))
+    return max(found, key=itemgetter(1))
 
 
 @dataclass(eq=False)
@@ -268,19 +276,29 @@ class Candidate:
         self.counts = [self.policy.stages.count(stage) for stage in range(len(placement))]
         self.runs = runs_of(self.counts)
         self.kept = [subject.footprint.activations(*run) for run in self.runs]
-        self.alive: dict[int, int] = {}
+        peak = dict[int, Part]()  # of each stage's rank
         for actions in self.program.ranks:
-            self.alive |= subject.training.at_peak(actions, self.kept)
-        self.recomputed = [subject.footprint.recomputed(*run) for run in self.runs]
-        self.memory = [
-            replace(
-                subject.takes([subject.parameters[name] for name in held]),
-                activations=sum(self.alive[s] * self.kept[s] for s, at in enumerate(placement) if at == rank),
-                recomputed=max(self.recomputed[s] for s, at in enumerate(placement) if at == rank),
-                host=subject.training.on_host(self.program.ranks[rank], self.kept),
+            moments = subject.training.moments(actions)
+            peak |= dict(max(moments, key=lambda moment: sum(self.working(*each).backward for each in moment)))
+        self.alive = {stage: part.alive for stage, part in peak.items()}
+        self.at_peak = {stage: self.working(stage, part) for stage, part in peak.items()}
+        self.memory = []
+        for rank, held in enumerate(self.policy.ownership.held):
+            memory = subject.takes([subject.parameters[name] for name in held])
+            parts = [self.at_peak[s] for s, at in enumerate(placement) if at == rank]
+            self.memory.append(
+                replace(
+                    memory,
+                    activations=sum(part.activations for part in parts),
+                    temporary=sum(part.temporary for part in parts),
+                    absent=min(sum(part.absent for part in parts), memory.gradients),  # stages may share some
+                    host=subject.training.on_host(self.program.ranks[rank], self.kept),
+                )
             )
-            for rank, held in enumerate(self.policy.ownership.held)
-        ]
+
+    def working(self, stage: int, part: Part) -> Memory:
+        """What a stage has at a moment that is not always there."""
+        return self.subject.footprint.working(*self.runs[stage], part)
 
     @property
     def fits(self) -> bool | None:
@@ -339,7 +357,7 @@ class Candidate:
             earlier = set().union(*(held[other] for other in range(s) if placement[other] == rank))
             own = [subject.parameters[name] for name in held[s] - earlier]
             received, returned = self.sent(s)
-            kept, again = self.alive[s] * self.kept[s], self.recomputed[s]
+            memory, working = subject.takes(own), self.at_peak[s]
             alone = [size * (s == other) for other, size in enumerate(self.kept)]
             host = subject.training.on_host(self.program.ranks[rank], alone)
             stages.append(
@@ -352,7 +370,13 @@ class Candidate:
                     forward=costs[s].forward,
                     backward=costs[s].backward,
                     weight=costs[s].weight,
-                    memory=replace(subject.takes(own), activations=kept, recomputed=again, host=host),
+                    memory=replace(
+                        memory,
+                        activations=working.activations,
+                        temporary=working.temporary,
+                        absent=min(working.absent, memory.gradients),
+                        host=host,
+                    ),
                     alive=self.alive[s],
                     kept=self.kept[s],
                     enters=self.enters[s],

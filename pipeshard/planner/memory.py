@@ -5,10 +5,10 @@ import copy
 import itertools
 import math
 import re
-from collections import defaultdict
-from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from pipeshard.graph.meter import Meter
 from pipeshard.graph.shapes import TensorSpec, is_trainable
 from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.program import Action, Kind
-from pipeshard.schedule.residence import most_on_host, resident_at_peak
+from pipeshard.schedule.residence import most_on_host, resident
 from pipeshard.split.boundary import live_values
 from pipeshard.split.packed import Packed
 
@@ -63,27 +63,34 @@ FULL = 4  # bytes of a number in fp32
 @dataclass(frozen=True)
 class Memory:
     """Bytes on a device, by content: `values` are the fp32 values of parameters in 16 bits, and the shards that a
-    replica keeps with fsdp; `recomputed` is the memory recomputed at a time, for a backward; `update` is that of the
-    end of a step, when there are no activations any more, so that only the larger of the two counts. `host` is memory
-    of the host, in addition."""
+    replica keeps with fsdp. `activations` and `temporary` are those of the backward that takes most: what microbatches
+    keep, and what the backward makes (or recomputes) before it has freed as much; `absent` are the gradients that no
+    backward has made until then. `update` is that of the end of a step, when there are no activations any more, so
+    that only the larger of the two counts. `host` is memory of the host, in addition."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    recomputed: int = 0
+    temporary: int = 0
+    absent: int = 0
     values: int = 0
     update: int = 0
     host: int = 0
 
     @property
     def always(self) -> int:
-        """The memory at every moment of a step, with or without activations."""
+        """The memory with or without activations, once there are gradients."""
         return self.parameters + self.gradients + self.values + self.optimizer
 
     @property
+    def backward(self) -> int:
+        """What is there in addition while the backward runs that takes most."""
+        return self.activations + self.temporary - self.absent
+
+    @property
     def total(self) -> int:
-        return self.always + max(self.activations + self.recomputed, self.update)
+        return self.always + max(self.backward, self.update)
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(self).items() if size)
@@ -166,9 +173,22 @@ class Training:
             offload=self.offload,
         )
 
-    def at_peak(self, actions: Sequence[Action], sizes: Sequence[int]) -> dict[int, int]:
-        """How many microbatches of each stage a rank keeps at its peak, if one of stage s takes `sizes[s]`."""
-        return (resident_at_peak if self.offload else alive_at_peak)(actions, sizes)
+    def moments(self, actions: Sequence[Action]) -> list["Moment"]:
+        """What a rank keeps while each of its B and W runs, without repetitions. The first microbatch that is done with
+        leaves gradients."""
+        compute = [action for action in actions if action.kind.is_compute]
+        last = {action[1:]: action for action in compute}
+        stages, trained, found = sorted({action.stage for action in compute}), set[int](), dict[Moment, None]()
+        begun = set[tuple[int, int]]()
+        for action, here in zip(compute, (resident if self.offload else alive)(compute), strict=True):
+            counts, pending = (Counter(stage for _, stage in each) for each in (here, begun & here))
+            running = action.stage if action.kind is Kind.B else None
+            if action.kind is not Kind.F:
+                found[tuple((s, Part(counts[s], s in trained, s == running, pending[s])) for s in stages)] = None
+                begun.add((action.microbatch, action.stage))
+            if last[action[1:]] is action:
+                trained.add(action.stage)
+        return list(found)
 
     def on_host(self, actions: Sequence[Action], sizes: Sequence[int]) -> int:
         """The activations of a rank on the host."""
@@ -215,6 +235,19 @@ class Training:
         return max(messages, gradients // self.parts if OPTIMIZERS.get(self.optimizer) == 2 else 0)
 
 
+class Part(NamedTuple):
+    """A stage's part of a moment: how many microbatches it keeps `alive`, whether its gradients are there, whether its
+    backward runs, and how many of its microbatches wait for their W."""
+
+    alive: int
+    has_gradients: bool
+    is_running: bool
+    pending: int = 0
+
+
+Moment = tuple[tuple[int, Part], ...]  # of the stages of a rank
+
+
 class Footprint:
     """The memory of each run of unit calls: its parameters in their `forms`, with everything that `training` adds, and
     the activations of a microbatch.
@@ -240,7 +273,7 @@ class Footprint:
         self.last = len(flow.calls)  # the glue after the last call counts as one more, of the last stage
         self._parameters, self._held, self._forms = named, held, forms
         self._count(training)
-        kept = [dict(work.kept) for work in meter.works] + [dict(meter.tail)]
+        kept = [dict(work.kept) for work in (*meter.works, meter.tail)]
         self._kept = _Union(kept)
         self._where: defaultdict[Hashable, list[int]] = defaultdict(list)
         for call, keys in enumerate(kept):
@@ -250,8 +283,13 @@ class Footprint:
             {meter.same.get(value, value): tensor_bytes(flow.spec(value)) for value in values & flow.receiving}
             for values in live_values(flow, range(self.last), self.last + 1, flow.needed())
         ]
-        totals = [[sum(work.kept.values()) for work in each.works] for each in (plain or meter, meter)]
-        self._recomputed = [whole - left for whole, left in zip(*totals, strict=True)]
+        works = [[*each.works, each.tail] for each in (plain or meter, meter)]
+        whole, left = ([sum(work.kept.values()) for work in each] for each in works)
+        trained = [any(map(is_trainable, model.get_submodule(call.unit).parameters())) for call in flow.calls]
+        self._waiting = [
+            is_trained * a - b for is_trained, a, b in zip([*trained, trained[-1]], whole, left, strict=True)
+        ]
+        self._temporary = [w.temporary + a - b for w, a, b in zip(works[0], whole, left, strict=True)]
 
     def trained(self, training: Training) -> "Footprint":
         """The same in another training."""
@@ -264,16 +302,27 @@ class Footprint:
         self.training = training
         self._static = _Union([{name: each[name].always for name in names} for names in self._held])
         self._gradients = _Union([{name: each[name].gradients for name in names} for names in self._held])
+        self._peaks = dict[tuple[int, bool], list[int]]()
 
-    def total(self, start: int, end: int, alive: int | None) -> int:
-        """Bytes of a stage with the calls from `start` to `end` (exclusive) that keeps this many microbatches `alive`,
-        or with None at the end of a step."""
-        last = self._end(end)
-        if alive is None:
-            beside = self.training.update(self._gradients.total(start, last))
-        else:
-            beside = alive * self.activations(start, end) + self.recomputed(start, end)
-        return self._static.total(start, last) + beside
+    def total(self, start: int, end: int, part: Part | None) -> int:
+        """Bytes of a stage with the calls from `start` to `end` (exclusive) at a moment, or with None at the end of a
+        step."""
+        always = self._static.total(start, self._end(end))
+        if part is None:
+            return always + self.training.update(self.gradients(start, end))
+        return always + self.working(start, end, part).backward
+
+    def working(self, start: int, end: int, part: Part) -> Memory:
+        """What is not always there, of a stage at a moment."""
+        return Memory(
+            activations=part.alive * self.activations(start, end) + part.pending * self.waiting(start, end),
+            temporary=self.temporary(start, end, not part.has_gradients) if part.is_running else 0,
+            absent=0 if part.has_gradients else self.gradients(start, end),
+        )
+
+    def gradients(self, start: int, end: int) -> int:
+        """Bytes of the gradients of a stage."""
+        return self._gradients.total(start, self._end(end))
 
     def activations(self, start: int, end: int) -> int:
         """Bytes that one microbatch keeps between its forward and its backward there, including its inputs."""
@@ -285,9 +334,23 @@ class Footprint:
             entered += size if k == len(calls) or calls[k] >= end else 0
         return self._kept.total(start, end) + entered
 
-    def recomputed(self, start: int, end: int) -> int:
-        """The largest memory for recomputing a unit: units are recomputed and freed one after the other."""
-        return max(self._recomputed[start:end], default=0)
+    def waiting(self, start: int, end: int) -> int:
+        """How many bytes more a microbatch keeps from B to W than before: B recomputes the inputs of weights that are
+        trained, and frees all that other units keep."""
+        return sum(self._waiting[start : self._end(end)])
+
+    def temporary(self, start: int, end: int, first: bool = False) -> int:
+        """The most that a backward there makes before it has freed as much of what its microbatch keeps. Gradients
+        count in the `first`, which makes them."""
+        end = self._end(end)
+        if (start, first) not in self._peaks:
+            made = (
+                extra + self._kept.total(start, call + 1) - (self._gradients.total(start, call + 1) if first else 0)
+                for call, extra in enumerate(self._temporary[start:], start)
+            )
+            self._peaks[start, first] = list(itertools.accumulate(made, max))
+        later = self._gradients.total(start, end) if first else 0
+        return max(0, self._peaks[start, first][end - start - 1] - self._kept.total(start, end) + later)
 
     def _end(self, end: int) -> int:
         return end + 1 if end == self.last else end
@@ -316,22 +379,15 @@ class _Union:
         return self.rows[start][end - start]
 
 
-def alive_at_peak(actions: Sequence[Action], sizes: Sequence[int]) -> dict[int, int]:
-    """How many microbatches of each stage a rank keeps alive at its peak, if a microbatch of stage s takes `sizes[s]`.
+def alive(actions: Sequence[Action]) -> Iterator[set[tuple[int, int]]]:
+    """While each compute action runs: the microbatches that are alive, with their stages.
 
     A microbatch is alive on a stage from its F to its last compute action there.
     """
-    compute = [action for action in actions if action.kind.is_compute]
-    last = {action[1:]: k for k, action in enumerate(compute)}
-    alive: dict[int, int] = dict.fromkeys((action.stage for action in compute), 0)
-    peak, most, now = dict(alive), 0, 0
-    for k, action in enumerate(compute):
-        if action.kind is Kind.F:
-            alive[action.stage] += 1
-            now += sizes[action.stage]
-            if now > most:
-                peak, most = dict(alive), now
-        if last[action[1:]] == k:
-            alive[action.stage] -= 1
-            now -= sizes[action.stage]
-    return peak
+    last = {action[1:]: action for action in actions}
+    holdings = set[tuple[int, int]]()
+    for action in actions:
+        holdings.add((action.microbatch, action.stage))
+        yield set(holdings)
+        if last[action[1:]] is action:
+            holdings.remove((action.microbatch, action.stage))

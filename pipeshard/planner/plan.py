@@ -212,9 +212,11 @@ class Plan:
             program = config.program(self.num_microbatches, n)
             shares = ([cost / n for cost in kind] for kind in costs)
             simulation = simulate_parts(program, *shares, **self.transfers(n))
-            peaks = [self.training.at_peak(actions, [1] * self.pp_size) for actions in program.ranks]
-            alive = [(stage, peaks[stage.rank][stage.stage]) for stage in self.stages]
-            memory = tuple(s.memory.total - s.alive * s.kept + math.ceil(slices * s.kept / n) for s, slices in alive)
+            slices = [max(part.alive for ((_, part),) in self.training.moments(actions)) for actions in program.ranks]
+            memory = tuple(
+                s.memory.always + max(s.memory.update, math.ceil((slices[s.rank] * s.kept + s.memory.temporary) / n))
+                for s in self.stages
+            )
             found.append(InSlices(n, simulation.makespan, simulation.bubble, memory))
         return found
 

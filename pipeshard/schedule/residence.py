@@ -40,10 +40,9 @@ def residences(actions: Sequence[Action]) -> dict[Action, Residence]:
     return dict(reversed(found))
 
 
-def resident_at_peak(actions: Sequence[Action], sizes: Sequence[int]) -> dict[int, int]:
-    """How many microbatches of each stage are on a rank's device at its peak, if one of stage s takes `sizes[s]`."""
-    peak = max((here for here, _ in _moments(actions)), key=lambda here: sum(sizes[stage] for _, stage in here))
-    return {stage: sum(stage == other for _, other in peak) for _, _, stage in actions}
+def resident(actions: Sequence[Action]) -> Iterator[set[Holding]]:
+    """While each compute action runs: the activations on the device."""
+    return (here for here, _ in _moments(actions))
 
 
 def most_on_host(actions: Sequence[Action], sizes: Sequence[int]) -> int:

@@ -79,7 +79,8 @@ def test_a_search_finds_the_same_twice_and_is_faster_where_costs_are_uneven() ->
 
 def test_a_plan_shows_draws_and_writes_it(tmp_path: Path) -> None:
     with short():
-        plan = pipeshard.plan(zoo.build("llama", layers=6), zoo.batch("llama"), 3, num_microbatches=M, schedule="auto")
+        model, batch = zoo.build("llama", layers=6), zoo.batch("llama", rows=12)
+        plan = pipeshard.plan(model, batch, 3, num_microbatches=6, schedule="auto")
     assert plan.schedule == "auto" and plan.searched is not None
     assert plan.simulate().makespan == pytest.approx(plan.estimate.time)
     assert [stage.alive for stage in plan.stages] and sum(plan.counts) == 9

@@ -170,7 +170,7 @@ def test_the_end_of_a_step_counts_where_it_takes_more() -> None:
     assert memory.update == memory.gradients > memory.activations
     assert memory.total == memory.always + memory.update
     (momentum,) = plan(model, batch, 1, num_microbatches=4, schedule="1f1b", optimizer="sgd").estimate.memory
-    assert momentum.update == 0 and momentum.total == momentum.always + momentum.activations
+    assert momentum.update == 0 and momentum.total == momentum.always + momentum.backward
     training = Training("adamw", dp_size=4, zero_stage=1)
     assert training.update(2**30) == 2**28 and training.update(2**20) == 2**20 and training.update(2**27) == 2 * BUCKET
     limit = memory.total
