@@ -17,12 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from pipeshard.planner.auto import search
-from pipeshard.planner.candidate import Candidate, Subject
+from pipeshard.planner.candidate import Subject
 from pipeshard.planner.devices import Devices
 from pipeshard.planner.memory import Training
 from pipeshard.planner.models import build
-from pipeshard.planner.planner import attempt, first_microbatch, schedules, study
+from pipeshard.planner.planner import automatic, first_microbatch, study
 
 BAR, SECONDS = 0.4, 30.0
 LLAMA = "hidden_size={} intermediate_size={} num_hidden_layers={} num_attention_heads={} num_key_value_heads=8"
@@ -111,20 +110,13 @@ def compared(name: str, subject: Subject, p: int) -> Row:
     def idle(time: float) -> float:
         return 1 - m * total / p / time
 
-    one = attempt(subject.on(Devices.parse(p)), "1f1b", p, m, 1)
-    assert isinstance(one, Candidate)
-    limited = subject.on(Devices.parse(p, max(memory.total for memory in one.memory)))
-    known = [attempt(limited, each, p, m, v) for each, v in schedules()]
-    fitting = [each.estimate(1.0) for each in known if isinstance(each, Candidate) and each.fits]
-    best = min(fitting, key=lambda each: each.time)
     start = time.process_time()
-    found = search(limited, p, m)
+    candidate, _, known = automatic(subject.on(Devices.parse(p)), p, m)
     seconds = time.process_time() - start
-    lasts = found[0].estimate(1.0).time if found else best.time
-    chunks = found[0].num_model_chunks if found and lasts < best.time else best.num_model_chunks
-    return Row(
-        name, p, best.name, idle(best.time), chunks, idle(min(lasts, best.time)), max(0.0, idle(m * most)), seconds
-    )
+    assert known is not None
+    best, found = known.estimate(1.0), candidate.estimate(1.0)
+    least = max(0.0, idle(m * most))
+    return Row(name, p, best.name, idle(best.time), found.num_model_chunks, idle(found.time), least, seconds)
 
 
 def main() -> None:

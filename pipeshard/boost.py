@@ -95,8 +95,8 @@ def boost_model(
     def costs(partition: str, flow: Dataflow, batch: Batch) -> Sequence[float]:
         return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world, called)
 
-    boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
-    boosted.pipeline.padding, boosted.pipeline.asked = padding, asked
+    boosted = kind(model, Pipeline(config, grid, model, sample, called, costs, asked))
+    boosted.pipeline.padding = padding
     boosted.generation = Generation(boosted.pipeline)
     if grid.first and grid.pp_size > 1:
         _warn_of_uneven(boosted.pipeline.policy)
@@ -129,7 +129,7 @@ def _searched(
     subject = study(model, microbatch, criterion, config.policy, partition, training, *plans)
     costs = gather_objects([tuple(cost) for cost in subject.costs], grid.world)[0]  # which may be measured
     subject = replace(subject, costs=[Cost(*cost) for cost in costs])
-    candidate, schedule = automatic(subject.on(Devices.parse(p, config.memory_limit)), p, m)
+    candidate, schedule, _ = automatic(subject.on(Devices.parse(p, config.memory_limit)), p, m)
     return replace(
         config,
         schedule=schedule,

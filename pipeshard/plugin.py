@@ -154,8 +154,11 @@ class PipelinePlugin:
 
     @cached_property
     def stage_manager(self) -> PipelineStageManager:
-        chunks = self.config.num_model_chunks
-        return PipelineStageManager(self.grid.mesh, PP, chunks > 1, self.config.is_v, chunks)
+        """With schedule="auto" that of the last model that was boosted; before, as if each rank had one stage."""
+        boosted = self._boosted[-1]() if self._boosted else None
+        config = self.config if boosted is None else boosted.pipeline.config
+        chunks = config.num_model_chunks
+        return PipelineStageManager(self.grid.mesh, PP, chunks > 1, config.is_v, chunks)
 
     @property
     def enable_pipeline_parallelism(self) -> bool:
@@ -217,6 +220,7 @@ class PipelinePlugin:
             if boosted is not model:
                 boosted.checkpoint_io = self._checkpoint_io
                 self._boosted.append(weakref.ref(boosted))
+                vars(self).pop("stage_manager", None)  # a search may have found other chunks
             boosted_optimizer = boost_optimizer(boosted, optimizer, wrapper(PipelineOptimizer, "OptimizerWrapper"))
             return boosted, boosted_optimizer, criterion, dataloader, lr_scheduler
 

@@ -88,7 +88,8 @@ class Ran(NamedTuple):
 class Pipeline:
     """Shards `model` into this rank's stages and runs their steps. Create it on all ranks at the same time.
 
-    `costs(partition, flow, sample)` measures the unit calls, if the partition uses measured times.
+    `costs(partition, flow, sample)` measures the unit calls, if the partition uses measured times. `asked` are the
+    plugin's arguments, if a search has completed them.
     """
 
     def __init__(
@@ -99,9 +100,10 @@ class Pipeline:
         sample: Batch,
         criterion: Criterion | None,
         costs: Callable[[str, Dataflow, Batch], Sequence[float]],
+        asked: PipelineConfig | None = None,
     ) -> None:
         self.config, self.grid, self.model, self.device = config, grid, model, grid.device
-        self.asked = config  # the plugin's, which may leave the schedule open
+        self.asked = asked or config
         self.rank, self.num_stages, self.group = grid.stage, grid.pp_size, grid.stages
         self.ranks: list[int] = grid.mesh.get_ranks_in_group(self.group)
         self.precision = Precision(config.precision, config.autocast, self.device)

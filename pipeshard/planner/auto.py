@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, cached_property, partial
-from operator import itemgetter
+from functools import cache, cached_property, lru_cache, partial
+from operator import itemgetter, truediv
 
 from pipeshard.errors import PartitionError
 from pipeshard.graph.taint import Value
@@ -38,7 +38,7 @@ class Cutter:
         self.sums = [[0.0, *itertools.accumulate(costs)] for costs in zip(*subject.costs, strict=True)]
         self.starts = [k for k in range(len(subject.costs)) if k == 0 or k not in forbidden_cuts(subject.flow)]
         self.starts.append(len(subject.costs))
-        self.memory = cache(self._memory)
+        self.part, self.work = cache(self._part), lru_cache(self._work)
         self.draws = random.Random(0)
 
     def initial(self) -> Edges:
@@ -61,34 +61,34 @@ class Cutter:
                 return tuple(self.starts[place] for place in moved)
         return edges
 
-    def _memory(self, start: int, end: int) -> tuple[int, int, int, int]:
-        """Bytes of a stage without activations, the additional ones at the end of a step, those of a microbatch, and
-        the temporary ones of a backward."""
+    def _part(self, start: int, end: int) -> tuple[float, ...]:
+        """The costs of F, B and W of a stage, and its bytes: without activations, in addition at the end of a step,
+        those of a microbatch, and the temporary ones of a backward."""
         footprint = self.subject.footprint
         temporary, kept = footprint.temporary(start, end), footprint.activations(start, end)
         always = footprint.total(start, end, IDLE)
         update = footprint.total(start, end, None) - always
-        return always, update, 0 if self.subject.training.offload else kept, temporary
+        costs = (sums[end] - sums[start] for sums in self.sums)
+        return *costs, always, update, 0 if self.subject.training.offload else kept, temporary
 
-    def work(self, edges: Edges) -> Work:
+    def _work(self, edges: Edges) -> Work:
         """The stages of these cuts."""
-        devices, runs = self.subject.devices, list(itertools.pairwise(edges))
-        speeds = [devices.speeds[rank] for rank in self.placement]
-        forward, backward, weight = (
-            tuple((sums[end] - sums[start]) / speed for (start, end), speed in zip(runs, speeds)) for sums in self.sums
-        )
-        of_stages = [self.memory(*run) for run in runs]
-        room = []
-        for rank, limit in enumerate(devices.memory):
-            always, update, _, temporary = zip(*(each for each, at in zip(of_stages, self.placement) if at == rank))
-            left = limit - sum(always)
-            room.append(left - max(temporary) if sum(update) <= left else -1)
-        ends = zip(edges, self.placement, (-1, *self.placement))
+        devices, placement = self.subject.devices, self.placement
+        forward, backward, weight, always, updates, sizes, temporary = zip(*map(self.part, edges, edges[1:]))
+        if len({*devices.speeds}) > 1:
+            speeds = [devices.speeds[rank] for rank in placement]
+            forward, backward, weight = (tuple(map(truediv, costs, speeds)) for costs in (forward, backward, weight))
+        room, update, most = list(devices.memory), [0] * len(devices.memory), [0] * len(devices.memory)
+        for rank, size, added, more in zip(placement, always, updates, temporary):
+            room[rank] -= size
+            update[rank] += added
+            most[rank] = max(most[rank], more)
+        room = [left - more if added <= left else -1 for left, more, added in zip(room, most, update)]
+        ends = zip(edges, placement, (-1, *placement))
         sent = [self.sent[start] if start and rank != before else (0, 0) for start, rank, before in ends]
-        messages = devices.transfers(self.placement, sent)
-        latency, returned = (tuple(messages.get(name, [0.0] * len(runs))) for name in ("latency", "returned"))
-        sizes = tuple(kept for *_, kept, _ in of_stages)
-        return Work(self.placement, forward, backward, weight, sizes, tuple(room), latency, returned)
+        messages = devices.transfers(placement, sent)
+        latency, returned = (tuple(messages.get(name, [0.0] * len(sent))) for name in ("latency", "returned"))
+        return Work(placement, forward, backward, weight, sizes, tuple(room), latency, returned)
 
     @cached_property
     def sent(self) -> list[tuple[int, int]]:
@@ -104,26 +104,29 @@ class Cutter:
     def cuts(self) -> set[Edges]:
         """Cuts to start from, with memory for a microbatch: those of named schedules, and those of least estimates."""
         initial = self.initial()
-        leasts = (
-            climb(initial, partial(self.estimate, tightness), self.moved, ESTIMATES)[1] for tightness in TIGHTNESS
-        )
+        values = [partial(self.estimate, tightness) for tightness in TIGHTNESS]
+        leasts = [climb(initial, value(initial), value, self.moved, ESTIMATES)[1] for value in values]
         return {edges for edges in (initial, *leasts) if self.estimate(1.0, edges)[0] < math.inf}
 
-    def start(self) -> Iterator[Found]:
-        """The best rule to start from, with its cuts."""
-        choices = [(edges, rule) for edges in sorted(self.cuts()) for rule in rules(self.work(edges), self.m)]
-        yield from sorted(((self.time(choice), choice, self) for choice in choices), key=itemgetter(0))[:1]
+    def start(self) -> list[Found]:
+        """The best rule to start from, with its cuts; none if no program of theirs fits."""
+        best, found = math.inf, list[Found]()
+        for edges in sorted(self.cuts()):
+            for rule in rules(self.work(edges), self.m):
+                if (time := self.time((edges, rule), best)) < best:
+                    best, found = time, [(time, (edges, rule), self)]
+        return found
 
-    def search(self, start: Choice, actions: int) -> Found:
+    def search(self, start: Choice, time: float, actions: int) -> Found:
         """The best that is found from there by scheduling so many actions."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
-        return *climb(start, self.time, self.change, tries), self
+        return *climb(start, time, self.time, self.change, tries), self
 
-    def estimate(self, tightness: float, edges: Edges) -> tuple[float, float]:
+    def estimate(self, tightness: float, edges: Edges, _: object = None) -> tuple[float, float]:
         return estimate(self.work(edges), self.m, tightness)
 
-    def time(self, choice: Choice) -> float:
-        return scheduled(self.work(choice[0]), self.m, choice[1])[0]
+    def time(self, choice: Choice, most: float = math.inf) -> float:
+        return scheduled(self.work(choice[0]), self.m, choice[1], most)[0]
 
     def change(self, choice: Choice) -> Choice:
         edges, rule = choice
@@ -149,7 +152,7 @@ def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | Non
             found += Cutter(subject, m, placement).start()
     for count in PLACEMENTS:
         found.sort(key=itemgetter(0))
-        found[:count] = [cutter.search(choice, ACTIONS // count) for _, choice, cutter in found[:count]]
+        found[:count] = [cutter.search(choice, time, ACTIONS // count) for time, choice, cutter in found[:count]]
     for _, (edges, rule), cutter in sorted(found, key=itemgetter(0)):
         schedule = Searched(cutter.work(edges), rule, m)
         counts = [end - start for start, end in itertools.pairwise(edges)]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -161,7 +161,7 @@ def plan(
     tried = [attempt(subject, name, pp_size, m, v) for name, v in schedules(chosen, num_model_chunks)]
     found: Schedule | None = None
     if is_auto:
-        best_found, found = automatic(subject, pp_size, m)
+        best_found, found, _ = automatic(subject, pp_size, m)
         chosen = best_found.program.name, best_found.num_model_chunks
         tried += [best_found] * (best_found.program.name == AUTO)
     candidates = {(c.program.name, c.num_model_chunks): c for c in tried if isinstance(c, Candidate)}
@@ -200,8 +200,16 @@ def plan(
     )
 
 
-def automatic(subject: Subject, p: int, m: int) -> tuple[Candidate, Schedule]:
-    """The model cut for the fastest program of m microbatches, searched or known, and its schedule.
+class Automatic(NamedTuple):
+    """The fastest candidate, searched or known, its schedule, and the fastest known candidate, if any fits."""
+
+    candidate: Candidate
+    schedule: Schedule
+    known: Candidate | None
+
+
+def automatic(subject: Subject, p: int, m: int) -> Automatic:
+    """The model cut for the fastest program of m microbatches.
 
     Ranks have the memory of the subject's devices, or otherwise that of the rank which takes most with 1F1B. Raises
     PartitionError if nothing fits.
@@ -212,18 +220,21 @@ def automatic(subject: Subject, p: int, m: int) -> tuple[Candidate, Schedule]:
             raise PartitionError(one.problem)
         most = max(memory.total for memory in one.memory)
         subject = replace(subject, devices=replace(subject.devices, memory=(most,) * p))
-    known = [attempt(subject, name, p, m, v) for name, v in schedules()]
-    found: list[tuple[Candidate, Schedule]] = [
-        (c, c.program.name) for c in known if isinstance(c, Candidate) and c.fits
-    ]
-    if p > 1 and (searched := search(subject, p, m)):
-        found.append(searched)
+    tried = [attempt(subject, name, p, m, v) for name, v in schedules()]
+    fitting = [(c, c.program.name) for c in tried if isinstance(c, Candidate) and c.fits]
+    known = min(fitting, key=_time, default=None)
+    searched = search(subject, p, m) if p > 1 else None
+    found: list[tuple[Candidate, Schedule]] = [each for each in (known, searched) if each]
     if not found:
         raise PartitionError(
             f"schedule={AUTO!r}: no program was found that fits in {subject.devices.limits} on each of {p} ranks. Use "
             "more memory, more stages, or activation recompute"
         )
-    return min(found, key=lambda each: each[0].estimate(1.0).time)
+    return Automatic(*min(found, key=_time), known and known[0])
+
+
+def _time(found: tuple[Candidate, Schedule]) -> float:
+    return found[0].estimate(1.0).time
 
 
 def study(

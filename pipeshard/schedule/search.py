@@ -50,10 +50,10 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
     ends = list(itertools.accumulate(map(operator.add, returned, (0.0, *backward))))  # from the end of its B's
     there_and_back = starts[-1] + forward[-1] + ends[-1] + backward[-1]
     times, short = [], 0.0
-    for stages, room in zip(_of_ranks(work), rooms, strict=True):
-        whole = m * sum(forward[s] + backward[s] + weight[s] for s in stages)
-        life = sum(sizes[s] * (there_and_back - starts[s] - ends[s] + weight[s]) for s in stages)
-        weights, held = sum(weight[s] for s in stages), sum(sizes[s] for s in stages)
+    for stages, room in zip(_of_ranks(work.placement, len(rooms)), rooms, strict=True):
+        whole = m * sum([forward[s] + backward[s] + weight[s] for s in stages])
+        life = sum([sizes[s] * (there_and_back - starts[s] - ends[s] + weight[s]) for s in stages])
+        weights, held = sum([weight[s] for s in stages]), sum([sizes[s] for s in stages])
         few = min(m, room / held) if held else m
         short += max(0.0, held - room)
         first, forwards, backwards, both, comes_back = starts[stages[0]], 0.0, 0.0, 0.0, 0.0
@@ -113,35 +113,41 @@ def changed(rule: Rule, m: int, draws: random.Random) -> Rule:
     return rule._replace(alive=tuple(alive))
 
 
-def _of_ranks(work: Work) -> list[list[int]]:
+@lru_cache
+def _of_ranks(placement: tuple[int, ...], p: int) -> list[list[int]]:
     """The stages of each rank."""
-    of_ranks: list[list[int]] = [[] for _ in work.room]
-    for s, rank in enumerate(work.placement):
+    of_ranks: list[list[int]] = [[] for _ in range(p)]
+    for s, rank in enumerate(placement):
         of_ranks[rank].append(s)
     return of_ranks
 
 
-def climb(start: T, value: Callable[[T], V], change: Callable[[T], T], tries: int) -> tuple[V, T]:
-    """The best value that is found by so many changes, each kept unless it is worse, and what has it."""
-    best = value(start)
+def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T], tries: int) -> tuple[V, T]:
+    """The best value that is found by so many changes of a start with this one, each kept unless it is worse, and what
+    has it. A value that is worse than its second argument need not be exact."""
     for _ in range(tries):
         found = change(start)
-        if (now := value(found)) <= best:
+        if (now := value(found, best)) <= best:
             best, start = now, found
     return best, start
 
 
-def scheduled(work: Work, m: int, rule: Rule) -> tuple[float, list[list[tuple[Kind, int, int]]]]:
-    """The time of a step of m microbatches by this rule, and the actions of each rank."""
+def scheduled(
+    work: Work, m: int, rule: Rule, most: float = math.inf
+) -> tuple[float, list[list[tuple[Kind, int, int]]]]:
+    """The time of a step of m microbatches by this rule, and the actions of each rank; infinite as soon as it is
+    certain to be more than `most`."""
     placement, forward, backward, weight, sizes, room, latency, returned = work
     stages = range(len(placement))
-    of_rank = _of_ranks(work)
+    of_rank = _of_ranks(placement, len(room))
     done: dict[Kind, list[int]] = {kind: [0 for _ in stages] for kind in (F, B, W)}
     forwards, backwards, weights = done[F], done[B], done[W]  # how many microbatches of each stage
     arrives = [[math.inf] * m for _ in stages]  # the input of F
     comes_back = [[math.inf] * m for _ in stages]  # that of B
     arrives[0] = [0.0] * m
     left, free, earliest = list(room), [0.0] * len(room), 0
+    latest = [most * (1 + 1e-9) - m * sum(forward[s] + backward[s] + weight[s] for s in mine) for mine in of_rank]
+    costs = {F: forward, B: backward, W: weight}
     totals = [sum(sizes[s] for s in mine) for mine in of_rank]
     plenty = [max(sizes) + rule.reserved * total for total in totals]
     deep_forward, deep_backward, patience, alive, reserved = rule
@@ -203,19 +209,22 @@ def scheduled(work: Work, m: int, rule: Rule) -> tuple[float, list[list[tuple[Ki
             if soon < math.inf:
                 heapq.heappush(events, (soon, rank))
             continue
+        if now > latest[rank]:
+            return math.inf, rows
         _, kind, i, s = best
         rows[rank].append((kind, i, s))
         done[kind][s] += 1
+        now += (took := costs[kind][s])
+        latest[rank] += took
+        free[rank] = now
         if kind is F:
             left[rank] -= sizes[s]
-            now += forward[s]
             if s < stages[-1]:
                 arrives[s + 1][i] = now + latency[s + 1]
                 heapq.heappush(events, (arrives[s + 1][i], placement[s + 1]))
             else:
                 comes_back[s][i] = now
         elif kind is B:
-            now += backward[s]
             if s > 0:
                 comes_back[s - 1][i] = now + returned[s]
                 heapq.heappush(events, (comes_back[s - 1][i], placement[s - 1]))
@@ -223,11 +232,8 @@ def scheduled(work: Work, m: int, rule: Rule) -> tuple[float, list[list[tuple[Ki
                 earliest = i + 1
                 for other in range(len(room)):
                     heapq.heappush(events, (now, other))
-        else:
-            now += weight[s]
         if kind is W or (kind is B and not weight[s]):
             left[rank] += sizes[s]
-        free[rank] = now
         heapq.heappush(events, (now, rank))
     return max(free) if min(backwards) == m else math.inf, rows
 

@@ -51,11 +51,12 @@ def test_no_known_schedule_that_fits_is_faster(p: int, m: int, slack: float, nam
     fitting = [each for each in known(devices, p, m).values() if each.fits]
     with short():
         try:
-            found, schedule = automatic(subject().on(devices), p, m)
+            found, schedule, fastest = automatic(subject().on(devices), p, m)
         except PartitionError:
             assert not fitting
             return
     assert found.fits and max(memory.total for memory in found.memory) <= limit
+    assert (fastest is None) == (not fitting)
     assert found.estimate(1.0).time <= min((each.estimate(1.0).time for each in fitting), default=float("inf"))
     check(found.program)
     if isinstance(schedule, Searched):
@@ -70,7 +71,7 @@ def known(devices: Devices, p: int, m: int) -> dict[str, Candidate]:
 def test_a_search_finds_the_same_twice_and_is_faster_where_costs_are_uneven() -> None:
     open_ended = subject().on(Devices.parse(3))
     with short(100):
-        (found, schedule), (again, the_same) = (automatic(open_ended, 3, 6) for _ in range(2))
+        (found, schedule, _), (again, the_same, _) = (automatic(open_ended, 3, 6) for _ in range(2))
     assert isinstance(schedule, Searched) and schedule == the_same and found.counts == again.counts
     limit = max(memory.total for memory in known(open_ended.devices, 3, 6)["1f1b"].memory)
     fitting = [each for each in known(Devices.parse(3, limit), 3, 6).values() if each.fits]
@@ -124,6 +125,8 @@ def trained(name: str, wrong: bool = False) -> tuple[list[str], list[str]]:
     did = [str(span.action) for span in split.plugin.recording().spans[dist.get_rank()]]
     assert did == [str(action) for action in program.ranks[dist.get_rank()]]
     split.evaluate(data)
+    manager, config = split.plugin.stage_manager, split.model.pipeline.config
+    assert (manager.num_model_chunks, manager.use_zbv) == (config.num_model_chunks, config.is_v)
     return found, did
 
 

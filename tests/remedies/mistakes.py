@@ -338,6 +338,18 @@ BOOSTS = {
         Training(options={"schedule": "1f2b"}),
         (Training(options={"schedule": "1f1b"}), Training(options={"schedule": "zbv"})),
     ),
+    "slices of a searched schedule": Remedy(
+        (ERRORS + '`ConfigurationError`: an argument that `schedule="auto"` chooses',),
+        "num_slices=2 does not go with schedule='auto'.*leave num_slices out",
+        Training(options={"schedule": "auto", "num_slices": 2}),
+        (Training(options={"schedule": "auto"}),),
+    ),
+    "a limit that is too low": Remedy(
+        (ERRORS + "`PartitionError`: a `memory_limit` in which no program fits",),
+        "no program was found that fits in 1.00 kB on each of 2 ranks. Use more memory",
+        Training(options={"schedule": "auto", "memory_limit": 1000}),
+        (Training(options={"schedule": "auto", "memory_limit": "1GB"}),),
+    ),
     "a loss of each token": Remedy(
         (ERRORS + "`ConfigurationError`: a criterion that returns no scalar",),
         "not a scalar tensor",

@@ -99,7 +99,7 @@ def test_the_earliest_microbatch_can_always_go_on() -> None:
 
 def test_a_climb_never_gets_worse() -> None:
     draws = random.Random(0)
-    assert climb(100, abs, lambda x: x + draws.choice((-5, 5)), 200) == (0, 0)
+    assert climb(100, 100, lambda x, _: abs(x), lambda x: x + draws.choice((-5, 5)), 200) == (0, 0)
 
 
 def test_a_stage_without_weight_gradients_has_no_w() -> None:
