@@ -68,8 +68,8 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
 
 
 class Rule(NamedTuple):
-    """What a free rank takes: a B before an F, and a W if neither can run. Of several, that of the latest stage
-    (`deep`) or that of the earliest microbatch.
+    """What a free rank takes: a B before an F, unless it `alternates` and has just run a B or a W, and a W if neither
+    can run. Of several, that of the latest stage (`deep`) or that of the earliest microbatch.
 
     A rank starts no W if something else can run within `patience` times its duration, unless an F waits for memory.
     `alive` is the most microbatches of each stage between F and B. No F takes the memory that the other F's of the
@@ -78,6 +78,7 @@ class Rule(NamedTuple):
 
     deep_forward: bool
     deep_backward: bool
+    alternates: bool
     patience: float
     alive: tuple[int, ...]
     reserved: int
@@ -94,18 +95,21 @@ def rules(work: Work, m: int) -> Iterator[Rule]:
     for slack in (1.0, 1.5, math.inf):
         most = [m if math.isinf(slack) else math.ceil(slack * life / (max(busy) or 1.0)) + 1 for life in lives]
         alive = tuple(min(m, count) for count in most)
-        for deep, patience, reserved in itertools.product((False, True), (0.0, 1.0), (1, 8)):
-            yield Rule(deep, deep, patience, alive, reserved)
+        deeps = (False, False), (True, True), (False, True)
+        for deep, alternates, (patience, reserved) in itertools.product(deeps, (False, True), ((0.0, 1), (1.0, 8))):
+            yield Rule(*deep, alternates, patience, alive, reserved)
 
 
 def changed(rule: Rule, m: int, draws: random.Random) -> Rule:
     """A rule that differs in one thing."""
-    match draws.randrange(8):
+    match draws.randrange(9):
         case 0:
             return rule._replace(patience=draws.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
         case 1:
             return rule._replace(reserved=draws.choice((1, 2, 3, 4, 8)))
         case 2:
+            return rule._replace(alternates=not rule.alternates)
+        case 3:
             return rule._replace(deep_forward=draws.random() < 0.5, deep_backward=draws.random() < 0.5)
     alive = list(rule.alive)
     s = draws.randrange(len(alive))
@@ -150,7 +154,7 @@ def scheduled(
     costs = {F: forward, B: backward, W: weight}
     totals = [sum(sizes[s] for s in mine) for mine in of_rank]
     plenty = [max(sizes) + rule.reserved * total for total in totals]
-    deep_forward, deep_backward, patience, alive, reserved = rule
+    deep_forward, deep_backward, alternates, patience, alive, reserved = rule
     rows: list[list[tuple[Kind, int, int]]] = [[] for _ in room]
 
     def takes_kept(rank: int, s: int, i: int) -> bool:
@@ -174,32 +178,33 @@ def scheduled(
             continue
         best: tuple[tuple[int, int], Kind, int, int] | None = None
         soon, short = math.inf, False
-        for s in of_rank[rank]:
-            i = backwards[s]
-            if i == m:
-                continue
-            if (at := comes_back[s][i]) <= now:
-                key = (-s, i) if deep_backward else (i, -s)
-                if best is None or key < best[0]:
-                    best = key, B, i, s
-            elif at < soon:
-                soon = at
-        for s in of_rank[rank] if best is None else ():
-            i = forwards[s]
-            if i == m or (at := arrives[s][i]) == math.inf or i - backwards[s] >= alive[s]:
-                continue
-            needed = sizes[s]
-            if left[rank] < plenty[rank]:
-                for other in of_rank[rank]:
-                    needed += sizes[other] * max(0, min(earliest + reserved, i) - max(earliest, forwards[other]))
-            if needed > left[rank] + 1e-9 or (reserved and left[rank] < plenty[rank] and takes_kept(rank, s, i)):
-                short = True
-            elif at > now:
-                soon = min(soon, at)
-            else:
-                key = (-s, i) if deep_forward else (i, -s)
-                if best is None or key < best[0]:
-                    best = key, F, i, s
+        for kind in (F, B) if alternates and rows[rank] and rows[rank][-1][0] is not F else (B, F):
+            for s in of_rank[rank] if kind is B and best is None else ():
+                i = backwards[s]
+                if i == m:
+                    continue
+                if (at := comes_back[s][i]) <= now:
+                    key = (-s, i) if deep_backward else (i, -s)
+                    if best is None or key < best[0]:
+                        best = key, B, i, s
+                elif at < soon:
+                    soon = at
+            for s in of_rank[rank] if kind is F and best is None else ():
+                i = forwards[s]
+                if i == m or (at := arrives[s][i]) == math.inf or i - backwards[s] >= alive[s]:
+                    continue
+                needed = sizes[s]
+                if left[rank] < plenty[rank]:
+                    for other in of_rank[rank]:
+                        needed += sizes[other] * max(0, min(earliest + reserved, i) - max(earliest, forwards[other]))
+                if needed > left[rank] + 1e-9 or (reserved and left[rank] < plenty[rank] and takes_kept(rank, s, i)):
+                    short = True
+                elif at > now:
+                    soon = min(soon, at)
+                else:
+                    key = (-s, i) if deep_forward else (i, -s)
+                    if best is None or key < best[0]:
+                        best = key, F, i, s
         for s in of_rank[rank] if best is None else ():
             i = weights[s]
             can_run = i < backwards[s] and weight[s] and (short or soon - now >= patience * weight[s])

@@ -79,6 +79,24 @@ def test_equal_stages_take_no_longer_than_the_best_known_schedule() -> None:
         assert estimate(work, m)[0] <= shortest
 
 
+def test_several_stages_a_rank_take_no_longer_than_interleaved() -> None:
+    """A rank that always ran a B before an F gave the next rank its F's too late."""
+    for p, m, v in ((2, 8, 4), (4, 8, 2), (4, 8, 4)):
+        ones, twos, nothing = (1.0,) * (p * v), (2.0,) * (p * v), (0.0,) * (p * v)
+        work = Work((*range(p),) * v, ones, twos, nothing, nothing, (0.0,) * p, nothing, nothing)
+        known = simulate(make_program("interleaved", p, m, v), 1.0, 2.0).makespan
+        assert min(scheduled(work, m, rule)[0] for rule in rules(work, m)) <= known
+
+
+def test_a_trial_ends_when_it_is_certain_to_be_slower() -> None:
+    ones, nothing = (1.0,) * 3, (0.0,) * 3
+    work = Work((0, 1, 2), ones, ones, ones, ones, (9.0,) * 3, nothing, nothing)
+    for rule in rules(work, 6):
+        time, rows = scheduled(work, 6, rule)
+        assert scheduled(work, 6, rule, time) == (time, rows)
+        assert scheduled(work, 6, rule, 0.9 * time)[0] == math.inf
+
+
 def test_what_is_kept_decides_how_long_a_step_takes() -> None:
     """Memory for one microbatch: each waits for the one before it."""
     ones, nothing = (1.0,) * 3, (0.0,) * 3
@@ -93,7 +111,7 @@ def test_the_earliest_microbatch_can_always_go_on() -> None:
     """The first stage filled a rank's memory with microbatches that the rank's later stage had no memory for."""
     ones, nothing = (1.0,) * 4, (0.0,) * 4
     work = Work((0, 1, 0, 1), ones, ones, ones, ones, (3.0, 3.0), (0.0, 9.0, 9.0, 9.0), nothing)
-    rule = Rule(False, False, 0.0, (6,) * 4, reserved=1)
+    rule = Rule(False, False, False, 0.0, (6,) * 4, reserved=1)
     assert scheduled(work, 6, rule)[0] < scheduled(work, 6, rule._replace(reserved=0))[0] == math.inf
 
 
@@ -104,6 +122,6 @@ def test_a_climb_never_gets_worse() -> None:
 
 def test_a_stage_without_weight_gradients_has_no_w() -> None:
     work = Work((0, 1), (1.0, 1.0), (1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (2.0, 2.0), (0.0, 0.0), (0.0, 0.0))
-    rule = Rule(False, False, 0.0, (2, 2), 1)
+    rule = Rule(False, False, False, 0.0, (2, 2), 1)
     kinds = [{action.kind for action in actions} for actions in Searched(work, rule, 2)(2, 2).ranks]
     assert kinds == [{Kind.F, Kind.B}, {Kind.F, Kind.B, Kind.W}]
