@@ -223,7 +223,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "BatchError: the stages of one pipeline must read the same batch",
         r"ConfigurationError: the criterion returned tensor of shape \(2, 12, 61\), not a scalar|shape \(2, 8, 61\)",
         "ConfigurationError: the criterion returned 1.0, not a scalar tensor",
-        "UsageError: there is no loss to train on: add labels to the batch, or pass a criterion",
+        "UsageError: found no loss to train on: add labels to the batch, or pass a criterion",
         "UsageError: execute_pipeline got a GPT2LMHeadModel: pass the model that booster.boost",
         "CheckpointError: nowhere cannot be read",
         "CheckpointError: this is a GPT2LMHeadModel",

@@ -341,7 +341,7 @@ class Pipeline:
 
     def _refuse_untrainable(self, flow: Dataflow, outputs: Outputs) -> None:
         if flow.loss is None:
-            raise UsageError("there is no loss to train on: add labels to the batch, or pass a criterion")
+            raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
         if not self.trainable:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen when the model was boosted (a PeftModel that "

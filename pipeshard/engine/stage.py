@@ -363,7 +363,7 @@ class Stage:
         loss = loss if microbatch.summed else mean
         if loss is None:
             if self.train:
-                raise UsageError("there is no loss to train on: add labels to the batch, or pass a criterion")
+                raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
             return None
         share = microbatch.share
         part = loss.detach() * share if share != 0 else torch.zeros_like(loss)  # 0/0 without labels

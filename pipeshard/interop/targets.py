@@ -170,7 +170,7 @@ class Torch(Target):
     def take(self, split: Split) -> TorchStages:
         if split.flow.loss is None:
             raise UsageError(
-                "there is no loss to train on, and gradients are sent back only for a loss that the last stage "
+                "found no loss to train on, and gradients are sent back only for a loss that the last stage "
                 "computes: add labels to the batch, or pass criterion= to build, and loss_fn=built.loss_fn to the "
                 "schedule"
             )
@@ -276,7 +276,7 @@ class Deepspeed(Target):
         from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # type: ignore[import-not-found]
 
         if split.flow.loss is None:
-            raise UsageError("there is no loss to train on: add labels to the batch, or pass a criterion")
+            raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
         batch = as_keywords(split.model, split.sample.data)
         _refuse_unsendable(split, batch)
         names, tied = tuple(batch), split.policy.ownership.shared()

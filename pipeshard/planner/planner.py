@@ -257,7 +257,7 @@ def study(
     with precision.seeming(model):
         flow, meter = metered(model, microbatch, criterion, cuts=cuts)
         if flow.loss is None:
-            raise UsageError("there is no loss to train on: add labels to the batch, or pass a criterion")
+            raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
         units = [model.get_submodule(call.unit) for call in flow.calls]
         recomputed = any(map(recomputes, units))
         plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None

@@ -300,7 +300,7 @@ class _Proving:
             batch = self.samples.of_step(reference.own.sample, 0)
             loss, _ = reference.step([batch], ALL, (SEED, 0), self.limit.tick)
         except NoLoss:
-            raise Unproven("there is no loss to train on: add labels to the batch, or pass a criterion") from None
+            raise Unproven("found no loss to train on: add labels to the batch, or pass a criterion") from None
         except TooMuch:
             raise
         except Exception as error:  # whatever the user's model raises

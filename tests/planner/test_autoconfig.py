@@ -128,7 +128,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], error: type[Except
 def test_a_model_that_cannot_be_cut_so_is_told() -> None:
     with pytest.raises(PartitionError, match="the model cannot be cut for any of them: "):
         AutoConfig.choose(zoo.build("llama"), zoo.batch("llama"), 11, 1)
-    with pytest.raises(UsageError, match="there is no loss to train on"):
+    with pytest.raises(UsageError, match="found no loss to train on"):
         AutoConfig.choose(zoo.build("llama"), {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}, 2, 4)
 
 

@@ -210,7 +210,7 @@ def test_batches_are_cut_as_the_plugin_does_or_made_up() -> None:
         ({"schedule": "zb-h1", "num_model_chunks": 2}, ConfigurationError, "num_model_chunks=1"),
         ({"optimizer": "lion"}, ConfigurationError, "optimizer='lion' is unknown"),
         ({"device_memory": "much"}, ConfigurationError, "device_memory='much' is not a size"),
-        ({"batch": {"input_ids": torch.zeros(4, 6, dtype=torch.int64)}}, UsageError, "there is no loss to train on"),
+        ({"batch": {"input_ids": torch.zeros(4, 6, dtype=torch.int64)}}, UsageError, "found no loss to train on"),
         ({"profile": "nowhere.json"}, ConfigurationError, "nowhere.json is not a profile"),
         ({"batch": {}}, BatchError, "no tensor"),
     ],
