@@ -102,9 +102,9 @@ def boost_model(
         _warn_of_uneven(boosted.pipeline.policy)
     if grid.first and boosted.pipeline.policy.flow.counts_results:
         logger.warning(
-            "the criterion returns two numbers, and the second one is made of the model's output: pipeshard divides "
-            "the first by it, as by a count. If it is a metric (an accuracy) and not a count, return only the loss "
-            "from the criterion, and compute the metric with execute_pipeline(..., return_outputs=fn)"
+            "the criterion returns two numbers, and the second one depends on the model's output: pipeshard uses it as "
+            "a count and divides the first one by it. If it is a metric (an accuracy) and not a count, return only the "
+            "loss from the criterion, and compute the metric with execute_pipeline(..., return_outputs=fn)"
         )
     GUARD.watch(boosted.pipeline.gradients)
     NORM_GUARD.watch(boosted.pipeline.gradients)
@@ -145,7 +145,7 @@ def _texts(model: nn.Module) -> dict[str, list[str]]:
     return {
         "the model's class": [type(model).__qualname__],
         "the model": [f"{name} of shape {tuple(p.shape)} and {p.dtype}" for name, p in named],
-        "what is trained": [f"{name}.requires_grad={p.requires_grad}" for name, p in named],
+        "the set of trained parameters": [f"{name}.requires_grad={p.requires_grad}" for name, p in named],
     }
 
 
@@ -154,8 +154,8 @@ def _warn_of_16_bits(model: nn.Module) -> None:
     short = [p for p in trained if p.dtype in (torch.float16, torch.bfloat16)]
     if short:
         logger.warning(
-            "%d of the %d trained parameters are %s, without fp32 copies: updates smaller than 1/%d of a "
-            "value round to nothing. Pass PipelinePlugin(precision='bf16'), which keeps fp32 values, or load the model "
+            "%d of the %d trained parameters are %s, without fp32 copies: updates smaller than 1/%d of a parameter's "
+            "value round to zero. Pass PipelinePlugin(precision='bf16'), which keeps fp32 copies, or load the model "
             "in fp32 (from_pretrained(..., dtype=torch.float32))",
             len(short),
             len(trained),
@@ -173,17 +173,17 @@ def _warn_of_uneven(policy: Policy) -> None:
     several = policy.ownership.shared()
     even = 1.0 if policy.flow.ends_in_cut else max(policy.shares("parameters"))
     if even < max(shares) - BETTER:
-        remedy = f"Pass PipelinePlugin(partition='parameters'): the largest share is {even:.0%} then"
+        remedy = f"Pass PipelinePlugin(partition='parameters'), which reduces the largest share to {even:.0%}"
     elif several:
         remedy = (
-            f"{len(several)} parameters are held by several stages, {next(iter(several))} the first, since modules are "
-            "called on each of them. Data parallel replicas (dp_size) with fewer stages take as much memory, and less "
-            "time"
+            f"{len(several)} parameters (first: {next(iter(several))}) are held by several stages, because their "
+            "modules are called on several stages. Data-parallel replicas (dp_size) with fewer stages take as much "
+            "memory and less time"
         )
     else:
-        remedy = "One of its units is as large: mark places inside of it by pipeshard.CutPoint, or use fewer stages"
+        remedy = "One unit alone is this large: mark cuts inside the unit with pipeshard.CutPoint, or use fewer stages"
     logger.warning(
-        "stage %d holds %.0f %% of the parameters of %s, so that %d stages hardly save memory. %s",
+        "stage %d holds %.0f %% of the parameters of %s, so %d stages hardly save memory. %s",
         shares.index(max(shares)),
         100 * max(shares),
         type(policy.model).__name__,
@@ -215,12 +215,12 @@ def check_optimizer(optimizer: Any, pipeline: Pipeline) -> None:
     """Raise UsageError for an optimizer that does not belong to this boosted model."""
     if not isinstance(optimizer, PipelineOptimizer):
         raise UsageError(
-            f"this {type(optimizer).__name__} was not boosted, so it knows nothing of what other stages hold, of "
-            "max_norm or of the precision: pass the optimizer that booster.boost(model, optimizer) returned (an "
-            "optimizer may be made after the model was boosted, and be boosted with it then)"
+            f"this {type(optimizer).__name__} was not passed to boost, so it cannot clip, unscale or synchronize "
+            "gradients across stages: pass the optimizer that booster.boost(model, optimizer) returned. You can also "
+            "create an optimizer after the model was boosted, and boost both together then"
         )
     if optimizer.gradients is not pipeline.gradients:
         raise UsageError(
-            f"this {type(optimizer.optim).__name__} was boosted with another model, whose parameters it trains: give "
-            "every model an optimizer of its own"
+            f"this {type(optimizer.optim).__name__} was boosted with another model and trains that model's parameters: "
+            "give each model its own optimizer"
         )

@@ -19,16 +19,16 @@ from pipeshard.schedule.schedules import SCHEDULES
 # What both commands take.
 MODEL = click.argument("model")
 FIELDS = click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
-MICROBATCHES = click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches of a step.")
+MICROBATCHES = click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches per step.")
 MICROBATCH_SIZE = click.option(
-    "--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in each."
+    "--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples per microbatch."
 )
 CHUNKS = click.option(
-    "--chunks", default=1, type=click.IntRange(min=1), help="Model chunks of a rank; interleaved has 2 or more."
+    "--chunks", default=1, type=click.IntRange(min=1), help="Model chunks per rank; interleaved uses at least 2."
 )
 WAYS_TO_CUT = (
-    "auto | uniform | parameters | profile | profile:PATH | type:REGEX | speed:1.0,0.6 (of each rank) | "
-    "3,4,4,3 (unit calls of each stage)"
+    "auto | uniform | parameters | profile | profile:PATH | type:REGEX | speed:1.0,0.6 (one per rank) | "
+    "3,4,4,3 (unit calls per stage)"
 )
 PARTITION = click.option("--partition", default="auto", show_default=True, help=WAYS_TO_CUT)
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
@@ -40,7 +40,7 @@ def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) 
     if path in (None, "-"):
         return path
     if parameter.name == "draw" and not str(path).lower().endswith(PICTURES):
-        raise click.BadParameter(f"{path} is not the name of a picture: end it in {', '.join(PICTURES)}")
+        raise click.BadParameter(f"{path} is not an image file: use one of the suffixes {', '.join(PICTURES)}")
     if os.path.isdir(str(path)) or not os.path.isdir(folder):
         why = "cannot be written: the folder {} does not exist" if not os.path.isdir(folder) else "is a folder"
         raise click.BadParameter(f"{path} {why.format(folder)}")
@@ -72,37 +72,37 @@ def main() -> None:
 @click.option("--pp", required=True, type=click.IntRange(min=1), help="Number of ranks.")
 @MICROBATCHES
 @MICROBATCH_SIZE
-@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens of a sample. [default: the model's, at most 2048]")
+@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens per sample. [default: the model's, at most 2048]")
 @click.option(
     "--schedule", help="Show the stages of this schedule; auto searches for one. [default: the recommended one]"
 )
 @CHUNKS
 @PARTITION
-@click.option("--device-memory", help="Memory of a device, such as 80GB or 80G, or of each rank: 24GB,12GB.")
-@click.option("--device-speed", help="Relative speed of each rank, such as 1.0,0.6. [default: all the same]")
+@click.option("--device-memory", help="Memory per device, such as 80GB or 80G, or one for each rank: 24GB,12GB.")
+@click.option("--device-speed", help="Relative speed of each rank, such as 1.0,0.6. [default: all equal]")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | adamw_8bit | lion_8bit | none")
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
-@click.option("--precision", help="bf16 | fp16 | fp32, as for the plugin.  [default: the weights' dtype]")
+@click.option("--precision", help="bf16 | fp16 | fp32, as in PipelinePlugin.  [default: the weights' dtype]")
 @click.option("--dp", default=1, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
-@click.option("--zero", is_flag=True, help="With zero_stage=1 over the replicas.")
-@click.option("--fsdp", is_flag=True, help="With fsdp=True over the replicas.")
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
-@click.option("--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that divide its experts.")
-@click.option("--recompute", is_flag=True, help="With activation recompute.")
-@click.option("--offload", help="activations: with those of two microbatches at most, and the others on the host.")
-@click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="With adapters of this rank only.")
-@click.option("--quantize", help="With base weights packed as nf4 | fp4 | int8, for --lora.")
-@click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices), of 1F1B unless --schedule.")
-@click.option("--tflops", type=float, help="10^12 operations a second that a device sustains: times in seconds.")
+@click.option("--zero", is_flag=True, help="Use zero_stage=1 across the replicas.")
+@click.option("--fsdp", is_flag=True, help="Use fsdp=True across the replicas.")
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard each stage.")
+@click.option("--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard its experts.")
+@click.option("--recompute", is_flag=True, help="Use activation recompute.")
+@click.option("--offload", help="activations: keep those of at most 2 microbatches on the device, others on the host.")
+@click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="Train only LoRA adapters of this rank.")
+@click.option("--quantize", help="Quantize the base weights (requires --lora): nf4 | fp4 | int8.")
+@click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices); uses 1F1B without --schedule.")
+@click.option("--tflops", type=float, help="Sustained speed of a device in 10^12 operations/s: shows times in seconds.")
 @click.option(
     "--link",
     multiple=True,
-    help="Bandwidth and latency between two ranks, such as 50GB/s,10us; repeat it if links differ, from each rank to "
+    help="Bandwidth and latency between two ranks, such as 50GB/s,10us. If links differ, repeat it for each rank and "
     "the next. [default: messages take no time]",
 )
 @click.option("--draw", metavar="PATH", callback=_writable, help="Draw the simulated step (png, svg, pdf).")
 @click.option(
-    "--json", "json_path", metavar="PATH", callback=_writable, help="Write the plan as JSON; - in place of the tables."
+    "--json", "json_path", metavar="PATH", callback=_writable, help="Write the plan as JSON; - replaces the tables."
 )
 def plan(
     model: str,
@@ -134,10 +134,10 @@ def plan(
     draw: str | None,
     json_path: str | None,
 ) -> None:
-    """Plan how MODEL trains as a pipeline: what each rank holds and takes, and which schedule is fastest.
+    """Plan MODEL as a pipeline: the stage and the memory of each rank, and the fastest schedule.
 
-    MODEL is a Hugging Face folder, a config.json, or a model type; KEY=VALUE sets fields of its config. No weights are
-    read, nothing is computed but shapes, and no GPU is needed.
+    MODEL is a Hugging Face folder, a config.json, or a model type; KEY=VALUE sets fields of its config. The command
+    reads no weights, computes only shapes, and needs no GPU.
 
     \b
       pipeshard plan path/to/folder --pp 8 --microbatches 32 --device-memory 80GB
@@ -191,12 +191,12 @@ def plan(
 
 
 @main.command()
-@click.option("--pp", default=2, show_default=True, type=click.IntRange(1, 8), help="Processes, a stage on each.")
+@click.option("--pp", default=2, show_default=True, type=click.IntRange(1, 8), help="Number of processes (stages).")
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Optimizer steps.")
 def demo(pp: int, steps: int) -> None:
-    """Train a tiny llama with random weights through --pp processes of this machine, and unsplit in one process.
+    """Train a tiny llama with random weights on --pp processes of this machine, and unsplit in one process.
 
-    Shows that the installation works: both have the same losses.
+    Checks the installation: both runs must give the same losses.
     """
     click.echo(f"llama, 8 layers, {pp} pipeline stages, 4 microbatches")
     with progress("training"):
@@ -209,17 +209,17 @@ def demo(pp: int, steps: int) -> None:
 @main.command("trace-run")
 @MODEL
 @FIELDS
-@click.option("--pp", required=True, type=click.IntRange(min=1), help="Number of ranks: processes of this machine.")
+@click.option("--pp", required=True, type=click.IntRange(min=1), help="Number of ranks (processes on this machine).")
 @MICROBATCHES
 @MICROBATCH_SIZE
-@click.option("--seq-len", default=64, show_default=True, type=click.IntRange(min=1), help="Tokens of a sample.")
+@click.option("--seq-len", default=64, show_default=True, type=click.IntRange(min=1), help="Tokens per sample.")
 @click.option("--schedule", default="1f1b", show_default=True, help=" | ".join(SCHEDULES))
 @CHUNKS
 @PARTITION
 @click.option("--p2p", default="broadcast", show_default=True, help="broadcast | isend")
 @click.option("--dtype", default="fp32", show_default=True, help="bf16 | fp16 | fp32")
 @click.option(
-    "--draw", metavar="PATH", callback=_writable, help="Draw the step above the simulated one (png, svg, pdf)."
+    "--draw", metavar="PATH", callback=_writable, help="Draw the measured and the simulated step (png, svg, pdf)."
 )
 @click.option("--json", "json_path", metavar="PATH", callback=_writable, help="Write the recording as JSON.")
 def trace_run(
@@ -237,9 +237,9 @@ def trace_run(
     draw: str | None,
     json_path: str | None,
 ) -> None:
-    """Run steps of MODEL with random weights on --pp processes, and show when each rank did what in the last one.
+    """Run three steps of MODEL with random weights on --pp processes, and show the timeline of the last one.
 
-    MODEL and KEY=VALUE are as for `pipeshard plan`. Every process makes the weights of its own stages only.
+    MODEL and KEY=VALUE are as in `pipeshard plan`. Each process creates only the weights of its own stages.
 
     \b
       pipeshard trace-run llama hidden_size=512 num_hidden_layers=8 --pp 2 --microbatches 8 --draw step.png
@@ -263,13 +263,13 @@ def trace_run(
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.argument("what", metavar="SCRIPT_OR_MODEL")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--pp", type=click.IntRange(min=2), help="Number of stages.  [default: the script's; of a model 2]")
-@click.option("--microbatches", default=2, show_default=True, type=click.IntRange(min=1), help="Of a model's step.")
-@click.option("--seq-len", default=16, show_default=True, type=click.IntRange(min=1), help="Of a model's sample.")
-@click.option("--schedule", default="1f1b", show_default=True, help="Of a model, as for plan.")
+@click.option("--pp", type=click.IntRange(min=2), help="Number of stages.  [default: the script's; 2 for a model]")
+@click.option("--microbatches", default=2, show_default=True, type=click.IntRange(min=1), help="For a model: per step.")
+@click.option("--seq-len", default=16, show_default=True, type=click.IntRange(min=1), help="For a model: per sample.")
+@click.option("--schedule", default="1f1b", show_default=True, help="For a model: as in plan.")
 @CHUNKS
 @PARTITION
-@click.option("--dtype", default="fp32", show_default=True, help="Of a model: bf16 | fp16 | fp32")
+@click.option("--dtype", default="fp32", show_default=True, help="For a model: bf16 | fp16 | fp32")
 @click.pass_context
 def verify(
     ctx: click.Context,
@@ -283,12 +283,11 @@ def verify(
     partition: str,
     dtype: str,
 ) -> None:
-    """Prove that a model trains split into stages as it does unsplit; on one process, which stands for all ranks.
+    """Verify that a model split into stages trains exactly like the unsplit model. Runs in one process.
 
-    A SCRIPT (.py) that torchrun could start is run with its ARGUMENTS as far as booster.boost: with its own model,
-    samples, criterion, optimizer and plugin. A MODEL is named as for `pipeshard plan`, with KEY=VALUE as ARGUMENTS, and
-    has random weights. Exits with 0 if it is exact, 1 if it differs, 2 if not all of
-    it could be compared.
+    Runs a SCRIPT (.py) for torchrun with its ARGUMENTS until booster.boost, and verifies its model with its own
+    samples, criterion, optimizer and plugin. A MODEL is given as in `pipeshard plan`, with KEY=VALUE as ARGUMENTS, and
+    gets random weights. Exit codes: 0 exact, 1 different, 2 not compared in full.
 
     \b
       pipeshard verify --pp 4 train.py --epochs 3
@@ -321,7 +320,7 @@ def verify(
 @main.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]... SCRIPT [ARGUMENTS]...")
 def launch(arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT as several processes, and again when some are lost or join."""
+    """Run SCRIPT as several processes, and restart them when processes are lost or join."""
     from pipeshard.launch import main as run
 
     sys.exit(run(arguments))
@@ -347,7 +346,7 @@ for _kind, (_, _what) in TRAINERS.items():
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def crash(folder: str) -> None:
-    """Explain what happened, from the reports that failed ranks have left in FOLDER (crash/rank-0.json, ...)."""
+    """Explain a failure, from the reports that failed ranks wrote to FOLDER (crash/rank-0.json, ...)."""
     from pipeshard.distributed.crash import page
 
     try:

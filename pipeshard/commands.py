@@ -183,8 +183,8 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
     except PipeshardError as error:
         return Proven(Proof(UNPROVEN, summary(error)), path.name)
     except SystemExit as ended:
-        return Proven(Proof(UNPROVEN, f"it ended with {ended.code!r} before booster.boost"), path.name)
-    return Proven(Proof(UNPROVEN, "it ended without booster.boost"), path.name)
+        return Proven(Proof(UNPROVEN, f"the script ended with {ended.code!r} before booster.boost"), path.name)
+    return Proven(Proof(UNPROVEN, "the script ended without booster.boost"), path.name)
 
 
 def prove_model(

@@ -56,14 +56,16 @@ class PipelineStageManager:
     ) -> None:
         fits = num_model_chunks == 2 if use_zbv else num_model_chunks > 0
         if not fits or (num_model_chunks > 1 and not enable_interleave):
-            raise ConfigurationError(f"{num_model_chunks=}: give 1; more need enable_interleave=True, use_zbv=True 2.")
+            raise ConfigurationError(
+                f"{num_model_chunks=}: use 1, more with enable_interleave=True, or 2 with use_zbv=True."
+            )
         self.pg_mesh, self.pipeline_axis = pg_mesh, pipeline_axis
         self.p2p_group = pg_mesh.get_group_along_axis(pipeline_axis)
         ranks = pg_mesh.get_ranks_in_group(self.p2p_group)
         self.num_stages, self.stage = len(ranks), ranks.index(pg_mesh.rank)
         self.prev_rank, self.next_rank = ranks[self.stage - 1], ranks[(self.stage + 1) % len(ranks)]
         if num_layers_per_stage is not None and len(num_layers_per_stage) != len(ranks) * num_model_chunks:
-            raise ConfigurationError(f"{num_layers_per_stage=}: give {len(ranks) * num_model_chunks} numbers.")
+            raise ConfigurationError(f"{num_layers_per_stage=}: pass {len(ranks) * num_model_chunks} numbers.")
         self.is_interleave, self.use_zbv, self.num_model_chunks = enable_interleave, use_zbv, num_model_chunks
         self.num_layers_per_stage = num_layers_per_stage
         self.model_chunk_id: int | None = None
@@ -132,7 +134,9 @@ class PipelineStageManager:
         given = self.num_layers_per_stage
         if given is not None:
             if sum(given) != num_layers:
-                raise ConfigurationError(f"num_layers_per_stage sums to {sum(given)}: give all {num_layers} layers.")
+                raise ConfigurationError(
+                    f"num_layers_per_stage sums to {sum(given)}, but the model has {num_layers} layers."
+                )
             return list(given)
         parts = (num_stages or self.num_stages) * (num_model_chunks or self.num_model_chunks)
         quotient, remainder = divmod(num_layers, parts)
@@ -172,7 +176,7 @@ class PipelineStageManager:
         if not self.is_interleave:
             return 0
         if self.model_chunk_id is None:
-            raise UsageError("Choose a chunk by `with switch_model_chunk_id(i):`, or ask with ignore_chunk=True.")
+            raise UsageError("Choose a chunk with `with switch_model_chunk_id(i):`, or pass ignore_chunk=True.")
         return self.model_chunk_id
 
 
@@ -200,37 +204,37 @@ SPEED = {
     "static_graph": False,
     "zero_bucket_size_in_m": 12,
 }
-_SEQUENCES = "sequences are not divided among ranks: use pp_size, dp_size and tp_size, and recompute for long ones"
-_SCALE = "with precision='fp16' the loss scale is halved when a gradient overflows and doubled after 1000 steps "
-_SCALE += "without, between 1 and 2**32: give initial_scale alone"
-_POLICY = "pass the class as policy=..., or register it by pipeshard.register_policy"
+_SEQUENCES = "sequences are not sharded across ranks: use pp_size, dp_size and tp_size, and recompute for long ones"
+_SCALE = "with precision='fp16', the loss scale is halved when a gradient overflows, and doubled after 1000 steps "
+_SCALE += "without overflow, between 1 and 2**32: pass only initial_scale"
+_POLICY = "pass the class as policy=..., or register it with pipeshard.register_policy"
 # The others, by their default in ColossalAI, with which they are taken, and what to use instead.
 INSTEAD: dict[str, tuple[Any, str]] = {
     "backoff_factor": (0.5, _SCALE),
-    "cpu_offload": (False, "states stay on the device: zero_stage=1, fsdp=True and recompute=... take less memory"),
+    "cpu_offload": (False, "states stay on the device: zero_stage=1, fsdp=True or recompute=... reduce its memory"),
     "custom_policy": (None, _POLICY),
-    "dp_outside": (True, "ranks are slices of one stage first, then come the stages, then the replicas"),
+    "dp_outside": (True, "ranks are ordered by tensor-parallel rank first, then by stage, then by replica"),
     "enable_sequence_parallelism": (False, _SEQUENCES),
-    "gradient_checkpoint_config": (None, "recompute=True, a share, or a list of shares, one for each stage"),
+    "gradient_checkpoint_config": (None, "pass recompute=True, a ratio, or a list of ratios, one for each stage"),
     "growth_factor": (2, _SCALE),
     "growth_interval": (1000, _SCALE),
     "hysteresis": (None, _SCALE),  # there the second overflow in a row halves
     "inner_ring_size": (None, _SEQUENCES),
     "max_scale": (2**32, _SCALE),
     "min_scale": (1, _SCALE),
-    "num_layers_per_stage": (None, "partition=[...] says how many unit calls, embedding and head too, each stage gets"),
+    "num_layers_per_stage": (None, "pass partition=[...], unit calls per stage, embedding and head included"),
     "sequence_parallelism_mode": (None, _SEQUENCES),
     "sp_size": (1, _SEQUENCES),
-    "use_fp8": (False, "precision='bf16' or 'fp16'"),
+    "use_fp8": (False, "pass precision='bf16' or 'fp16'"),
 }
 PLUGIN_ATTRIBUTES = {
-    "amp_config": "plugin.precision is its name, and model.pipeline.scaling, with fp16, has the scale of the loss",
+    "amp_config": "plugin.precision has the precision, and model.pipeline.scaling has the loss scale with fp16",
     "custom_policy": _POLICY,
-    "ddp_config": "replicas are summed by pipeshard itself, without DistributedDataParallel",
+    "ddp_config": "pipeshard itself reduces gradients across replicas, without DistributedDataParallel",
     "scheduler": "plugin.schedule is the schedule's name, and booster.execute_pipeline runs it",
-    "shard_config": "nothing is configured by architecture; plugin.tp_group and plugin.stage_manager have the ranks",
+    "shard_config": "there are no settings per architecture; plugin.tp_group and plugin.stage_manager have the ranks",
     "sp_group": _SEQUENCES,
-    "zero_config": "plugin.zero_stage and plugin.fsdp say what is divided among replicas",
+    "zero_config": "plugin.zero_stage and plugin.fsdp determine what is sharded across replicas",
 }
 
 
@@ -241,9 +245,9 @@ class ForeignAttributeError(UsageError, AttributeError):
 def refuse_positional(values: Collection[Any]) -> None:
     if values:
         raise ConfigurationError(
-            f"PipelinePlugin takes pp_size alone by its place, and got {len(values)} more "
-            f"({', '.join(map(repr, values))}): name the others, as in PipelinePlugin(pp_size=2, num_microbatches=8, "
-            "tp_size=1, dp_size=1). (HybridParallelPlugin's first two are tp_size and pp_size)"
+            f"PipelinePlugin takes only pp_size as a positional argument, got {len(values)} more "
+            f"({', '.join(map(repr, values))}): pass the others by name, as in PipelinePlugin(pp_size=2, "
+            "num_microbatches=8, tp_size=1, dp_size=1). (HybridParallelPlugin's first two are tp_size and pp_size)"
         )
 
 
@@ -252,30 +256,30 @@ def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collectio
     here, and warns of those that can be ignored."""
     style: Schedule = foreign.get("pp_style", schedule)
     if schedule not in ("1f1b", style):
-        raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r}: give one of the two")
+        raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r}: pass only one of the two")
     idle = []
     for name, value in foreign.items():
         if name not in (*SPEED, *INSTEAD, "pp_style"):
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean {close[0]}?" if close else f". Known are {', '.join(known)}"
+            hint = f": did you mean {close[0]}?" if close else f". Its arguments are {', '.join(known)}"
             raise ConfigurationError(f"PipelinePlugin has no argument {name}{hint}")
         default, instead = INSTEAD.get(name, (SPEED.get(name), None))
         if name == "pp_style" or value is None or value == default:
             continue
         if instead is not None:
-            raise ConfigurationError(f"{name}={value!r} is ColossalAI's, and not known here: {instead}")
+            raise ConfigurationError(f"{name}={value!r} is a ColossalAI argument that is not supported: {instead}")
         idle.append(f"{name}={value!r}")
     if idle and warns:
-        logger.warning(
-            "%s: ColossalAI's options for speed, which do nothing here and change no result", ", ".join(idle)
-        )
+        logger.warning("%s: ignored, because these ColossalAI options only affect speed, not results", ", ".join(idle))
     return style
 
 
 def missing_attribute(name: str) -> AttributeError:
     """The error to raise for an attribute that the plugin lacks."""
     if name in PLUGIN_ATTRIBUTES:
-        return ForeignAttributeError(f"plugin.{name} is ColossalAI's, and not known here: {PLUGIN_ATTRIBUTES[name]}")
+        return ForeignAttributeError(
+            f"plugin.{name} is a ColossalAI attribute that is not supported: {PLUGIN_ATTRIBUTES[name]}"
+        )
     return AttributeError(f"PipelinePlugin has no attribute {name!r}")
 
 

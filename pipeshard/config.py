@@ -37,8 +37,8 @@ OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between 
 class PipelineHints:
     """The attribute `pipeline_hints` of a model: its own values for arguments of the plugin that are not given.
 
-    `num_stages` is the number of parts it is made for, if that matters; `recompute` requests that every unit keeps
-    no activations, or every one whose class's name is in `checkpointable`.
+    `num_stages` is the number of stages that the model is made for, if that matters; `recompute` requests that every
+    unit keeps no activations, or every unit whose class name is in `checkpointable`.
     """
 
     num_stages: int | None = None
@@ -60,8 +60,9 @@ class Settled(NamedTuple):
 class PipelineConfig:
     """How to train in a pipeline, the same on every rank; the fields are the arguments of PipelinePlugin.
 
-    Fields that depend on others are resolved: `num_model_chunks` is that of the schedule, `num_microbatches` is 1
-    for a single stage without either number, and `verify` is False if PIPESHARD_VERIFY=0 disables "auto".
+    Fields that depend on other fields are resolved: `num_model_chunks` is the number that the schedule uses,
+    `num_microbatches` is 1 for a single stage without either number, and `verify` is False if PIPESHARD_VERIFY=0
+    disables "auto".
 
     Args:
         pp_size: p, the number of stages.
@@ -71,12 +72,12 @@ class PipelineConfig:
             padding of a microbatch is cut off to its own longest sample. With pp_size=1 and for a PipelineTrainer, all
             three may be omitted.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
-            gradients of linear and embedding layers are computed separately, while a stage would wait. Or a
+            gradients of linear and embedding layers are computed separately, while a stage would otherwise wait. Or a
             `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one, which runs as given, with
             messages added. "auto" searches for the cuts, the chunks of each rank and the order of all actions that take
-            the least time for this model, by the costs that partition="auto" or "profile" has, within `memory_limit`.
+            the least time for this model, using the costs of partition="auto" or "profile", within `memory_limit`.
         memory_limit: the memory of a rank for schedule="auto", such as "80GB", counted with AdamW's states; by default
-            that of the rank which takes most with "1f1b".
+            the memory of the rank that needs most with "1f1b".
         num_slices: how many slices each microbatch is cut into along its sequence in training, so that stages need not
             wait for whole microbatches of long sequences; "auto" makes slices of at least 256 positions while they
             shorten the step. For transformers' decoders with a cache, with "1f1b", "gpipe" or "zb-h1".
@@ -88,27 +89,31 @@ class PipelineConfig:
             speed of each rank), how many unit calls each of the p·v stages gets, or the units to cut after.
         policy: a Policy class for this model; by default the one registered for it.
         init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
-            initialized. True uses the architecture's own rule, False leaves it to `booster.load_model`, a function is
+            initialized. True uses the architecture's own rule, False leaves it to `booster.load_model`; a function is
             called as `fn(module)` or `fn(module, name)` for every module with such tensors. The values depend only on
             the seed (`torch.manual_seed`, of the first stage) and on names, not on `pp_size`.
         dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates one of `size`
             samples; by default the first samples of the dataloader.
         shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")],
-            before the model is cut; the values of the first one are kept.
-        max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
-        loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels; "batch" does so
-            for each replica's batch by itself, and averages the replicas' losses, as DistributedDataParallel does;
+            before the model is cut; the values of the first name are kept.
+        max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 disables
+            clipping.
+        loss_reduction: "token" gives the loss of the whole batch, the mean over its valid labels; "batch" does this for
+            each replica's batch separately, and averages the replicas' losses, as DistributedDataParallel does;
             "microbatch" averages the unweighted losses of the microbatches.
-        dp_size: the replicas; by default as many as the world has room for.
-        tp_size: ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its policy's.
+        dp_size: the number of replicas; by default as many as the world size allows.
+        tp_size: the number of ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its
+            policy's.
         tp_plan: a custom plan: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
-        ep_size: ranks that divide the experts of each stage, by the architecture's own `ep_plan`. Not with `tp_size`.
+        ep_size: the number of ranks that shard the experts of each stage, by the architecture's own `ep_plan`. Not with
+            `tp_size`.
         ep_plan: a custom plan: "ep_dispatch_experts" for modules of experts, and "grouped_gemm" for their parameters.
-        zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
-        fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, with
+        zero_stage: 1 shards the optimizer's state across the replicas, by whole parameters.
+        fsdp: True shards parameters, gradients and the optimizer's state of each held unit across the replicas, with
             torch's `fully_shard`; parameters are gathered once per step.
-        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, but summed
-            and updated in fp32. "fp16" scales the loss, and all ranks skip a step if a gradient overflowed.
+        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, but
+            gradients are summed, and values updated, in fp32. "fp16" scales the loss, and all ranks skip a step if a
+            gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
         initial_scale: the initial loss scale, with "fp16".
         compile: True, or options of torch.compile: each held unit is compiled separately, and units of one class once.
@@ -117,22 +122,22 @@ class PipelineConfig:
             (time-major inputs), or None for a leaf that every microbatch receives whole. An ambiguous leaf is refused.
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
             stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
-        offload: "activations" keeps those of at most two microbatches of a rank on its GPU, and copies others to the
-            host until their backward. On a CPU nothing is copied.
+        offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all others
+            to the host until their backward. On a CPU nothing is copied.
         activation_checkpoint_interval: alternatively, recompute every k-th unit of the model, with k > 0.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
-            before all ranks end with a table of what each of them is doing; None for never. "adaptive" is 20 times the
-            longest so far, and at least 30. Or a dict of these: for a "step", for any "other" call (a save, a load, a
-            boost), and for waits of the script's own "between" two.
+            before all ranks abort with a table of each rank's current activity; None for no limit. "adaptive" is 20
+            times the longest so far, and at least 30. Or a dict of these: for a "step", for any "other" call (a save, a
+            load, a boost), and for waits of the script itself "between" two calls.
         watchdog: False disables the mechanisms that end all ranks together: two threads, a small process, faulthandler,
-            and hooks of `atexit`, exceptions, `sys.exit` and SIGTERM (if there is none). Failures then show as the
+            and hooks of `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures then show as the
             backend's errors.
         check_finite: check the loss and the tensors that every stage sends and sums, and stop on a non-finite one with
             an error that names the stage and the parameter. With "fp16", gradients may overflow: they are not checked.
-        verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first
-            process, on samples of the batch that it is traced with, and so does the unsplit model. "auto" does so for
-            models that docs/parity.md does not show, if it takes less than 5 seconds and a tenth of the free memory.
-            A smaller copy stands for a larger model. A difference is a VerificationError.
+        verify: prove, before the model is cut, that it trains the same split as unsplit: in the first process, all
+            stages and the unsplit model take two steps on samples of the batch that is used for tracing. "auto" does
+            this for models that docs/parity.md does not list, if it takes less than 5 seconds and a tenth of the free
+            memory. A large model is represented by a smaller copy. A difference raises VerificationError.
         deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
             instead of once per microbatch. Not with `compile`.
 
@@ -187,8 +192,8 @@ class PipelineConfig:
         check_offload(self.offload)
         if self.offload and self.compile:
             raise ConfigurationError(
-                f"offload={self.offload!r} does not go with compile={self.compile!r}: compiled units do not call the "
-                "hooks that copy activations to the host. Use one of the two"
+                f"offload={self.offload!r} is not supported with compile={self.compile!r}: compiled units do not call "
+                "the hooks that copy activations to the host. Use only one of the two"
             )
         check_declared(self.batch_dims)
         self._settle(batch_dims=dict(self.batch_dims or {}))
@@ -213,7 +218,7 @@ class PipelineConfig:
 
     @property
     def slices_of_stage(self) -> int:
-        """The ranks that hold slices of one stage."""
+        """The number of ranks that hold slices of one stage."""
         return self.tp_size * self.ep_size
 
     def refuse_uncut(self) -> None:
@@ -221,7 +226,7 @@ class PipelineConfig:
         if len(self._cuts) != 1:
             given = self._cuts or dict.fromkeys(CUTS)
             sizes = " and ".join(f"{name}={value}" for name, value in given.items())
-            raise ConfigurationError(f"{sizes}: give exactly one of {', '.join(CUTS)}")
+            raise ConfigurationError(f"{sizes}: pass exactly one of {', '.join(CUTS)}")
 
     @property
     def _cuts(self) -> dict[str, int]:
@@ -229,7 +234,7 @@ class PipelineConfig:
 
     @property
     def has_exact_loss(self) -> bool:
-        """Whether a batch's loss is that of the batch, however it is cut."""
+        """Whether the loss of a batch is the same, however the batch is cut."""
         return self.loss_reduction != "microbatch"
 
     @property
@@ -248,7 +253,7 @@ class PipelineConfig:
         return self.microbatch_tokens is not None
 
     def slices_of(self, totals: Sequence[int]) -> int:
-        """How many slices to cut each microbatch of a step with this many positions into."""
+        """The number of slices for each microbatch of a step with this many positions."""
         if isinstance(self.num_slices, int):
             return self.num_slices
         return number_of_slices(str(self.schedule), self.pp_size, len(totals), min(totals) // LEAST_OF_SLICE)
@@ -265,14 +270,14 @@ class PipelineConfig:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The process of the pipeline that has each stage; before a search, as if each had one."""
+        """The process of the pipeline that has each stage; before a search, as if each stage had its own process."""
         if self.schedule == AUTO:
             return tuple(range(self.pp_size))
         return self.program().placement
 
     @cached_property
     def recomputed(self) -> Recompute:
-        """The request of the two arguments for recomputation."""
+        """The recomputation that the two arguments request."""
         return Recompute.of(self.recompute, self.activation_checkpoint_interval, self.num_stages)
 
     def program(self, num_microbatches: int = 1, num_slices: int = 1) -> Program:
@@ -296,9 +301,9 @@ class PipelineConfig:
         hints = hints or PipelineHints()
         if hints.num_stages not in (None, self.num_stages):
             raise ConfigurationError(
-                f"the model is made for num_stages={hints.num_stages}, but pp_size={self.pp_size} with "
-                f"{self.num_model_chunks} chunks on each process makes {self.num_stages} stages: give both the same, "
-                "or leave num_stages out"
+                f"the model was built for num_stages={hints.num_stages}, but pp_size={self.pp_size} with "
+                f"{self.num_model_chunks} chunks per rank gives {self.num_stages} stages: use the same number, or "
+                "omit num_stages"
             )
         given = any(self.recomputed.ratios) or self.recomputed.interval > 0
         hinted = replace(Recompute.of(hints.recompute, 0, self.num_stages), classes=hints.checkpointable)
@@ -318,16 +323,16 @@ class PipelineConfig:
             object.__setattr__(self, name, value)
 
     def _check_sizes(self) -> None:
-        parts = {"pp_size": "stages", "dp_size": "replicas", "tp_size": "slices of each stage"}
-        parts |= {"ep_size": "slices of the experts of each stage"}
+        parts = {"pp_size": "stages", "dp_size": "replicas", "tp_size": "tensor-parallel ranks per stage"}
+        parts |= {"ep_size": "expert-parallel ranks per stage"}
         for name, what in parts.items():
             size = getattr(self, name)
             if not _is_positive(size) and (name, size) != ("dp_size", None):
                 raise ConfigurationError(f"{name}, the number of {what}, must be {POSITIVE}, got {size!r}")
         if self.tp_size > 1 and self.ep_size > 1:
             raise ConfigurationError(
-                f"tp_size={self.tp_size} does not go with ep_size={self.ep_size}: the ranks of a stage have slices of "
-                "one kind. Use one of the two, with more stages or replicas"
+                f"tp_size={self.tp_size} is not supported with ep_size={self.ep_size}: the ranks of a stage hold "
+                "slices of only one kind. Use only one of the two, with more stages or replicas"
             )
 
     def _check_microbatches(self) -> None:
@@ -374,8 +379,8 @@ class PipelineConfig:
     def _check_schedule(self) -> None:
         if self.memory_limit is not None and self.schedule != AUTO:
             raise ConfigurationError(
-                f"memory_limit={self.memory_limit!r} does not go with schedule={name_of(self.schedule)!r}: it limits "
-                f"the search of schedule={AUTO!r}"
+                f"memory_limit={self.memory_limit!r} is not supported with schedule={name_of(self.schedule)!r}: it "
+                f"only limits the search of schedule={AUTO!r}"
             )
         if self.schedule == AUTO:
             self._check_auto()
@@ -397,8 +402,8 @@ class PipelineConfig:
             value = getattr(self, name)
             if value != default and not is_profile(value):
                 raise ConfigurationError(
-                    f"{name}={value!r} does not go with schedule={AUTO!r}, which finds cuts and chunks for "
-                    f"microbatches of one size: leave {name} out"
+                    f"{name}={value!r} is not supported with schedule={AUTO!r}, which chooses cuts and chunks itself "
+                    f"for microbatches of one size: omit {name}"
                 )
         self._refuse_compiled_backward(AUTO)
 
@@ -406,47 +411,47 @@ class PipelineConfig:
         """Refuse options that slices do not support."""
         if self.schedule not in SLICED:
             raise ConfigurationError(
-                f"num_slices={self.num_slices!r} does not go with schedule={name_of(self.schedule)!r}, which has no "
-                f"program for slices. Use one of {', '.join(SLICED)}"
+                f"num_slices={self.num_slices!r} is not supported with schedule={name_of(self.schedule)!r}. Use one "
+                f"of {', '.join(SLICED)}"
             )
         if self.is_ragged:
             raise ConfigurationError(
-                f"num_slices={self.num_slices!r} does not go with microbatch_tokens={self.microbatch_tokens}: slices "
-                "of a step have equal numbers, which microbatches of other lengths may not have. Use one of the two"
+                f"num_slices={self.num_slices!r} is not supported with microbatch_tokens={self.microbatch_tokens}: all "
+                "microbatches of a step need the same number of slices, but may differ in length. Use one of the two"
             )
         if self.compile:
             raise ConfigurationError(
-                f"num_slices={self.num_slices!r} does not go with compile={self.compile!r}: each slice has a "
-                "cache of another length, for which a unit would be compiled again. Use one of the two"
+                f"num_slices={self.num_slices!r} is not supported with compile={self.compile!r}: the cache length "
+                "differs for each slice, so a unit would be recompiled for each. Use only one of the two"
             )
 
     def _refuse_compiled_backward(self, schedule: str) -> None:
         """Refuse to compile units whose weight gradients this schedule separates."""
         if self.compile:
             raise ConfigurationError(
-                f"compile={self.compile!r} does not go with schedule={schedule!r}: a compiled backward cannot leave "
-                "out its weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
+                f"compile={self.compile!r} is not supported with schedule={schedule!r}: a compiled backward cannot "
+                "skip its weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
             )
 
 
 def check_plan(name: str, plan: Any) -> None:
     """Check a plan of tensor or expert parallelism: styles by the names of modules, or None."""
     if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
-        raise ConfigurationError(f"{name} must be a dict of styles by the names of modules, got {plan!r}")
+        raise ConfigurationError(f"{name} must be a dict from module names to styles, got {plan!r}")
 
 
 def check_replicas(zero_stage: int, fsdp: bool) -> None:
     """Check ZeRO and FSDP in a pipeline."""
     if zero_stage in (2, 3):
         raise ConfigurationError(
-            f"zero_stage={zero_stage}: a pipeline adds up gradients over the microbatches of a step, so each stage "
-            "would reduce and scatter them m times to keep only a part. Use zero_stage=1, which keeps a part of the "
-            "optimizer's state, or fsdp=True, which keeps a part of the parameters too and reduces once a step"
+            f"zero_stage={zero_stage} is not supported: a pipeline accumulates gradients over the microbatches of a "
+            "step, so each stage would reduce-scatter once per microbatch. Use zero_stage=1, which shards the "
+            "optimizer state, or fsdp=True, which also shards the parameters and reduces once per step"
         )
     if zero_stage not in (0, 1):
         raise ConfigurationError(f"zero_stage={zero_stage!r} is unknown: use 0 or 1")
     if fsdp and zero_stage:
-        raise ConfigurationError("zero_stage=1: fsdp=True shards the optimizer's state already, drop zero_stage")
+        raise ConfigurationError("zero_stage=1: fsdp=True already shards the optimizer state, omit zero_stage")
 
 
 def check_precision(precision: str, autocast: bool) -> None:
@@ -454,11 +459,11 @@ def check_precision(precision: str, autocast: bool) -> None:
         raise ConfigurationError(f"precision={precision!r} is unknown: use one of {list(PRECISIONS)}")
     if precision != "fp32" and not autocast and not hasattr(torch.Tensor, "grad_dtype"):
         raise ConfigurationError(
-            f"precision={precision!r} keeps gradients in another dtype than parameters, as torch {torch.__version__} "
-            "cannot: install torch 2.13, or use autocast=True"
+            f"precision={precision!r} keeps gradients in a different dtype than parameters, which torch "
+            f"{torch.__version__} does not support: install torch 2.13, or use autocast=True"
         )
     if autocast and precision == "fp32":
-        raise ConfigurationError("autocast=True computes in 16 bits: give precision='bf16' or 'fp16' with it")
+        raise ConfigurationError("autocast=True requires precision='bf16' or 'fp16'")
 
 
 def check_offload(offload: Any) -> None:

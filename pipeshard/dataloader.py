@@ -140,7 +140,7 @@ class ResumableDataLoader(DataLoader[Any]):
             if sampler is None:
                 sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)  # type: ignore[arg-type]
             elif shuffle:
-                raise ConfigurationError(f"shuffle=True, but the order is that of {kind}=...: give one of the two")
+                raise ConfigurationError(f"shuffle=True, but {kind}=... already sets the order: pass only one of them")
             if getattr(sampler, "generator", self) is None:
                 sampler.generator = generator
             self._order = Order(sampler, dataset)
@@ -273,9 +273,9 @@ class ResumableDataLoader(DataLoader[Any]):
         saved = {name: complete.get(name) for name in sizes}
         if saved != sizes:
             raise CheckpointError(
-                f"the position in the data was saved with {saved}, but this dataloader has {sizes} (batch_size is that "
-                "of all replicas together, workers is the num_workers of a stream). Create it from the same data with "
-                "the same batch size, or pass dataloader=None to go on with a new order"
+                f"the data position was saved with {saved}, but this dataloader has {sizes} (batch_size counts all "
+                "replicas together, workers is the num_workers of a streaming dataset). Create it from the same data "
+                "with the same batch size, or pass dataloader=None to continue in a new order"
             )
         self._order.load_state(state.get("order", {}))
         self.place.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
@@ -303,7 +303,7 @@ class ResumableDataLoader(DataLoader[Any]):
 def _refuse_shares(order: Order) -> None:
     for one in order.shares():
         raise ConfigurationError(
-            f"{type(one).__name__} takes one of {one.num_replicas} shares by itself, so that the stages of a "
-            "pipeline would read different batches, and replicas a share of a share: pass a sampler of the whole "
-            "order (or shuffle=True), it is cut here"
+            f"{type(one).__name__} already splits the data into {one.num_replicas} shares, so the stages of a "
+            "pipeline would read different batches, and each replica would read only a part of a share: pass a sampler "
+            "over the whole dataset (or shuffle=True), which pipeshard shards itself"
         )

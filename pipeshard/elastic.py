@@ -53,7 +53,7 @@ class PreemptibleJob:
 
     def __init__(self, directory: str | Path, every: int = 100, keep: int = 3) -> None:
         if not isinstance(every, int) or every < 1:
-            raise ConfigurationError(f"every, in steps, must be a positive integer, got {every!r}")
+            raise ConfigurationError(f"every, a number of steps, must be a positive integer, got {every!r}")
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.step = 0  # steps done
         self._parts: tuple[Any, Any, Any, Any] | None = None
@@ -107,7 +107,7 @@ class PreemptibleJob:
         Raises UsageError before `resume`, and CheckpointError as `save_training_state` does.
         """
         if self._parts is None:
-            raise UsageError("there is nothing to save before job.resume(model, optimizer, ...)")
+            raise UsageError("save was called before resume: call job.resume(model, optimizer, ...) first")
         if self._saved != self.step:
             save_training_state(self.directory, self.step, *self._parts, self.keep)
             self._saved = self.step
@@ -115,7 +115,7 @@ class PreemptibleJob:
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             kind = type(self).__name__
-            raise UsageError(f"a {kind} listens to signals, which only the main thread can: make it there")
+            raise UsageError(f"a {kind} handles signals, which only the main thread can do: create it there")
         for number in WISHES:
             signal.signal(number, lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # those that came while this process was starting, too
@@ -196,7 +196,7 @@ def _join(timeout: float) -> None:
     if dist.is_initialized():
         return
     if not dist.is_torchelastic_launched():
-        raise UsageError("an ElasticJob is one rank of several: start the script with python -m pipeshard.launch")
+        raise UsageError("an ElasticJob requires a launcher: start the script with python -m pipeshard.launch")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with raising_errors():
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
@@ -214,7 +214,7 @@ def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: in
     answer: tuple[Any, Any] = (sizes, chosen.arguments if sizes else str(chosen))
     sizes, told = gather_objects(answer, _world())[0]
     if sizes is None:
-        raise ConfigurationError(f"for {ranks} ranks, the function pp_size gave no Layout, but: {told}")
+        raise ConfigurationError(f"the pp_size function returned no Layout for {ranks} ranks: {told}")
     layout = chosen if dist.get_rank() == 0 else ToldLayout(**sizes, told=told)
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):
         raise ConfigurationError(

@@ -38,24 +38,26 @@ def initialize(
         model, optimizer, criterion, loader, lr_scheduler = engine  # as from ColossalAI's booster.boost
 
     Args:
-        model: any module; if its weights are on meta, each process initializes or loads those of its own stage.
+        model: any module; if its weights are on meta, each process initializes or loads the weights of its own stage.
         optimizer: created from the parameters of `model`; without one, the model can only be evaluated.
         criterion: `fn(output, batch)` that returns the loss; None uses the loss that the model returns.
         dataloader: batches that are the same on every rank, such as those of `plugin.prepare_dataloader(...)`.
-        lr_scheduler: of this optimizer.
+        lr_scheduler: the scheduler of this optimizer.
         plugin: a PipelinePlugin, if you created one for its `prepare_dataloader`; or else
-        arguments: those of PipelinePlugin (`pipeshard.config.PipelineConfig`); `pp_size` is required.
+        arguments: the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`); `pp_size` is required.
 
-    Initializes the process group from torchrun's environment, unless the script has. With pp_size=1, a process without
-    a launcher creates its own group, so this also works in a notebook.
+    Initializes the process group from torchrun's environment, unless the script has done so. With pp_size=1, a process
+    without a launcher creates its own group, so this also works in a notebook.
 
-    Raises ConfigurationError for arguments that cannot work and for a process that torchrun has not started, and errors
-    of cutting the model: TraceError, PartitionError, CheckpointError, BatchError.
+    Raises ConfigurationError for arguments that cannot work and for a process that torchrun has not started, and the
+    errors of splitting the model: TraceError, PartitionError, CheckpointError, BatchError.
     """
     if plugin is not None and arguments:
-        raise ConfigurationError(f"plugin={type(plugin).__name__} and {', '.join(arguments)}: give them to the plugin")
+        raise ConfigurationError(
+            f"plugin={type(plugin).__name__} and {', '.join(arguments)}: pass these arguments to the plugin instead"
+        )
     if plugin is None and "pp_size" not in arguments:
-        raise ConfigurationError("initialize needs pp_size, the number of pipeline stages, or a plugin")
+        raise ConfigurationError("initialize requires pp_size, the number of pipeline stages, or a plugin")
     if plugin is None:
         slices = arguments.get("tp_size", 1), arguments.get("ep_size", 1)
         join_alone(arguments["pp_size"], arguments.get("dp_size"), *slices)
@@ -72,9 +74,9 @@ def join() -> None:
         return
     if "RANK" not in os.environ:
         raise ConfigurationError(
-            "this process is not one of several (RANK is not set): start the script by torchrun --nproc-per-node 2 "
-            "script.py, with one process for each stage, or call torch.distributed.init_process_group(...) before. "
-            "In a notebook, call pipeshard.notebook_launch(fn, 2). Only pp_size=1 runs without a launcher"
+            "this process has no rank (RANK is not set): start the script with torchrun --nproc-per-node 2 script.py, "
+            "using one process per stage, or call torch.distributed.init_process_group(...) first. In a notebook, call "
+            "pipeshard.notebook_launch(fn, 2). Without a launcher, only pp_size=1 is supported"
         )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
     with raising_errors():
@@ -87,8 +89,8 @@ class Engine:
     Attributes:
         plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and others.
         checkpoint_io: saves and loads.
-        model: what `boost` returned last, as are the next four; iterating gives these five.
-        optimizer: that of this process's part of the model.
+        model: the model that `boost` returned last. The next four come from the same call; iterating gives all five.
+        optimizer: the optimizer of this process's part of the model.
         criterion: as it was given.
         dataloader: as it was given.
         lr_scheduler: as it was given.
@@ -126,7 +128,8 @@ class Engine:
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Cut the model, load what `PipelinePlugin.from_pretrained` left for each stage to load, and keep the five."""
+        """Cut the model, load what `PipelinePlugin.from_pretrained` left for each stage to load, and keep the five
+        objects."""
         if optimizer is None and isinstance(lr_scheduler, LRScheduler):
             raise UsageError(
                 f"initialize got a {type(lr_scheduler).__name__} without the {type(lr_scheduler.optimizer).__name__} "
@@ -153,7 +156,7 @@ class Engine:
         """Run one batch of `data_iter`; see `PipelinePlugin.execute_pipeline` for the result.
 
         Without a `model`, it uses the engine's own model, criterion and optimizer, and trains, except under
-        `torch.no_grad()`. With one, it behaves as Booster's: it trains if an `optimizer` is given.
+        `torch.no_grad()`. With a `model`, it behaves like Booster's method: it trains if an `optimizer` is given.
         """
         if model is None:
             if self.model is None:

@@ -143,9 +143,9 @@ LOOP = (
 def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
     """The error of a use of values that this rank does not have; `before` begins the advice."""
     advice = before + (
-        "Save the model by booster.save_model(model, folder, shard=True), or trainer.save_model(folder), adapters by "
-        "booster.save_lora_as_pretrained(model, folder), load it by booster.load_model(model, folder), get the whole "
-        "of it by pipeshard.to_sequential(model); every rank has to call these"
+        "Save the model with booster.save_model(model, folder, shard=True) or trainer.save_model(folder), or adapters "
+        "with booster.save_lora_as_pretrained(model, folder). Load it with booster.load_model(model, folder). Get the "
+        "full model with pipeshard.to_sequential(model). Call these on every rank"
     )
     if what in (*CONVERTING, "_apply", "share_memory_"):
         advice = "Move or convert a model before booster.boost, or pass precision=... to PipelinePlugin"

@@ -45,21 +45,21 @@ ALIKE, WITHIN = 3, 60.0  # so many attempts in a row that end by one error, each
 HELP = f"""\
 usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
 
-Starts SCRIPT as one process for each pipeline stage, replica and slice, and starts all of them again, up to
-{RESTARTS} times, when a process or a machine is lost or joins. An error that several processes have is printed
-once, and an error that ends {ALIKE} attempts in a row is not tried again.
+Starts SCRIPT as one process for each pipeline stage, replica and slice, and restarts all of them, up to
+{RESTARTS} times, when a process or a machine is lost or joins. An error that several processes raise is printed
+once. After {ALIKE} attempts in a row that end with the same error, the job is not restarted.
 
   pipeshard launch --nproc-per-node 4 train.py --epochs 3                           on one machine
   pipeshard launch --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint HOST:29400 train.py   on each of 2 to 4
 
 flags (torchrun's; torchrun --help lists all):
-  --nproc-per-node N       processes of this machine (default 1; gpu: one for each GPU)
-  --nnodes N or MIN:MAX    machines (default 1:1)
-  --rdzv-endpoint H:P      where the machines meet: the same everywhere, a host that is one of them
-  --rdzv-id NAME           name of the job, where several meet at one place (default pipeshard)
-  --max-restarts N         attempts after the first (default {RESTARTS})
-  --local-addr ADDRESS     by which the others reach this machine
-  --module, -m             SCRIPT is a module, as for python -m
+  --nproc-per-node N       processes on this machine (default 1; gpu: one for each GPU)
+  --nnodes N or MIN:MAX    number of machines (default 1:1)
+  --rdzv-endpoint H:P      rendezvous address, on one of the machines: the same on every machine
+  --rdzv-id NAME           name of the job, if several jobs share a rendezvous address (default pipeshard)
+  --max-restarts N         maximum number of restarts (default {RESTARTS})
+  --local-addr ADDRESS     address at which other machines reach this one
+  --module, -m             SCRIPT is a module, as in python -m
 """
 
 
@@ -100,17 +100,17 @@ def _run_agent(args: argparse.Namespace, folder: Path) -> int:
     except SignalException as stop:
         _clean_up()
         if in_vain:
-            logger.error("%d attempts in a row ended by the same %s: not tried again", ALIKE, in_vain[0])
+            logger.error("%d attempts in a row ended with the same %s: not restarting", ALIKE, in_vain[0])
         _leave_process(folder, 1 if in_vain else 128 + int(stop.sigval))
     except ChildFailedError as error:
         for kind, others in repeated(folder):
-            logger.error("%d more ranks of this machine ended by the same %s", others, kind)
+            logger.error("%d more ranks on this machine ended with the same %s", others, kind)
         codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
         own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes  # torch ends the others
         logger.error("the job failed: %s", ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in own.items()))
         return 1
     except RendezvousClosedError:
-        logger.error("the job %r at %s has ended already: choose another --rdzv-id", args.rdzv_id, args.rdzv_endpoint)
+        logger.error("the job %r at %s has already ended: choose another --rdzv-id", args.rdzv_id, args.rdzv_endpoint)
         return 1
     except RendezvousError as error:
         logger.error("the rendezvous at %s failed: %s", args.rdzv_endpoint, error)
@@ -145,7 +145,7 @@ def count(text: str) -> int:
     """The type of an argparse flag that takes 1, 2, ..."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return value
 
 
@@ -239,7 +239,7 @@ def _end_if_stuck(endpoint: str) -> None:
             time.sleep(LOOK_PERIOD)
             workers = psutil.Process().children()
             looks = looks + 1 if workers and all(_has_ended(worker) for worker in workers) else 0
-        logger.error("all workers have ended, and the store of the rendezvous at %s does not answer", endpoint)
+        logger.error("all workers have ended, and the rendezvous store at %s does not respond", endpoint)
         os._exit(1)
 
     threading.Thread(target=look, daemon=True).start()

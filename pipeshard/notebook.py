@@ -45,7 +45,7 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         folder = Path(name)
         (folder / CALL).write_bytes(_copied(fn, args))
         if status := _run_agent(folder, ranks):
-            raise RankError(_failure(folder) or f"the ranks ended with status {status}: see above")
+            raise RankError(_failure(folder) or f"the ranks ended with status {status}: see the output above")
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
 
 
@@ -53,7 +53,7 @@ def _copied(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         import cloudpickle
     except ImportError:
-        raise ConfigurationError("notebook_launch needs cloudpickle: pip install 'pipeshard[notebook]'") from None
+        raise ConfigurationError("notebook_launch requires cloudpickle: pip install 'pipeshard[notebook]'") from None
     with explained(partial(_uncopied, fn)):
         return cloudpickle.dumps((fn, args))
 

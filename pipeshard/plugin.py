@@ -55,15 +55,16 @@ ONE_GRID = {"pg_mesh": "mesh", "dp_group": "replicas", "pp_group": "stages", "tp
 class PipelinePlugin:
     """Trains a model across `pp_size` processes, each of which holds one stage, or several chunks of the model.
 
-    The world may have more: `dp_size` replicas of the pipeline, which read different batches, and `tp_size` slices of
-    every stage. Rank 0 is the first slice of the first stage of the first replica; then come slices, stages, replicas.
+    The world may have more ranks: `dp_size` replicas of the pipeline, which read different batches, and `tp_size`
+    slices of every stage. Rank 0 is the first slice of the first stage of the first replica; then come slices, stages,
+    replicas.
 
     Args:
         pp_size: the number of stages. The keyword arguments and `pp_size` are the fields of
             `pipeshard.config.PipelineConfig`, which documents them.
         foreign: further arguments of ColossalAI's HybridParallelPlugin. `pp_style` is the schedule; options for
-            speed are ignored, with a warning; the others are refused unless they have their defaults, and the error
-            names the replacement.
+            speed are ignored, with a warning; any other argument is refused unless it has its default value, and the
+            error names the replacement.
 
     Every boosted model has its own pipeline and, with "fp16", its own loss scale. If there are several, pass the model
     to the plugin's methods.
@@ -170,7 +171,7 @@ class PipelinePlugin:
     control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> PipelineCheckpointIO:
-        """The one instance, which tracks the save in the background."""
+        """The only checkpoint IO of this plugin, which tracks the save in the background."""
         return self._checkpoint_io
 
     def supported_devices(self) -> list[str]:
@@ -191,7 +192,7 @@ class PipelinePlugin:
 
     @staticmethod
     def from_pretrained(auto_class: Any, path: str | Path, gguf_file: str | None = None, **options: Any) -> nn.Module:
-        """The model of a Hugging Face folder without its weights; `booster.boost` loads those of each stage.
+        """The model of a Hugging Face folder without its weights; `booster.boost` loads the weights of each stage.
 
         `auto_class` is an AutoModelFor... or a model class; `options` are fields of its config (and `dtype`), as in its
         own `from_pretrained`. Weights that the folder lacks are initialized. `gguf_file` names a GGUF file in the
@@ -239,8 +240,8 @@ class PipelinePlugin:
 
         Runs forward and backward if gradients are enabled and an optimizer is given; the gradients are then complete,
         including ties. Otherwise (under `torch.no_grad()`, or without an optimizer) runs only the forward. Returns
-        "loss", a tensor with the same value on every rank, and "outputs", which on the last stage is what
-        `return_outputs` requests, and None on the others: with True the model's output for the whole batch, with a
+        "loss", a tensor with the same value on every rank, and "outputs", which on the last stage are those that
+        `return_outputs` requests, and None on other stages: with True the model's output for the whole batch, with a
         field's name or a list of them an output with only these, with "loss" the losses of the microbatches, shape
         (m,), and with a function `fn(output, microbatch)`, called under no_grad right after each forward of the last
         stage, the list of its results, one per microbatch in order. Nothing else of the outputs is kept.
@@ -271,7 +272,7 @@ class PipelinePlugin:
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
-        """The pipeline of a boosted model; None stands for the only one that this plugin has boosted."""
+        """The pipeline of a boosted model; None stands for the only model that this plugin has boosted."""
         if model is None and call != "execute_pipeline":
             if len(self._boosted) > 1:
                 raise UsageError(f"{call} is ambiguous with {len(self._boosted)} models: pass the model, {call}(model)")
@@ -293,9 +294,9 @@ class PipelinePlugin:
     ) -> ResumableDataLoader:
         """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` and epoch.
 
-        It knows its position, which `save_training_state(..., dataloader=...)` saves, also within an epoch. `options`
-        are DataLoader's own: drop_last, num_workers, collate_fn, batch_sampler, ... and may be combined as there. A
-        `distributed_sampler_cls` is constructed with one replica, and its order is distributed here.
+        It tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves it. `options`
+        are DataLoader's own: drop_last, num_workers, collate_fn, batch_sampler, ... and may be combined as in
+        DataLoader. A `distributed_sampler_cls` is constructed with one replica, and its order is distributed here.
         """
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
@@ -306,7 +307,8 @@ class PipelinePlugin:
         )
 
     def recording(self, model: nn.Module | None = None) -> Recording:
-        """When each rank ran each action of this model's last step, and which rank it waited for. Call it on all ranks.
+        """The times of each rank's actions in this model's last step, and the ranks that it waited for. Call it on all
+        ranks.
 
         `plugin.recording().summary()` is one line about the step; `draw(path)` shows it above its simulation. On a GPU
         times come from GPU events.

@@ -38,23 +38,23 @@ class PipelineArguments:
 
     pp: int = setting(2, "Number of pipeline stages.")
     dp: int = setting(1, "Number of data-parallel replicas.")
-    tp: int = setting(1, "Number of ranks that slice each stage.")
+    tp: int = setting(1, "Number of tensor-parallel ranks per stage.")
     schedule: str = setting("1f1b", "Order of the forward and backward passes.", SCHEDULES)
-    chunks: int = setting(1, "Model chunks of a rank; the interleaved schedule has 2 unless you set more.")
-    microbatches: int | None = setting(None, "Microbatches of a step. By default, each accumulation step is one.")
+    chunks: int = setting(1, "Model chunks per rank; the interleaved schedule has 2 unless you set more.")
+    microbatches: int | None = setting(None, "Microbatches per step. By default, each accumulation step is one.")
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
     partition: str = setting("auto", "auto, uniform, parameters, type:REGEX, or speed:1.0,0.6.")
     precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16", "fp32"))
     recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
     zero_stage: int = setting(0, "1 shards the optimizer state across replicas.")
     resume: bool = setting(False, "Resume from the newest checkpoint in output_dir, if there is one.")
-    prompt: str | None = setting(None, "Prompt that the trained model answers. By default, the first of the data.")
+    prompt: str | None = setting(None, "Prompt that the trained model answers. By default, the first one in the data.")
     nnodes: int = setting(1, "Number of machines. Start the same command on each.")
     rdzv_endpoint: str = setting("", "HOST:PORT where the machines meet; HOST is one of them.")
-    max_restarts: int = setting(0, "How often to restart from the newest checkpoint after a failure.")
+    max_restarts: int = setting(0, "Maximum number of restarts from the newest checkpoint after a failure.")
     dry_run: bool = setting(False, "Print the plan and exit: stages, memory of each rank, idle time.")
     device_memory: str | None = setting(
-        None, "Memory of a device for --dry_run, such as 80GB, or of each rank: 24GB,12GB."
+        None, "Memory per device for --dry_run, such as 80GB, or one for each rank: 24GB,12GB."
     )
     model_config: str | None = setting(None, "Model to plan if its folder is missing: 'llama hidden_size=4096 ...'.")
 
@@ -75,7 +75,7 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
     """
     missing = [package for package in ("trl", "datasets") if find_spec(package) is None]
     if missing:
-        raise ConfigurationError(f"pipeshard {kind} needs {' and '.join(missing)}: pip install 'pipeshard[trl]'")
+        raise ConfigurationError(f"pipeshard {kind} requires {' and '.join(missing)}: pip install 'pipeshard[trl]'")
     groups = groups_of(kind)
     arguments = [part for one in arguments for part in (one.split("=", 1) if one.startswith("--config=") else [one])]
     with explained(unreadable, but=(PipeshardError,)):
@@ -123,7 +123,7 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
 
 
 def unreadable(error: Exception) -> ConfigurationError:
-    return ConfigurationError(f"the file of --config cannot be read: {summary(error)}")
+    return ConfigurationError(f"the --config file cannot be read: {summary(error)}")
 
 
 def unknown_setting(kind: str, name: str, known: Collection[str]) -> str:
@@ -144,7 +144,7 @@ def checked_config(settings: Namespace) -> None:
         raise ConfigurationError(f"nnodes={settings.nnodes} does not divide the {ranks} ranks (pp * dp * tp)")
     if settings.num_slices != "1" and settings.gradient_checkpointing and settings.recompute is None:
         raise ConfigurationError(
-            f"num_slices={settings.num_slices} does not go with gradient_checkpointing, which TRL turns on: set "
+            f"num_slices={settings.num_slices} is not supported with gradient_checkpointing, which TRL turns on: set "
             "recompute=1, or gradient_checkpointing=false"
         )
 
@@ -176,13 +176,13 @@ def folder_of(settings: Namespace) -> Path:
 
 def named(settings: Namespace, which: str) -> str:
     if not (name := getattr(settings, which)):
-        raise ConfigurationError(f"{which} is not set: name a path on this machine, or an id of the Hub")
+        raise ConfigurationError(f"{which} is not set: set it to a path on this machine, or to a model ID on the Hub")
     return str(name)
 
 
 def not_at_hand(setting: str, name: str, error: Exception) -> ConfigurationError:
     why = str(error).partition("\n")[0]
-    return ConfigurationError(f"{setting}={name} is not a path, and cannot be loaded from the Hub: {why}")
+    return ConfigurationError(f"{setting}={name} is not a local path, and cannot be loaded from the Hub: {why}")
 
 
 def rows(settings: Namespace) -> tuple[Any, Any]:

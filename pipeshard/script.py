@@ -45,7 +45,7 @@ def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackT
     if folder is None or note(folder, kind.__name__, text):
         sys.stderr.write(text)
     elif FOLDER not in os.environ:  # `pipeshard launch` counts them
-        sys.stderr.write(f"rank {os.environ.get('RANK')} ended by the same {kind.__name__} as another rank\n")
+        sys.stderr.write(f"rank {os.environ.get('RANK')} ended with the same {kind.__name__} as another rank\n")
 
 
 def fold() -> None:

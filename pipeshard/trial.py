@@ -95,7 +95,7 @@ def demo(pp_size: int, steps: int) -> list[str]:
     for number, (split, unsplit, seconds) in enumerate(rows, 1):
         lines.append(f"step {number}: loss {split:.6f}, in one process {unsplit:.6f}, {1000 * seconds:.0f} ms")
     if any(abs(split - unsplit) > 1e-4 * abs(unsplit) for split, unsplit, _ in rows):
-        raise VerificationError(f"the losses differ, so this installation does not train as it should: {lines}")
+        raise VerificationError(f"the losses differ, so this installation does not train correctly: {lines}")
     return lines
 
 

@@ -57,7 +57,7 @@ def check_sources(settings: Namespace) -> None:
 def plan(kind: str, settings: Namespace) -> None:
     """Print how the model would train. Raises PartitionError if it cannot, or needs more than `device_memory`."""
     if kind != "sft":
-        raise ConfigurationError(f"--dry_run plans pipeshard sft: a step of {kind} runs more than the model")
+        raise ConfigurationError(f"--dry_run supports only pipeshard sft: a step of {kind} runs more than the model")
     from pipeshard.commands import show
     from pipeshard.planner import planner
     from pipeshard.planner.devices import Devices
@@ -96,7 +96,7 @@ def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> Non
     rank = excess.index(max(excess))
     if excess[rank] > 0:
         raise PartitionError(
-            f"rank {rank} takes {format_bytes(limits[rank] + excess[rank])} with the best number of slices, and its "
+            f"rank {rank} needs {format_bytes(limits[rank] + excess[rank])} with the best number of slices, but its "
             f"device_memory is {format_bytes(limits[rank])}: use more stages, a smaller max_length, "
             "gradient_checkpointing or adapters (use_peft)"
         )

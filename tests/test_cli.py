@@ -194,9 +194,9 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
     ("arguments", "message"),
     [
         (["lama", *SIZES], "error: lama is not a folder, a config.json or a model type of transformers (did you mean"),
-        (["owner/name", *SIZES], "error: owner/name is not there: pass a folder, a config.json or a model type"),
+        (["owner/name", *SIZES], "error: owner/name does not exist: pass a folder, a config.json or a model type"),
         (["llama", "hidden=64", *SIZES], "error: LlamaConfig has no hidden: did you mean hidden_act or hidden_size?"),
-        (["llama", "hidden_size", *SIZES], "error: 'hidden_size' is not a field of a config: write key=value"),
+        (["llama", "hidden_size", *SIZES], "error: 'hidden_size' is not a config field: write key=value"),
         ([*MODEL, *SIZES, "--schedule", "zbw"], "error: unknown schedule 'zbw': did you mean 'zbv'?"),
         ([*MODEL, *SIZES, "--dtype", "int8"], "error: dtype='int8' is unknown: use one of"),
         ([*MODEL, *SIZES, "--partition", "evenly"], "error: partition='evenly' is unknown: use one of"),
@@ -204,15 +204,18 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
         ([*MODEL, *SIZES, "--device-memory", "much"], "error: device_memory='much' is not a size"),
         ([*MODEL, *SIZES, "--tflops", "-1"], "error: tflops must be a positive number, got -1.0"),
         ([*MODEL, *SIZES, "--tflops", "1", "--link", "1GB"], "error: link='1GB': 'GB' is not a unit of bandwidth: did"),
-        ([*MODEL, *SIZES, "--link", "1GB/s"], "error: link needs times in seconds: give tflops, or a profile"),
+        ([*MODEL, *SIZES, "--link", "1GB/s"], "error: link requires times in seconds: pass tflops, or a profile"),
         ([*MODEL, *SIZES, "--device-speed", "1,2,3,4,5"], "error: device_speed='1,2,3,4,5' has 5 values for 2 ranks"),
         (
             [*MODEL, *SIZES, "--partition", "speed:1"],
             "error: partition='speed:1' has 1 speeds: write one for each of 2",
         ),
-        ([*MODEL, *SIZES, "--slices", "--schedule", "zbv"], "error: schedule 'zbv' has no program for slices"),
+        ([*MODEL, *SIZES, "--slices", "--schedule", "zbv"], "error: schedule 'zbv' does not support slices"),
         ([*MODEL, *SIZES, "--lora", "2", "--quantize", "nf5"], "error: quantize='nf5' is unknown: did you mean nf4"),
-        ([*MODEL, *SIZES, "--quantize", "nf4"], "error: quantize='nf4' freezes the base weights: give adapters a rank"),
+        (
+            [*MODEL, *SIZES, "--quantize", "nf4"],
+            "error: quantize='nf4' freezes the base weights: set the rank of the adapters to train",
+        ),
         ([*MODEL, *SIZES, "--optimizer", "adam_8bit"], "error: optimizer='adam_8bit' is unknown: did you mean adamw_8"),
     ],
 )
@@ -227,7 +230,7 @@ def test_what_cannot_be_planned_is_one_line(arguments: list[str], message: str) 
     ("option", "path", "message"),
     [
         ("--draw", "nowhere/x.png", "nowhere/x.png cannot be written: the folder nowhere does not exist"),
-        ("--draw", "x.bmp", "x.bmp is not the name of a picture: end it in .png, .svg"),
+        ("--draw", "x.bmp", "x.bmp is not an image file: use one of the suffixes .png, .svg"),
         ("--json", "nowhere/x.json", "nowhere/x.json cannot be written: the folder nowhere does not exist"),
         ("--json", ".", ". is a folder"),
     ],

@@ -166,11 +166,11 @@ def test_layers_of_each_stage(pool: Pool, num_layers: int, options: dict[str, An
         ((2, 1), {"axis": 2}, "use 0 to 1"),
         ((2,), {"num_model_chunks": 2}, "enable_interleave=True"),
         ((2,), {"num_model_chunks": 0}, "num_model_chunks=0"),
-        ((2,), {"use_zbv": True}, "use_zbv=True 2"),
+        ((2,), {"use_zbv": True}, "2 with use_zbv=True"),
         ((2,), {"use_zbv": True, "num_model_chunks": 2}, "enable_interleave=True"),
         ((2,), {"use_zbv": True, "num_model_chunks": 3, "enable_interleave": True}, "num_model_chunks=3"),
-        ((2,), {"num_layers_per_stage": [1, 2, 3]}, "give 2"),
-        ((2,), {"num_layers_per_stage": [1, 2], "num_model_chunks": 2, "enable_interleave": True}, "give 4"),
+        ((2,), {"num_layers_per_stage": [1, 2, 3]}, "pass 2 numbers"),
+        ((2,), {"num_layers_per_stage": [1, 2], "num_model_chunks": 2, "enable_interleave": True}, "pass 4 numbers"),
     ],
 )
 def test_wrong_arguments_are_refused(pool: Pool, size: tuple[int, ...], options: dict[str, Any], message: str) -> None:
@@ -201,5 +201,5 @@ def test_the_stages_cover_all_layers_once(p: int, v: int, num_layers: int) -> No
 
 def test_layers_that_do_not_reach_are_refused() -> None:
     for stage in (-1, 2):
-        with pytest.raises(ConfigurationError, match="stage from 0 to 1"):
+        with pytest.raises(ConfigurationError, match="stage must be from 0 to 1"):
             alone(2).get_stage_index([1, 1], stage)

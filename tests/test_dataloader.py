@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for other in (make(batch_size=3), make(dataset=Numbers(21))):
         with pytest.raises(CheckpointError, match=r"saved with .* Create it from the same data"):
             other.load_state_dict(state)
-    with pytest.raises(ConfigurationError, match="the order is that of sampler"):
+    with pytest.raises(ConfigurationError, match=r"sampler=... already sets the order"):
         make(shuffle=True, sampler=RandomSampler(Numbers()))
     with pytest.raises(ValueError, match="IterableDataset"):
         make(shuffle=True, dataset=Stream())
@@ -216,7 +216,7 @@ def test_the_last_samples_are_spread_and_a_last_few_are_left_out(caplog: pytest.
         assert not caplog.records
         assert sizes(14) == [[4], [4], [4]]
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 3 and all(text.startswith("the last 2 of an epoch's samples") for text in told)  # one a replica
+    assert len(told) == 3 and all(text.startswith("the last 2 samples of each epoch") for text in told)  # one a replica
 
 
 def test_whole_batches_are_dealt_out_in_turn() -> None:
@@ -277,7 +277,7 @@ def test_replicas_that_cannot_be_are_refused() -> None:
     batches = torch.utils.data.BatchSampler(shared, 2, False)
     for options in ({"sampler": shared}, {"batch_size": 1, "batch_sampler": batches}):
         for replicas in (1, 2):
-            with pytest.raises(ConfigurationError, match="DistributedSampler takes one of 2 shares by itself"):
+            with pytest.raises(ConfigurationError, match="DistributedSampler already splits the data into 2 shares"):
                 make(**options, num_replicas=replicas)
     assert flat(make(sampler=DistributedSampler(Numbers(), 1, 0, shuffle=False))) == [*range(22)]
 
@@ -719,5 +719,5 @@ def test_the_first_samples_of_any_loader() -> None:
     assert first_samples(DataLoader(samples, batch_sampler=[[0, 1], [2]]))["input_ids"].shape == (1, 2)
     assert first_samples(DataLoader(samples, batch_size=None))["input_ids"].shape == (2,)
     lists: Any = [{"input_ids": [1, 2]}]
-    with pytest.raises(BatchError, match=r"default_collate takes apart: use plugin.prepare_dataloader"):
+    with pytest.raises(BatchError, match=r"default_collate does not stack: use plugin.prepare_dataloader"):
         first_samples(DataLoader(lists, batch_size=1))

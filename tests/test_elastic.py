@@ -141,8 +141,8 @@ def test_legal_layouts(ranks: int, pp_size: int, microbatches: int, expected: li
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((5, 16, 1, 4), r"5 ranks .* pp_size=4 or less: .*\(5 of 1 stages\) do not divide the 16 microbatches"),
-        ((6, 16, 4, 2), r"\(3 of 2 stages, 6 of 1 stages\) do not divide the 4 microbatches .*global_batch=16"),
+        ((5, 16, 1, 4), r"5 ranks .* pp_size=4 or less: the 16 microbatches .* not divisible by .*\(5 of 1 stages\)"),
+        ((6, 16, 4, 2), r"4 microbatches .*global_batch=16.* number of replicas \(3 of 2 stages, 6 of 1 stages\)"),
         ((4, 10, 4, 4), "global_batch=10 must be a multiple of microbatch_size=4"),
         ((4, 0, 1, 4), "global_batch must be a positive integer, got 0"),
         ((4, 8, 1, "auto"), "pp_size must be a positive integer, got 'auto'"),
@@ -187,11 +187,11 @@ def test_the_layout_may_be_planned(pool: Pool, tmp_path: Path) -> None:
 
 def test_jobs_that_cannot_work_are_refused_alike_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     expected = [
-        "every, in steps, must be a positive integer, got 0",
+        "every, a number of steps, must be a positive integer, got 0",
         "2 ranks cannot train with pp_size=1",
-        "for 2 ranks, the function pp_size gave no Layout, but: ValueError: nothing for 2",
+        "the pp_size function returned no Layout for 2 ranks: ValueError: nothing for 2",
         "chosen for 2 ranks and global_batch=4 is for 2 ranks and global_batch=8",
-        "nothing to save before job.resume",
+        "save was called before resume: call job.resume",
     ]
     first, second = pool.run(refused, 2, tmp_path)
     assert first == second

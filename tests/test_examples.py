@@ -118,8 +118,8 @@ def test_an_example_is_one_file_to_copy(alone: dict[str, str], name: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "argument --steps: '0' is not a whole number of 1 or more"),
-        (["--pp", "two"], "argument --pp: 'two' is not a whole number of 1 or more"),
+        (["--steps", "0"], "argument --steps: must be a positive integer, got '0'"),
+        (["--pp", "two"], "argument --pp: must be a positive integer, got 'two'"),
         (["--microbatches", "129"], "argument --microbatches: 129 is more than the batch's"),
         (["--schedule", "2f2b"], "argument --schedule: invalid choice: '2f2b'"),
         (["--speed", "9"], "unrecognized arguments: --speed 9"),

@@ -280,7 +280,9 @@ def refused(options: dict[str, Any], asked: dict[str, Any]) -> str:
 @pytest.mark.processes
 def test_sharded_parameters_are_refused(pool: Pool) -> None:
     for message in pool.run(refused, 4, {"pp_size": 2, "fsdp": True}, {}):
-        assert message.startswith(f"{ConfigurationError.__name__}: a model with PipelinePlugin(fsdp=True) does not")
+        assert message.startswith(
+            f"{ConfigurationError.__name__}: PipelinePlugin(fsdp=True) does not support generation"
+        )
 
 
 class Summing(nn.Module):
@@ -299,7 +301,7 @@ class Summing(nn.Module):
 
 @pytest.mark.processes
 def test_a_layer_that_reads_another_stage_s_states_is_refused(pool: Pool) -> None:
-    with pytest.raises(WorkerError, match=r"a layer of stage 1 reads what a layer of another stage has put into"):
+    with pytest.raises(WorkerError, match=r"a layer of stage 1 reads a cache entry of a layer on another stage"):
         pool.run(reading_others_raising, 2)
 
 

@@ -124,9 +124,9 @@ def test_a_cut_ends_both_by_name_and_the_next_run_goes_on(
         run.until(f"host {host} is down", partial(run.is_down, host), at + seconds - time.monotonic())
         print(f"{rendezvous}: from the cut to host {host} being down: {time.monotonic() - at:.1f} s")
     print(run.said(0, 1))
-    assert f"nothing has moved for {TIMEOUT:.3g} seconds, because of rank {ranks} (stage {ranks})" in run.said(0)
-    assert f"rank {ranks} (stage {ranks}) does not answer" in run.said(0)
-    assert "RankError: the store in which the ranks met does not answer" in run.said(1)
+    assert f"there was no progress for {TIMEOUT:.3g} seconds, because of rank {ranks} (stage {ranks})" in run.said(0)
+    assert f"rank {ranks} (stage {ranks}) does not respond" in run.said(0)
+    assert "RankError: the rendezvous store does not respond" in run.said(1)
     assert newest_step(tmp_path / "states") == FAULTY
 
     hosts.mend()

@@ -87,7 +87,7 @@ def test_an_engine_trains_as_booster_does(pool: Pool, tmp_path: Path) -> None:
 
 def test_what_initialize_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build("llama")
-    with pytest.raises(ConfigurationError, match="initialize needs pp_size"):
+    with pytest.raises(ConfigurationError, match="initialize requires pp_size"):
         pipeshard.initialize(model, num_microbatches=2)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigurationError, match="torchrun --nproc-per-node 2"):

@@ -40,7 +40,7 @@ def test_an_error_that_all_ranks_have_is_told_once_and_not_tried_for_ever(tmp_pa
     assert ended.returncode == 1 and 3 <= attempts <= 10, ended.stderr  # it looks twice a second, and they are shorter
     assert len((tmp_path / "started").read_text()) <= 3 * (attempts + 1)
     assert "runpy" not in ended.stderr and "pipeshard/script.py" not in ended.stderr
-    assert "3 attempts in a row ended by the same ModuleNotFoundError: not tried again" in ended.stderr
+    assert "3 attempts in a row ended with the same ModuleNotFoundError: not restarting" in ended.stderr
 
 
 @pytest.mark.turns

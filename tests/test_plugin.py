@@ -43,17 +43,17 @@ def test_more_stages_than_processes(pool: Pool) -> None:
     ("given", "what"),
     [
         ({"pp_size": 0}, "pp_size, the number of stages, must be a positive integer, got 0"),
-        ({"microbatch_size": 2}, "num_microbatches=2 and microbatch_size=2: give exactly one"),
+        ({"microbatch_size": 2}, "num_microbatches=2 and microbatch_size=2: pass exactly one"),
         ({"num_microbatches": 0}, "num_microbatches must be a positive integer, got 0"),
         ({"schedule": "1fb1"}, "unknown schedule '1fb1': did you mean '1f1b'"),
         ({"p2p": "nccl"}, r"p2p must be one of \['broadcast', 'isend'\] .* got 'nccl'"),
-        ({"p2p": P2P}, "p2p must be one of .* that has send and receive, got"),
+        ({"p2p": P2P}, "p2p must be one of .* with send and receive, got"),
         ({"policy": nn.Linear}, "policy must be a subclass of pipeshard.Policy"),
         ({"loss_reduction": "mean"}, "loss_reduction must be 'token', 'batch' or 'microbatch', got 'mean'"),
-        ({"gradient_clipping": 1.0}, "has no argument gradient_clipping. Known are pp_size, num_microbatches"),
+        ({"gradient_clipping": 1.0}, "has no argument gradient_clipping. Its arguments are pp_size, num_microbatches"),
         ({"micro_batch_size": 1}, "has no argument micro_batch_size: did you mean microbatch_size"),
-        ({"sp_size": 2}, "sp_size=2 is ColossalAI's, and not known here: sequences are not divided"),
-        ({"pp_style": "zbv", "schedule": "gpipe"}, "schedule='gpipe' and pp_style='zbv': give one of the two"),
+        ({"sp_size": 2}, "sp_size=2 is a ColossalAI argument that is not supported: sequences are not sharded"),
+        ({"pp_style": "zbv", "schedule": "gpipe"}, "schedule='gpipe' and pp_style='zbv': pass only one of the two"),
     ],
 )
 def test_wrong_arguments(given: dict[str, Any], what: str) -> None:
@@ -85,7 +85,7 @@ def in_place_of_colossalai(name: str) -> dict[str, Any]:
     sizes = plugin.pp_size, plugin.dp_size, plugin.tp_size, plugin.pg_mesh.shape
     for missing in ("shard_config", "custom_policy", "scheduler", "sp_group", "zero_config"):
         assert not hasattr(plugin, missing)
-        with pytest.raises(PipeshardError, match=f"plugin.{missing} is ColossalAI's"):
+        with pytest.raises(PipeshardError, match=f"plugin.{missing} is a ColossalAI attribute"):
             getattr(plugin, missing)
     axes = plugin.dp_axis, plugin.pp_axis, plugin.tp_axis
     assert plugin.precision == "fp16" and plugin.pp_style == plugin.schedule
@@ -131,7 +131,9 @@ NOT_SAME = {"sp_size", "hysteresis"}  # None there means 1; 2 there, 1 here
 
 def test_arguments_by_place_are_not_misread() -> None:
     """`HybridParallelPlugin(1, 2)` is tp_size and pp_size; here it was one stage and two microbatches."""
-    with pytest.raises(ConfigurationError, match=r"takes pp_size alone by its place, and got 1 more \(2\): name"):
+    with pytest.raises(
+        ConfigurationError, match=r"takes only pp_size as a positional argument, got 1 more \(2\): pass"
+    ):
         PipelinePlugin(1, 2)
 
 
@@ -146,7 +148,7 @@ def boosting(data: Any = None, **given: Any) -> None:
         ({"partition": [7, 1]}, PartitionError, r"partition \[7, 1\]"),
         ({"partition": [7, 0]}, PartitionError, r"partition \[7, 0\]"),
         ({"partition": ["model.layers.9"]}, PartitionError, "partition names model.layers.9"),
-        ({"data": {"input_ids": "text"}}, BatchError, "holds no tensor"),
+        ({"data": {"input_ids": "text"}}, BatchError, "contains no tensor"),
         ({"data": {"pixels": torch.zeros(2, 3)}}, TraceError, "dry_run_input"),
     ],
 )
@@ -212,13 +214,13 @@ def mistakes() -> list[str]:
 @pytest.mark.turns
 def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
     expected = [
-        "UsageError: this process holds stage . of 2 only.*use booster.execute_pipeline",
-        "UsageError: the backward pass of a pipeline is part of booster.execute_pipeline",
-        "BatchError: the data iterator is empty: make a new one",
+        "UsageError: this process holds only stage . of 2.*use booster.execute_pipeline",
+        "UsageError: booster.execute_pipeline.*already runs the backward pass",
+        "BatchError: the data iterator is empty: create a new one",
         r"BatchError: (the data iterator is empty|stage 1 \(of 2 ranks\) got no usable batch)",
         r"BatchError: execute_pipeline takes an iterator of batches, not a list: pass iter\(dataloader\)",
-        "BatchError: the batch holds no tensor with a batch dimension, only {'input_ids': 'str'}",
-        "BatchError: the batch holds no tensor with a batch dimension, only nothing",
+        "BatchError: the batch contains no tensor with a batch dimension, only {'input_ids': 'str'}",
+        "BatchError: the batch contains no tensor with a batch dimension, only nothing",
         "BatchError: the stages of one pipeline must read the same batch.*prepare_dataloader",
         "BatchError: the stages of one pipeline must read the same batch",
         r"ConfigurationError: the criterion returned tensor of shape \(2, 12, 61\), not a scalar|shape \(2, 8, 61\)",
@@ -227,7 +229,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "UsageError: execute_pipeline got a GPT2LMHeadModel: pass the model that booster.boost",
         "CheckpointError: nowhere cannot be read",
         "CheckpointError: this is a GPT2LMHeadModel",
-        r"BatchError: .*labels of shape \(.*\) is on the meta device, so it has no values: make it on the CPU",
+        r"BatchError: .*labels of shape \(.*\) is on the meta device, so it has no values: create it on the CPU",
         r"BatchError: .*\(stage 0\): .*model.train\(\); rank 1 \(stage 1\): .*model.eval\(\)",
     ]
     for messages in pool.run(mistakes, 2):
@@ -431,7 +433,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(pool: Pool, tmp_path: Path) -
     index = '{"weight_map": {"lm_head.weight": "../gpt2/model.safetensors"}}'
     (tmp_path / "bad" / "model.safetensors.index.json").write_text(index)
     for message in pool.run_expecting(CheckpointError, loading_wrong, 2, str(tmp_path / "bad")):
-        assert "not a file of its own folder" in message
+        assert "not a file in the same folder" in message
     (tmp_path / "cut").mkdir()
     whole = (tmp_path / "gpt2" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -491,7 +493,7 @@ def boosting_again() -> list[str]:
     first.backward(data)
     engine = pipeshard.Engine(PipelinePlugin(pp_size=2, num_microbatches=4))
     errors = []
-    for model, refused in ((first.model, "boosted with num_microbatches=2"), (first.model.module, "boosted before")):
+    for model, refused in ((first.model, "boosted with num_microbatches=2"), (first.model.module, "already boosted")):
         try:
             engine.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         except PipeshardError as error:

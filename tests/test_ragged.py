@@ -177,7 +177,7 @@ def left_padded(with_positions: bool, with_labels: bool) -> dict[str, Tensor]:
 
 def test_padding_on_the_left_that_counts_is_refused(pool: Pool) -> None:
     for found in pool.run(raised, 2, "llama", left_padded(False, False), 40):
-        assert "without position_ids its tokens' positions count it" in found
+        assert "without position_ids, the token positions include it" in found
     for found in pool.run(raised, 2, "llama", left_padded(True, True), 40):
         assert "sample 1 of the batch is padded on the left, and its first token has a label" in found
 
@@ -223,11 +223,11 @@ def boosted(model: nn.Module, data: dict[str, Tensor], **options: Any) -> str:
 def test_a_model_that_reads_its_padding_is_refused_at_boost(pool: Pool) -> None:
     data = data_of("classifier", LENGTHS[0], 0)
     for found in pool.run(boosted, 2, CountsPadding(), data):
-        assert "changes if its samples' padding is cut off" in found
+        assert "changes if the padding of its samples is removed" in found
 
 
 def test_arguments_that_do_not_go_with_it() -> None:
-    assert "num_microbatches=2 and microbatch_tokens=48: give exactly one of" in refusal(microbatch_tokens=48)
+    assert "num_microbatches=2 and microbatch_tokens=48: pass exactly one of" in refusal(microbatch_tokens=48)
     assert "microbatch_tokens must be a positive integer" in refusal(num_microbatches=None, microbatch_tokens=0)
     slices = {"num_microbatches": None, "microbatch_tokens": 48, "num_slices": 2, "pp_size": 2}
-    assert "num_slices=2 does not go with microbatch_tokens=48" in refusal(**slices)
+    assert "num_slices=2 is not supported with microbatch_tokens=48" in refusal(**slices)

@@ -185,13 +185,16 @@ def said(*arguments: str) -> Result:
         (["--microbatches", "3"], "num_microbatches=3 is not a multiple of gradient_accumulation_steps=2"),
         (["--pp", "0"], "pp_size, the number of stages, must be a positive integer, got 0"),
         (["--nnodes", "4"], "nnodes=4 does not divide the 2 ranks"),
-        (["--num_slices", "2"], "num_slices=2 does not go with gradient_checkpointing"),
-        (["--model_name_or_path", "some/model"], "model_name_or_path=some/model is not a path, and cannot be loaded"),
+        (["--num_slices", "2"], "num_slices=2 is not supported with gradient_checkpointing"),
+        (
+            ["--model_name_or_path", "some/model"],
+            "model_name_or_path=some/model is not a local path, and cannot be loaded",
+        ),
         (["--dataset_name", "none.jsonl"], "dataset_name=none.jsonl does not exist"),
         (["--dry_run", "--pp", "40"], "fewer than pp_size=40. Use pp_size <="),
         (
             ["--dry_run", "--device_memory", "1MB"],
-            "device_memory is 1.00 MB: no partition was found that fits. What would",
+            "device_memory is 1.00 MB: no partition was found that fits. Possible remedies",
         ),
         (["--dry_run", "--device_memory=1MB", "--num_slices=2", "--recompute=1"], "with the best number of slices"),
         (["--dry_run", "--device_memory=1TB,1MB", "--num_slices=2", "--recompute=1"], "rank 1 takes"),
@@ -207,8 +210,8 @@ def test_wrong_settings_are_refused_before_ranks_start(tmp_path: Path, arguments
     [
         ("pp: 2\nlora: 8", "--lora is not a setting of pipeshard sft: did you mean lora_"),
         ("- pp", "must contain a YAML mapping"),
-        ("pp: [", "the file of --config cannot be read: ParserError"),
-        (None, "the file of --config cannot be read: FileNotFoundError"),
+        ("pp: [", "the --config file cannot be read: ParserError"),
+        (None, "the --config file cannot be read: FileNotFoundError"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
@@ -221,11 +224,11 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str)
 def test_missing_packages_are_named() -> None:
     with mock.patch.object(recipe, "find_spec", lambda name: None):
         ended = said("dpo")
-    assert "error: pipeshard dpo needs trl and datasets: pip install 'pipeshard[trl]'" in ended.output
+    assert "error: pipeshard dpo requires trl and datasets: pip install 'pipeshard[trl]'" in ended.output
 
 
 def test_a_plan_is_of_sft() -> None:
-    assert "--dry_run plans pipeshard sft: a step of dpo runs" in said("dpo", "--dry_run").output
+    assert "--dry_run supports only pipeshard sft: a step of dpo runs" in said("dpo", "--dry_run").output
 
 
 def test_data_is_a_file_a_folder_or_a_split(tmp_path: Path) -> None:

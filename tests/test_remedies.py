@@ -43,20 +43,20 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
 NOT_EXECUTED = {  # rows whose remedy is to leave something out or to do it earlier, and what the script is then
     "a model in DDP": "one without the wrapper",
     "DDP, accelerate or transformers' Trainer": "one without the wrapper",
-    "modules, parameters and adapters put in after boost": "one that puts them in before boost",
+    "modules, parameters and adapters added after boost": "one that puts them in before boost",
     "a gradient that is None for a whole step": "one that detaches always or never",
     "hooks on accumulated gradients": "one without hooks",
 }
 
 PAGES_ELSEWHERE = {  # clauses, rows and headings of the other pages whose remedy another test executes
     ERRORS + "`ConfigurationError`: parameters on meta": "checkpoint/test_lora.py::test_adapters_on_meta_are_refused",
-    ERRORS + "`CheckpointError`: a disk that is full": "checkpoint/test_model.py::test_a_full_disk",
+    ERRORS + "`CheckpointError`: a full disk": "checkpoint/test_model.py::test_a_full_disk",
     ERRORS + "`NonFiniteError`": "engine/test_nan_check.py::test_the_stage_and_the_parameter_are_named",
     ERRORS + "`RankError`": (
         "distributed/test_supervision.py::test_ranks_that_fail_leave_reports_that_tell_what_happened"
     ),
     TROUBLES + "`model.unwrap().generate(...)` on a stage": "test_generate.py::test_tokens_are_those_of_one_process",
-    TROUBLES + "build the model with other seeds": "test_loop.py::test_every_rank_takes_the_weights_of_the_first",
+    TROUBLES + "build the model with a different seed": "test_loop.py::test_every_rank_takes_the_weights_of_the_first",
     TROUBLES + "`DistributedDataParallel(model)`": (
         "engine/test_wrapped_models.py::test_what_cannot_be_cut_is_refused_at_boost"
     ),
@@ -75,7 +75,7 @@ HERE = {  # those of which a test of this file has its own
     TROUBLES + "`Gloo connectFullMesh failed`": "test_a_destroyed_process_group_is_refused_and_a_second_one_trains",
     TROUBLES + "`ValueError: ... environment variable RANK": "test_python_without_torchrun_is_told_so",
     TROUBLES + "## Out of memory": "test_what_saves_memory_is_exact",
-    TROUBLES + "## The loss is not": "test_the_mean_of_another_script",
+    TROUBLES + "## The loss differs": "test_the_mean_of_another_script",
     TROUBLES + "## In a notebook": "test_one_process_in_a_notebook",
 }
 NOTHING_TO_DO = {  # why nothing is executed
@@ -284,7 +284,7 @@ def promises() -> list[str]:
         examples = cell.replace("`, `", "`; `").split("; ")
         found += [f"{ERRORS}{kind}: {example}" for example in examples if kind.startswith("`")]
     lines = (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
-    tables = ("## Do not", "## Errors of others")
+    tables = ("## Do not", "## Errors from other libraries")
     headings = [line for line in lines if line.startswith("## ") and line not in tables]
     return found + [TROUBLES + each for each in rows("troubleshooting.md") + headings]
 

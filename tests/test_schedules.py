@@ -113,8 +113,8 @@ def alternating(p: int, m: int, v: int) -> Program:
 def test_functions_of_one_s_own(pool: Pool) -> None:
     results = pool.run(ordered_by, 2, alternating)
     assert results[1] == ([], ["F0@1", "B0@1", "F1@1", "B1@1", "F2@1", "B2@1"]) and results[0][0] == []
-    assert "but there are 2" in refusal(schedule=make_program("gpipe", 1, 1))
-    assert "compile=True does not go with schedule='zb-h1'" in refusal(schedule=zb_h1, compile=True)
+    assert "but the step has 2" in refusal(schedule=make_program("gpipe", 1, 1))
+    assert "compile=True is not supported with schedule='zb-h1'" in refusal(schedule=zb_h1, compile=True)
 
 
 def ties(schedule: str) -> list[str]:
@@ -316,14 +316,17 @@ def test_compiled_units_have_the_same_gradients(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "1f1b", "num_model_chunks": 2}, "has num_model_chunks=1, got 2"),
-        ({"schedule": "zbv", "num_model_chunks": 3}, "has num_model_chunks=2, got 3"),
+        ({"schedule": "1f1b", "num_model_chunks": 2}, "requires num_model_chunks=1, got 2"),
+        ({"schedule": "zbv", "num_model_chunks": 3}, "requires num_model_chunks=2, got 3"),
         ({"num_model_chunks": 0}, "num_model_chunks must be a positive integer, got 0"),
-        ({"schedule": "zb-h1", "compile": True}, "does not go with schedule='zb-h1'"),
+        ({"schedule": "zb-h1", "compile": True}, "is not supported with schedule='zb-h1'"),
         ({"compile": "inductor"}, "compile must be True, False or a dict"),
-        ({"compile": {"units": 4}}, "make layers that should be fused one module"),
-        ({"pp_size": 2, "compile": {"mode": "reduce-overhead"}}, "CUDA graphs write the results of each microbatch"),
-        ({"pp_size": 2, "compile": {"options": {"triton.cudagraphs": True}}}, "CUDA graphs write the results"),
+        ({"compile": {"units": 4}}, "combine layers that should be fused into one module"),
+        (
+            {"pp_size": 2, "compile": {"mode": "reduce-overhead"}},
+            "CUDA graphs overwrite the results of the previous microbatch",
+        ),
+        ({"pp_size": 2, "compile": {"options": {"triton.cudagraphs": True}}}, "CUDA graphs overwrite the results"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
@@ -375,5 +378,5 @@ def test_a_step_is_recorded_alike_on_every_rank(pool: Pool, tmp_path: Any) -> No
     first.draw(tmp_path / "step.png", "zbv")
     assert (tmp_path / "step.png").stat().st_size > 10_000
     path.write_text('{"schedule": "x"}')
-    with pytest.raises(ConfigurationError, match="not the recording of a step"):
+    with pytest.raises(ConfigurationError, match="not a step recording"):
         Recording.load(path)

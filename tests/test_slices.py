@@ -258,7 +258,7 @@ def of_class(kind: str) -> str:
         ("encoder", "ConfigurationError: num_slices: T5ForConditionalGeneration has an encoder"),
         ("no cache", "ConfigurationError: num_slices: the forward of Sequential takes no past_key_values"),
         ("checkpointing", "ConfigurationError: num_slices: transformers' own gradient checkpointing"),
-        ("packed", "BatchError: num_slices: position_ids begin again within a sample"),
+        ("packed", "BatchError: num_slices: position_ids restart within a sample"),
     ],
 )
 def test_what_cannot_be_sliced_is_refused(pool: Pool, kind: str, says: str) -> None:
@@ -269,9 +269,9 @@ def test_what_cannot_be_sliced_is_refused(pool: Pool, kind: str, says: str) -> N
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_schedules_without_slices_are_refused(schedule: str) -> None:
-    assert f"num_slices=2 does not go with schedule='{schedule}'" in refusal(num_slices=2, schedule=schedule)
+    assert f"num_slices=2 is not supported with schedule='{schedule}'" in refusal(num_slices=2, schedule=schedule)
     assert "num_slices must be 'auto' or a positive integer, got 0" in refusal(num_slices=0)
-    assert "num_slices=2 does not go with compile=True" in refusal(num_slices=2, compile=True)
+    assert "num_slices=2 is not supported with compile=True" in refusal(num_slices=2, compile=True)
 
 
 def mutated(mutation: Callable[[], Any]) -> list[str]:

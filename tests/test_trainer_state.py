@@ -231,7 +231,7 @@ def all_refused(folder: str) -> None:
 
 
 def replicas_refused(folder: str) -> None:
-    refused("Gathering", folder, "gathers nothing from other ranks")
+    refused("Gathering", folder, "without gathering from other ranks")
 
 
 @pytest.mark.turns

@@ -217,7 +217,7 @@ def noisy(in_hook: bool) -> None:
     sides.split_loss(sides.batches(0))
     if not in_hook:
         adds_noise(sides.model, sides.optimizer)
-    with pytest.raises(UsageError, match=r"drawn random numbers.*manual_seed.*name"):
+    with pytest.raises(UsageError, match=r"generated random numbers.*manual_seed.*name"):
         sides.optimizer.step()
     assert all(map(torch.equal, before, values(sides.model)))
 
@@ -359,7 +359,7 @@ def alone(what: str) -> list[str]:
         sides.optimizer.step()
         if not (is_alone and what == "keeps"):
             sides.optimizer.zero_grad()
-    return [text for text in told if "gradients were dropped (zero_grad) on only one of rank 0" in text]
+    return [text for text in told if "gradients were cleared (zero_grad) on only one of rank 0" in text]
 
 
 def skips_together(freezes: bool) -> list[str]:
@@ -377,7 +377,7 @@ def skips_together(freezes: bool) -> list[str]:
         elif step % 2:
             for optimizer in (sides.reference, sides.optimizer):
                 optimizer.zero_grad()
-    return sides.done() + [text for text in told if "gradients were dropped" in text]
+    return sides.done() + [text for text in told if "gradients were cleared" in text]
 
 
 @pytest.mark.turns

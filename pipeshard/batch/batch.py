@@ -73,7 +73,7 @@ class Batch:
         paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
         for path in (path for path, leaf in zip(paths, leaves) if any(tensor.is_nested for tensor in tensors_in(leaf))):
             raise BatchError(
-                f"{path} is a nested tensor, of which no dimension counts the samples: pass a padded one, "
+                f"{path} is a nested tensor, which has no batch dimension: pass a padded tensor, "
                 f"{path}.to_padded_tensor(0.0), with a mask"
             )
         # What was made in inference mode has no version counter, by which writes in place are seen.
@@ -108,7 +108,7 @@ class Batch:
     def others(self) -> tuple[tuple[str, str], ...]:
         """Values that are not tensors, by path, as text; for one entry per sample, only that fact."""
         return tuple(
-            (path, "one entry a sample" if is_entries(leaf, dim) else text(leaf))
+            (path, "one entry per sample" if is_entries(leaf, dim) else text(leaf))
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
             if not isinstance(leaf, Tensor)
         )
@@ -223,8 +223,8 @@ class Batch:
         if not owners:
             raise BatchError(
                 f"{path} has {self.tensors[path].shape[0]} entries for {self.rows} samples, and the placeholder tokens "
-                "in input_ids do not tell which belong to which: use one microbatch, give every sample as many, or say "
-                "which dimension counts the samples by PipelinePlugin(batch_dims=...)"
+                "in input_ids do not show which entries belong to which sample: use one microbatch, give every sample "
+                "the same number of entries, or declare the batch dimension with PipelinePlugin(batch_dims=...)"
             )
         first = sum(owners[:row])
         return range(first, first + owners[row])
@@ -293,8 +293,9 @@ def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
         raise BatchError(
-            f"the batch has only lists of {lengths.pop()} entries, {' and '.join(lists)}, which may be one for each "
-            f"sample, or not: say batch_dims={dict.fromkeys(lists, 0)} if they are, or {dict.fromkeys(lists)} if not"
+            f"the batch contains only lists of {lengths.pop()} entries, {' and '.join(lists)}, and it is ambiguous "
+            f"whether they have one entry per sample: pass batch_dims={dict.fromkeys(lists, 0)} if they do, or "
+            f"{dict.fromkeys(lists)} if not"
         )
 
 
@@ -324,7 +325,9 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
     if path in known and (len(entries) == rows or not known[path]):
         return known[path]
     if path in known:
-        raise BatchError(f"{path} had one entry a sample in earlier batches, and now has {len(entries)} for {rows}")
+        raise BatchError(
+            f"{path} had one entry per sample in earlier batches, but now has {len(entries)} entries for {rows} samples"
+        )
     if rows == 1 or len(entries) != rows:
         known |= {path: False} if rows > 1 else {}
         return False
@@ -337,8 +340,9 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
         return False
     if with_samples or (type(entries) is tuple and len(set(shapes)) == 1):
         raise BatchError(
-            f"there are {rows} samples, and {path} is a {type(entries).__name__} of as many entries, which may be one "
-            f"for each sample, or not: say batch_dims={{{path!r}: 0}} if they are, or {{{path!r}: None}} if not"
+            f"the batch has {rows} samples and {path} is a {type(entries).__name__} of the same length, so it is "
+            f"ambiguous whether it has one entry per sample: pass batch_dims={{{path!r}: 0}} if it does, or "
+            f"{{{path!r}: None}} if not"
         )
     known[path] = True
     return True
@@ -360,13 +364,15 @@ def _count_rows(
     if not tensors:
         kinds = {path: type(leaf).__name__ for path, leaf in named.items()}
         raise BatchError(
-            f"the batch holds no tensor with a batch dimension, only {kinds or 'nothing'}: "
-            "a batch is a mapping, a tuple or a list of tensors whose first dimension counts the samples"
+            f"the batch contains no tensor with a batch dimension, only {kinds or 'nothing'}: "
+            "pass a mapping, a tuple or a list of tensors whose first dimension is the batch dimension"
         )
     counting = (path for path in tensors if declared.get(path, 0) is not None)
     main = main_input if main_input in tensors else next(counting, None)
     if main is None or declared.get(main, 0) is None:
-        raise BatchError(f"batch_dims says of {main or 'every tensor'} that it does not count the samples: it has to")
+        raise BatchError(
+            f"batch_dims marks {main or 'every tensor'} as unbatched, but the main input must have a batch dimension"
+        )
     dim = _checked_dim(main, tensors[main], declared.get(main, 0))
     rows = len(tensors[main]) if has_tensors(tensors[main]) else tensors[main].shape[dim]
     if rows == 0:
@@ -395,7 +401,9 @@ def refuse_unknown(paths: Sequence[str], declared: BatchDims) -> None:
     """Raise ConfigurationError for a declared path that the batch does not have."""
     unknown = sorted(declared.keys() - set(paths))
     if unknown:
-        raise ConfigurationError(f"batch_dims has {unknown}, which the batch does not: it has {list(paths)}")
+        raise ConfigurationError(
+            f"batch_dims names {unknown}, which the batch does not contain: it contains {list(paths)}"
+        )
 
 
 def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
@@ -411,8 +419,8 @@ def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
 def _checked_dim(path: str, leaf: Any, dim: int | None) -> int:
     ndim = leaf.ndim if isinstance(leaf, Tensor) else int(is_entries(leaf))
     if dim is None or not -ndim <= dim < ndim:
-        what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-        raise BatchError(f"batch_dims says that dimension {dim} of {path} counts the samples, but it is {what}")
+        what = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is a {type(leaf).__name__}"
+        raise BatchError(f"batch_dims declares dimension {dim} of {path} as the batch dimension, but {path} {what}")
     return dim % ndim
 
 
@@ -424,7 +432,8 @@ def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int
     size = leaf.shape[dim] if isinstance(leaf, Tensor) else len(leaf)
     if size != rows and not (isinstance(leaf, Tensor) and dim == 0 and size > rows and size % rows == 0):
         raise BatchError(
-            f"batch_dims says that dimension {dim} of {path} counts the samples: it has {size}, but there are {rows} "
-            f"({where}). Declare the dimension that counts them for both, or None for what every microbatch gets whole"
+            f"batch_dims declares dimension {dim} of {path} as the batch dimension, but its size is {size} for {rows} "
+            f"samples ({where}). Declare the batch dimension of both, or None for an input that every microbatch needs "
+            "whole"
         )
     return dim

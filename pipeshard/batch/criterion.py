@@ -41,8 +41,8 @@ def sum_and_count(
         raise ConfigurationError(
             f"the criterion returned {shape or repr(loss)}, not a scalar tensor: criterion(outputs, inputs) is "
             f"called with the model's output ({type(output).__name__}) and the microbatch, for example "
-            "lambda outputs, inputs: outputs.loss (which is None when the batch has no labels); it may return "
-            "(sum, count), too, of which the batch's loss is the quotient of the sums"
+            "lambda outputs, inputs: outputs.loss (which is None when the batch has no labels). It may also return "
+            "(sum, count): the batch's loss is then the sum of all sums divided by the sum of all counts"
         )
     return _without_dimensions(loss), count
 
@@ -68,7 +68,7 @@ def takes_outputs_alone(criterion: Criterion) -> bool:
         with contextlib.suppress(TypeError):
             signature.bind(*[None] * count)
             return count == 1
-    raise ConfigurationError(f"the criterion takes {signature}, but gets (outputs, inputs), or outputs alone")
+    raise ConfigurationError(f"the criterion takes {signature}, but is called with (outputs, inputs) or outputs alone")
 
 
 def _loss_called(criterion: Criterion, output: Any, inputs: Any) -> Any:
@@ -80,10 +80,10 @@ def _loss_called(criterion: Criterion, output: Any, inputs: Any) -> Any:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         if type(criterion).__module__.startswith("torch.nn.") or getattr(nn.functional, name, None) is criterion:
             raise ConfigurationError(
-                f"{name} takes tensors, but a criterion gets the model's output ({type(output).__name__}) and all of "
-                f"the microbatch ({type(inputs).__name__}): say what it is to compare, as in lambda outputs, inputs: "
-                'cross_entropy(outputs.logits, inputs["labels"]), or pass None for the loss that the model computes '
-                f"itself of the labels ({error})"
+                f"{name} takes tensors, but a criterion is called with the model's output ({type(output).__name__}) "
+                f"and the whole microbatch ({type(inputs).__name__}): select the tensors to compare, as in lambda "
+                'outputs, inputs: cross_entropy(outputs.logits, inputs["labels"]), or pass None to use the loss that '
+                f"the model computes from the labels ({error})"
             ) from None
         raise
 

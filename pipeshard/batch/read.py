@@ -68,7 +68,7 @@ def _refuse_meta(batch: Batch) -> None:
             if tensor.is_meta:
                 raise BatchError(
                     f"{path or 'the batch'} of shape {tuple(tensor.shape)} is on the meta device, so it has no values: "
-                    "make it on the CPU or on the device of the rank"
+                    "create it on the CPU or on the rank's device"
                 )
 
 
@@ -214,9 +214,9 @@ class RowDims:
         if doubts:
             shapes = (f"dimension {dim} of {path} {tuple(leaves[path].shape)}" for path, dim in doubts.items())
             raise BatchError(
-                f"there are {batch.rows} samples, and {', '.join(shapes)} may count them or not. Pass "
-                f"PipelinePlugin(batch_dims={doubts}) to cut it with the samples, or "
-                f"batch_dims={dict.fromkeys(doubts)} to give it whole to every microbatch"
+                f"the batch has {batch.rows} samples, and it is ambiguous whether {', '.join(shapes)} counts them. "
+                f"Pass PipelinePlugin(batch_dims={doubts}) to split along this dimension, or "
+                f"batch_dims={dict.fromkeys(doubts)} to pass the whole tensor to every microbatch"
             )
         return batch.counted(whole)
 
@@ -231,10 +231,10 @@ class RowDims:
             return False
         if counted_before or size_before != size:
             raise BatchError(
-                f"the first dimension of {path} was {size_before} in a batch of {rows_before} samples, and is {size} "
-                f"in one of {rows}: it counts the samples only by chance, or not always. Pass "
-                f"PipelinePlugin(batch_dims={{{path!r}: None}}) for what every microbatch gets whole, or "
-                f"{{{path!r}: 0}} for one entry a sample"
+                f"the first dimension of {path} had size {size_before} in a batch of {rows_before} samples, and has "
+                f"size {size} in a batch of {rows}, so it is not always the batch dimension. Pass "
+                f"PipelinePlugin(batch_dims={{{path!r}: None}}) to pass all of it to every microbatch, or "
+                f"{{{path!r}: 0}} if it has one entry per sample"
             )
         return True
 
@@ -257,8 +257,8 @@ def _refuse_graphs(batch: Batch) -> None:
     kind = next((kind for kind in batch.tree.kinds if hasattr(kind, "__cat_dim__")), None)
     if kind is not None:
         raise BatchError(
-            f"the batch holds a {kind.__name__}, whose tensors have one row for each node or edge, not for each "
-            "sample: it cannot be cut into microbatches. Pass PipelinePlugin(num_microbatches=1)"
+            f"the batch contains a {kind.__name__}, whose tensors have one row per node or edge, not per sample, so it "
+            "cannot be split into microbatches. Pass PipelinePlugin(num_microbatches=1)"
         )
 
 
@@ -279,8 +279,9 @@ def collate(samples: list[Any]) -> Any:
         return default_data_collator(samples, return_tensors="pt")
     except ValueError as error:
         raise BatchError(
-            f"the samples' lists do not make a tensor ({error}): pad them, by collate_fn=transformers.{COLLATORS} or "
-            "the like, or by padding='max_length' where they are tokenized"
+            f"the samples' lists cannot be stacked into a tensor ({error}): pad them, with "
+            f"collate_fn=transformers.{COLLATORS} or a similar collator, or with padding='max_length' in the tokenizer "
+            "call"
         ) from error
 
 
@@ -309,7 +310,7 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
         tokens = samples[0].get(IDS) if isinstance(samples[0], Mapping) else None
         if collate_fn is default_collate and _is_numbers(tokens):
             raise BatchError(
-                "the dataset's samples have lists of tokens, which torch's default_collate takes apart: use "
+                "the dataset's samples contain lists of tokens, which torch's default_collate does not stack: use "
                 "plugin.prepare_dataloader(dataset, batch_size), pass collate_fn=transformers.default_data_collator "
                 f"(or {COLLATORS}, which pad) to the DataLoader, or call dataset.with_format('torch')"
             )
@@ -361,9 +362,9 @@ def dummy_inputs(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, 
     if main_input(model) == PIXELS and (shape := image_shape(model)) is not None:
         return {PIXELS: torch.zeros(rows, *shape), LABELS: torch.zeros(rows, dtype=torch.int64)}
     raise BatchError(
-        f"what {type(model).__name__} takes (main input {main_input(model)!r}) cannot be made up: pass a batch "
-        "(PipelinePlugin(dry_run_input=...), pipeshard.plan(model, batch, ...)), or a dataloader over a dataset to "
-        "booster.boost. A stream has to be one that copy.deepcopy can copy"
+        f"cannot generate an input for {type(model).__name__} (main input {main_input(model)!r}): pass a batch "
+        "(PipelinePlugin(dry_run_input=...), pipeshard.plan(model, batch, ...)), or pass a dataloader over a "
+        "dataset to booster.boost. A streaming dataset must support copy.deepcopy"
     )
 
 

@@ -184,7 +184,7 @@ def _opened_mapping(node: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], Cal
     except Exception:  # whatever its constructor says to a dict
         is_same = False
     if not is_same:
-        raise BatchError(f"the batch holds a {cls.__name__} that cannot be made of a dict: put a dict in its place")
+        raise BatchError(f"the batch contains a {cls.__name__} that cannot be built from a dict: use a dict instead")
     return [(MappingKey(name), node[name]) for name in names], lambda values: cls(dict(zip(names, values, strict=True)))
 
 

@@ -48,8 +48,8 @@ def writes(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(path.parent).free
             raise CheckpointError(
-                f"{path} cannot be written ({reason(error)}; {free / 1e6:,.0f} MB are free there): free some space, or "
-                "save to another disk. Checkpoints saved before are unchanged"
+                f"{path} cannot be written ({reason(error)}; {free / 1e6:,.0f} MB are free on this disk): free some "
+                "space, or save to another disk. Earlier checkpoints are unchanged"
             ) from error
         raise CheckpointError(f"{path} cannot be written ({reason(error)})") from error
 
@@ -67,9 +67,9 @@ def make_way(target: Path, mark: str) -> None:
     """Prepare to replace `target` by a folder. `mark` is a file that each such folder has: a folder
     without it holds something else, and is refused, not replaced."""
     if target.is_file():
-        raise CheckpointError(f"{target} is a file, but a folder is to be written: choose another name")
+        raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
     if target.exists() and any(target.iterdir()) and not (target / mark).exists():
-        raise CheckpointError(f"{target} holds something else, which saving would replace: choose another folder")
+        raise CheckpointError(f"{target} contains other files, which saving would delete: choose another folder")
     restore(target)
 
 
@@ -84,12 +84,12 @@ def place(writing: Path, target: Path) -> None:
 
 
 def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[Path]:
-    """An empty folder for all ranks, in which the first one leaves a file with the name of `target`, which becomes
-    it."""
+    """An empty folder for all ranks, in which the first rank leaves a file with the name of `target`; at the end this
+    file replaces `target`."""
 
     def prepare() -> None:
         if target.is_dir():
-            raise CheckpointError(f"{target} is a folder, but a file is to be written: name a file in it")
+            raise CheckpointError(f"{target} is a folder, but the save writes a file: pass the path of a file in it")
 
     return _written_folder(target, group, prepare, lambda writing: os.replace(writing / target.name, target))
 
@@ -98,7 +98,8 @@ def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[P
 def _written_folder(
     target: Path, group: dist.ProcessGroup, prepare: Callable[[], None], place: Callable[[Path], None]
 ) -> Iterator[Path]:
-    """A hidden folder next to `target`; the first rank prepares before, and places it after all have written."""
+    """A hidden folder next to `target`; the first rank calls `prepare` before, and `place` after all ranks have
+    written."""
     writing = hidden(target, "writing")
     first = group.rank() == 0
     try:
@@ -160,7 +161,7 @@ BEAT, SILENT = 1.0, 8.0  # seconds between signs of life of a save in the backgr
 
 @dataclass
 class Save(ABC):
-    """A save of which every stage writes its part; the first stage completes the checkpoint once all have written.
+    """A save to which every stage writes its part; the first stage completes the checkpoint once all have written.
 
     A subclass has `write` and `commit`, `abandon`, which removes the files that this stage has written, and `beside`,
     hidden files through which the stages synchronize.
@@ -187,7 +188,7 @@ class Save(ABC):
 
     @property
     def _room(self) -> Path:
-        """The folder for what this stage is writing."""
+        """The folder for files that this stage is writing."""
         return self.beside(f"stage{self.stage}.writing")
 
     def start(self) -> None:
@@ -231,8 +232,8 @@ class Save(ABC):
                         heard[stage] = now, time.monotonic()
             silent = [stage for stage, (_, at) in heard.items() if time.monotonic() > at + SILENT]
             if failed or silent:
-                why = "failed to write" if failed else "ended before they had written"
-                raise CheckpointError(f"stages {failed or silent} {why} their part; {self.target} is kept as it was")
+                why = "could not write" if failed else "ended before they had written"
+                raise CheckpointError(f"stages {failed or silent} {why} their part; {self.target} is unchanged")
             time.sleep(0.02)
 
     def _mark(self, stage: int, what: str) -> Path:

@@ -58,26 +58,27 @@ class PipelineCheckpointIO:
         merge: bool = False,
     ) -> None:
         """Write the folder `checkpoint` (`shard=True`: shards of at most `size_per_shard` MB, their index, the configs;
-        `AutoModel.from_pretrained(checkpoint)` reads it) or one file: that of `torch.save` if its name ends in .pt,
-        .pth or .bin, otherwise safetensors. (`use_safetensors=False` is Booster's default, and has no effect.)
+        `AutoModel.from_pretrained(checkpoint)` reads it) or one file: in the format of `torch.save` if its name ends in
+        .pt, .pth or .bin, otherwise safetensors. (`use_safetensors=False` is Booster's default, and has no effect.)
 
         With `use_async=True` a copy of the weights is written while training continues; the next save waits for it, and
         so does the end of the process. An error in it is raised by the next save.
 
-        `merge=True` writes the folder of a model with adapters as plain transformers reads it, with the active ones
-        merged into the weights, each stage its own.
+        `merge=True` writes the folder of a model with adapters in a form that plain transformers reads: each stage
+        merges its active adapters into its weights.
         """
         boosted = boosted_model(model)
         self.wait()
         refuse_packed(boosted.unwrap())
         has_adapters = is_of_peft(boosted.unwrap(), "PeftModel")
         if merge and not (has_adapters and shard):
-            raise CheckpointError("merge=True writes a folder (shard=True) of a model with adapters")
+            raise CheckpointError("merge=True requires shard=True (which writes a folder) and a model with adapters")
         if has_adapters and not merge:
             raise CheckpointError(
-                "this model has adapters, which plain transformers would not read with its weights: save them by "
-                "booster.save_lora_as_pretrained, all that training needs by pipeshard.save_training_state, or the "
-                "merged model by booster.checkpoint_io.save_model(model, folder, shard=True, merge=True)"
+                "this model has adapters, and plain transformers cannot load them together with its weights: save the "
+                "adapters with booster.save_lora_as_pretrained, the training state with pipeshard.save_training_state, "
+                "or the merged model with "
+                "booster.checkpoint_io.save_model(model, folder, shard=True, merge=True)"
             )
         _refuse_prefix(prefix)
         if shard:
@@ -85,7 +86,7 @@ class PipelineCheckpointIO:
             return
         if (suffix := Path(checkpoint).suffix) in PICKLED and use_safetensors:
             raise CheckpointError(
-                f"use_safetensors=True, but {checkpoint} is read as what torch.save writes: name it "
+                f"use_safetensors=True, but a file named {checkpoint} is loaded with torch.load: use the suffix "
                 f".safetensors instead of {suffix}"
             )
         self._save(boosted, use_async, lambda tensors: FileSave.plan(boosted, tensors, Path(checkpoint), use_async))
@@ -94,8 +95,8 @@ class PipelineCheckpointIO:
     def save_folder(
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
-        """`save_model` with `shard=True`, also of a model with adapters, or with packed weights, without these:
-        the tensors that `load_model` reads."""
+        """`save_model` with `shard=True`, also for a model with adapters; packed weights are omitted. It writes the
+        tensors that `load_model` reads."""
         boosted = boosted_model(model)
 
         def plan(tensors: dict[str, Tensor]) -> FolderSave:
@@ -107,7 +108,7 @@ class PipelineCheckpointIO:
         self._save(boosted, use_async, plan)
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
-        """A save of the folder from copies, for `write` and `commit`; None if another rank does it."""
+        """A save of the folder from copies, for `write` and `commit`; None if another rank writes."""
         boosted = boosted_model(model)
         with self._leading(boosted) as (leads, tensors):
             return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None
@@ -184,7 +185,7 @@ class PipelineCheckpointIO:
     @together_in("load_lr_scheduler")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         with together(self.grid.world):
-            kind, advice = "the state of an LR scheduler", "pass what booster.save_lr_scheduler wrote"
+            kind, advice = "the state of an LR scheduler", "pass a file that booster.save_lr_scheduler wrote"
             state = load_plain(Path(checkpoint), kind, advice)
             if not isinstance(state, dict) or "last_epoch" not in state:
                 raise CheckpointError(f"{checkpoint} is not {kind} (it has no last_epoch): {advice}")
@@ -224,7 +225,9 @@ def refuse_packed(model: nn.Module) -> None:
 
 def _refuse_prefix(prefix: str | None) -> None:
     if prefix is not None:
-        raise CheckpointError(f"prefix={prefix!r}: parameters are saved under the architecture's own names only")
+        raise CheckpointError(
+            f"prefix={prefix!r} is not supported: parameters are saved under the architecture's own names"
+        )
 
 
 def boosted_model(model: nn.Module) -> PipelineModel:

@@ -34,7 +34,8 @@ SHOWN = 8  # names that a warning lists
 
 @dataclass
 class Piece:
-    """Tensors of a checkpoint that become one or several of the model: experts to be stacked, a matrix to be cut.
+    """Tensors of a checkpoint that become one or several tensors of the model: experts to be stacked, a matrix to be
+    cut.
 
     `sources` are their keys, each with the pattern of the transformation that it matched.
     """
@@ -44,7 +45,7 @@ class Piece:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name; `read` returns one of the checkpoint."""
+        """The model's tensors by name; `read` returns a tensor of the checkpoint."""
         if self.transform is None:
             return {self.target: read(self.sources[0][0])}
         transform = copy.deepcopy(self.transform)
@@ -136,9 +137,9 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     """Fill this stage's tensors from a folder, an index or a file; returns the bytes that were read.
 
     Every rank checks names and shapes of the whole model, so all raise the same CheckpointError: always for shapes,
-    with `strict` also for missing or unexpected names. Nothing is changed then. With `draw_missing`, missing weights
-    are initialized by the plugin's `init_weights`, with a warning, as `from_pretrained` does; a model with adapters
-    then takes the weights of the model inside.
+    with `strict` also for missing or unexpected names. If it is raised, nothing is changed. With `draw_missing`,
+    missing weights are initialized by the plugin's `init_weights`, with a warning, as `from_pretrained` does; a model
+    with adapters then takes the weights of the model inside.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -189,7 +190,7 @@ class _Plan:
                     self.conversion.unexpected.append(name)
                     continue
                 if shape != self.shapes[name]:
-                    self.problems.append(f"{name} has shape {shape}, the model {self.shapes[name]}")
+                    self.problems.append(f"{name} has shape {shape}, but {self.shapes[name]} in the model")
                 first = self.first[name]
                 if first not in self.makes or name == first:  # of a tie's two tensors the first counts
                     self.makes[first] = piece
@@ -204,19 +205,19 @@ class _Plan:
         if not of_base and len(packed) == len(self.packed):  # what was saved of a model that has them already
             self.missing = [name for name in self.missing if name not in packed]
         elif packed:
-            self.problems.append(f"{min(packed)} is missing, and a quantized weight is not initialized")
+            self.problems.append(f"{min(packed)} is missing, and a quantized weight cannot be initialized")
 
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
         try:
             made = piece.convert(self.model, lambda key: torch.empty(self.source.shapes[key], device="meta"))
         except Exception as error:  # what a conversion of transformers raises for shapes that it does not expect
             sources = ", ".join(key for key, _ in piece.sources[:3])
-            self.problems.append(f"{piece.target} cannot be made of {sources} ({summary(error)})")
+            self.problems.append(f"{piece.target} cannot be converted from {sources} ({summary(error)})")
             return {piece.target: self.shapes[piece.target]}
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
     def refuse(self, lists: bool) -> None:
-        """Raise for shapes that differ; with `lists` also for missing or unexpected names."""
+        """Raise CheckpointError for shapes that differ; with `lists` also for missing or unexpected names."""
         problems = list(self.problems)
         if lists:
             problems += [f"{name} is missing" for name in self.missing]
@@ -248,8 +249,8 @@ class _Plan:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
-        """The pieces that this stage needs, in the order of the files, and its tensors that each fills, by the piece's
-        name for them."""
+        """The pieces that this stage needs, in the order of the files, each with the stage's tensors that it fills, by
+        the piece's name for them."""
         own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers())}
         needed: dict[str, tuple[Piece, dict[str, dict[str, Tensor]]]] = {}
         for name, piece in self.makes.items():
@@ -286,11 +287,11 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
                 weights[full].set(weights[first].parameter.detach())
     unused = plan.conversion.unexpected
     for names, what in (
-        (lost, "lacks, so that they are drawn at random: train them before use"),
-        (unused, "has unused"),
+        (lost, "are missing and were initialized randomly (train them before use)"),
+        (unused, "are not used"),
     ):
         if names and pipeline.grid.first:
             some = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
             logger.warning(
-                "%s of %s: %d tensors it %s: %s", plan.source.path, type(model).__name__, len(names), what, some
+                "%s, loaded into %s: %d tensors %s: %s", plan.source.path, type(model).__name__, len(names), what, some
             )

@@ -27,35 +27,36 @@ if TYPE_CHECKING:
 def enable_lora(
     model: nn.Module, pretrained_dir: str | None, lora_config: Any, bnb_quantization_config: Any
 ) -> PeftModel:
-    """`model`, not boosted yet, with new adapters of `lora_config`, or with those of `pretrained_dir` to continue.
+    """`model`, not boosted yet, with new adapters from `lora_config`, or with the adapters in `pretrained_dir` to
+    continue their training.
 
     New adapters are initialized by torch's generator, whose seed must be the same on every rank. The model may be on
-    meta (`PipelinePlugin.from_pretrained`): adapters get the values that they would get on the loaded model, and those
-    computed from weights (DoRA, PiSSA, OLoRA) are computed by each stage once it has loaded its own.
+    meta (`PipelinePlugin.from_pretrained`): adapters get the values that they would get on the loaded model, and each
+    stage computes adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded its weights.
 
     Raises UsageError for a model that is boosted or has adapters, ConfigurationError for quantization and for a
-    configuration that does not fit the model, or a model on meta, CheckpointError for a folder that does not.
+    configuration that does not fit the model, or a model on meta, CheckpointError for a folder that does not fit.
     """
     from peft import get_peft_model
 
     if isinstance(model, PipelineModel):
-        raise UsageError("the model is boosted already: call booster.enable_lora(model, ...) before booster.boost")
+        raise UsageError("the model is already boosted: call booster.enable_lora(model, ...) before booster.boost")
     if is_of_peft(model, "PeftModel"):
         raise UsageError(
-            "the model has adapters already: pass the model without them, or boost this one as it is (more adapters: "
-            "model.add_adapter(name, config))"
+            "the model already has adapters: pass the model without them, or boost it without enable_lora (to add more "
+            "adapters, call model.add_adapter(name, config))"
         )
     if bnb_quantization_config is not None:
         raise ConfigurationError(
-            "quantize=True and bnb_quantization_config: the model has its weights already. Leave both out, and make it "
-            "by PipelinePlugin.from_pretrained(cls, folder, "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True)), of which each stage packs its own weights"
+            "quantize=True and bnb_quantization_config are not supported for a model that already has its weights. "
+            "Remove both, and create the model with PipelinePlugin.from_pretrained(cls, folder, "
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then quantizes its own weights"
         )
     if pretrained_dir is not None:
         return _with_adapter_of(pretrained_dir, model)
     with explained(  # peft raises anything for what is not as it expects it
         lambda error: ConfigurationError(
-            f"peft cannot put adapters of this lora_config on {type(model).__name__}: {summary(error)}"
+            f"peft cannot add adapters of this lora_config to {type(model).__name__}: {summary(error)}"
         )
     ):
         return (
@@ -81,18 +82,20 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
 
 
 def save_lora(model: nn.Module, checkpoint: str) -> None:
-    """Write the folder `checkpoint` with every adapter of a boosted PeftModel, as its `save_pretrained` would unsplit.
+    """Write the folder `checkpoint` with every adapter of a boosted PeftModel, as its `save_pretrained` would without
+    the split.
 
     `PeftModel.from_pretrained(base, checkpoint)` reads it. The first stage receives the tensors of the adapters, one at
     a time, and writes them, always as safetensors. An interrupted save leaves the previous files.
 
-    Raises CheckpointError, on every rank, for any other model, a file or a folder of something else.
+    Raises CheckpointError, on every rank, for any other model, and if `checkpoint` is a file or a folder with other
+    content.
     """
     module = model.unwrap() if isinstance(model, PipelineModel) else model
     if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):
         raise CheckpointError(
-            f"this is a {type(module).__name__}: pass what booster.boost(...) made of a model with adapters, which "
-            "booster.enable_lora(model, lora_config=...) returns"
+            f"this is a {type(module).__name__}: pass the model that booster.boost(...) returned, for a model with "
+            "adapters (created with booster.enable_lora(model, lora_config=...))"
         )
     first = min(module.peft_config, key=lambda name: name != "default")
     # peft keeps adapters of other names in folders
@@ -117,7 +120,7 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
 def load_lora(model: PipelineModel, folder: Path) -> None:
     """Fill the adapters of a boosted PeftModel from the files of `save_lora`, or of peft. Call it on all ranks.
 
-    Raises CheckpointError, on every rank, for a folder that lacks one of them, or has others.
+    Raises CheckpointError, on every rank, for a folder that lacks one of the adapters, or has other ones.
     """
     from peft import get_peft_model_state_dict, load_peft_weights
 
@@ -132,9 +135,9 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
             saved = load_peft_weights(str(within), device="cpu")
             own = get_peft_model_state_dict(module, state, adapter)
             if differing := sorted(own.keys() ^ saved.keys()):
-                raise CheckpointError(f"{within} and the adapter {adapter} differ in {listed(differing, 3)}")
+                raise CheckpointError(f"{within} and the adapter {adapter} differ in: {listed(differing, 3)}")
             if any(own[key].shape != value.shape for key, value in saved.items()):
-                raise CheckpointError(f"{within} has tensors of other shapes than the adapter {adapter}")
+                raise CheckpointError(f"the shapes of tensors in {within} differ from those of the adapter {adapter}")
             values |= {names[id(own[key])]: value for key, value in saved.items() if id(own[key]) in names}
         with torch.no_grad():
             for name, value in values.items():
@@ -164,7 +167,7 @@ def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
     if any(id(tensor) not in names for tensor in chosen):
         kinds = ", ".join(sorted({str(config.peft_type) for config in module.peft_config.values()}))
         raise CheckpointError(
-            f"adapters of this kind ({kinds}) are computed when they are saved, from tensors of several stages: call "
-            "save_pretrained of what pipeshard.to_sequential(model, rank=0) returns there"
+            f"adapters of this kind ({kinds}) are computed from tensors of several stages when they are saved: call "
+            "pipeshard.to_sequential(model, rank=0), and then save_pretrained on the model that rank 0 gets"
         )
     return sorted({names[id(tensor)] for tensor in chosen})

@@ -10,7 +10,7 @@ from pipeshard.hf import is_of_peft
 from pipeshard.split.adapters import base_names
 from pipeshard.split.ties import names_of
 
-WHOLE = "of what pipeshard.to_sequential(model, rank=0) returns there"
+WHOLE = "on the model that pipeshard.to_sequential(model, rank=0) returns on rank 0"
 
 
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -20,14 +20,16 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Raises CheckpointError for adapters that are not part of a weight, or part of a tied one.
     """
     if any(config.is_prompt_learning for config in module.peft_config.values()):
-        raise CheckpointError(f"merge=True: prompts are not part of the weights. Call save_pretrained {WHOLE}")
+        raise CheckpointError(
+            f"merge=True does not support prompts, which are not part of the weights. Call save_pretrained {WHOLE}"
+        )
     tied = {name for names in names_of(module).values() if len(names) > 1 for name in names}
     made = dict(tensors)
     for path, layer in _layers(module).items():
         weights = _of_base(layer, path)
         if shared := sorted(tied.intersection(weights)):
             raise CheckpointError(
-                f"merge=True: an adapter would change {shared[0]}, which is tied to another weight. Call "
+                f"merge=True would merge an adapter into {shared[0]}, which is tied to another weight. Call "
                 f"merge_and_unload {WHOLE}"
             )
         if own := tensors.keys() & weights.keys():
@@ -37,7 +39,7 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """The layers with adapters by their paths; of nested ones only the outer one."""
+    """The layers with adapters by their paths; of nested layers, only the outer one."""
     layers = {f"{path}.": layer for path, layer in module.named_modules() if is_of_peft(layer, "BaseTunerLayer")}
     return {path: layer for path, layer in layers.items() if not path.endswith("base_layer.")}
 

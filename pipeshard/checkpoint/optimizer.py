@@ -34,7 +34,7 @@ States: TypeAlias = dict[str, dict[str, Any]]  # what the optimizer keeps of eac
 
 
 def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
-    """The same, with `convert(name of the parameter, tensor)` in place of each tensor."""
+    """The `states`, with `convert(name of the parameter, tensor)` in place of each tensor."""
     return {
         name: {key: convert(name, value) if isinstance(value, Tensor) else value for key, value in values.items()}
         for name, values in states.items()
@@ -68,8 +68,8 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
         for parameter, number in zip(group["params"], numbers["params"], strict=True):
             if parameter not in optimizer.names:
                 raise CheckpointError(
-                    f"group {k} has a parameter of shape {tuple(parameter.shape)} that is not in the model, so it has "
-                    "no name: give the optimizer parameters of the boosted model only"
+                    f"group {k} has a parameter of shape {tuple(parameter.shape)} that does not belong to the model "
+                    "and so has no name: pass only parameters of the boosted model to the optimizer"
                 )
             yield number, optimizer.names[parameter], parameter
 
@@ -110,7 +110,7 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 
 
 def on_meta(content: Content) -> Content:
-    """The same without values of tensors: the form that ranks exchange, and that a folder's description has."""
+    """The `content` without values of tensors: the form that ranks exchange, and that a folder's description has."""
 
     def meta(_: str, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -134,8 +134,8 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
             if first != other:
                 key = next(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
                 raise CheckpointError(
-                    f"{key} of group {k} is {first.get(key)} on stage 0, but {other.get(key)} on stage {rank}: the "
-                    "options of a group have to be the same on all stages"
+                    f"{key} of group {k} is {first.get(key)} on stage 0, but {other.get(key)} on stage {rank}: use the "
+                    "same options for a group on every stage"
                 )
         params = dict.fromkeys(name for group in groups for name in group["params"])
         whole["param_groups"].append(groups[0] | {"params": list(params)})
@@ -143,31 +143,31 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
 
 
 def content_flaw(content: Content, described: bool) -> str:
-    """Why a dict from a file is not a Content; "" if it is one. With `described`, tensors
+    """The reason why a dict from a file is not a Content; "" if it is one. With `described`, tensors
     must be on meta; otherwise all of them must have values."""
     parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
     parameters, groups, states = parts
     if not _by_name(parameters, Tensor):
-        return "its parameters are not tensors by name"
+        return "its parameters are not a dict of tensors by name"
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return "its param_groups are not a list of dicts"
     if not all(isinstance(group.get("params"), list) for group in groups):
-        return "a group has no params"
+        return "one of its groups has no params"
     names = [name for group in groups for name in group["params"]]
     if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parameters):
-        return "the params of its groups are not its parameters, each once"
+        return "the params of its groups are not exactly its parameters, each listed once"
     if not _by_name(states, dict) or not states.keys() <= parameters.keys():
-        return "its state is not of its parameters"
+        return "its state is not a dict of dicts, or belongs to unknown parameters"
     for name, values in states.items():
         if not _by_name(values, object):
-            return f"the state of {name} has no names"
+            return f"the state of {name} is not a dict with string keys"
         if any(outer in values for key in values for outer in accumulate(key.split(INSIDE)[:-1], _inside)):
-            return f"a state of {name} is inside of another one"
+            return f"an entry in the state of {name} contains another entry"
         for key, value in values.items():
             if isinstance(value, Tensor) and not (value.is_meta if described else has_content(value)):
-                return f"{key} of {name} is {'in its description' if described else 'without values'}"
+                return f"{key} of {name} is {'stored in the description' if described else 'without values'}"
         if VALUE in values and getattr(values[VALUE], "shape", None) != parameters[name].shape:
-            return f"{VALUE} of {name} does not have its shape"
+            return f"{VALUE} of {name} does not have the parameter's shape"
     return ""
 
 
@@ -239,8 +239,8 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tup
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     """Load the state that `save_optimizer` wrote with any number of stages into the optimizer.
 
-    Raises CheckpointError, on every rank and with nothing changed, for anything but such a checkpoint, and for one of
-    other parameters, shapes or groups.
+    Raises CheckpointError, on every rank and with nothing changed, for anything except such a checkpoint, and for a
+    checkpoint of other parameters, shapes or groups.
     """
     boosted = _boosted(optimizer)
     with together(boosted.group):
@@ -294,12 +294,12 @@ def _read_content(source: Path) -> Content:
     if not source.exists():
         raise CheckpointError(f"{source} cannot be read: it does not exist")
     described = source.is_dir()
-    advice = "pass what booster.save_optimizer wrote"
+    advice = "pass a file or folder that booster.save_optimizer wrote"
     content = load_plain(source / DESCRIPTION if described else source, "an optimizer checkpoint", advice)
     written = content.get("format") if isinstance(content, dict) else None
     formats = (OPTIMIZER_FORMAT,) if described else (OPTIMIZER_FORMAT, OLDER)
     if not isinstance(content, dict) or written not in formats:
-        raise CheckpointError(f"{source} is not in the format {OPTIMIZER_FORMAT!r}, which has names: {advice}")
+        raise CheckpointError(f"{source} is not in the format {OPTIMIZER_FORMAT!r}: {advice}")
     if problem := content_flaw(content, described):
         raise CheckpointError(f"{source} is damaged: {problem}")
     if described:
@@ -310,7 +310,7 @@ def _read_content(source: Path) -> Content:
 def _problems(saved: Content, present: Content) -> Iterator[str]:
     groups, others = saved["param_groups"], present["param_groups"]
     if len(groups) != len(others):
-        yield f"it has {len(groups)} parameter groups, the optimizer {len(others)}"
+        yield f"it has {len(groups)} parameter groups, but the optimizer has {len(others)}"
     home = {name: k for k, group in enumerate(groups) for name in group["params"]}
     for k, group in enumerate(others):
         for name in group["params"]:
@@ -318,9 +318,9 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
             if name not in home:
                 yield f"{name} is missing"
             elif home[name] != k:
-                yield f"{name} is in group {home[name]}, in the optimizer in group {k}"
+                yield f"{name} is in group {home[name]}, but in group {k} of the optimizer"
             elif tuple(saved["parameters"][name].shape) != shape:
-                yield f"{name} has shape {tuple(saved['parameters'][name].shape)}, in the optimizer {shape}"
+                yield f"{name} has shape {tuple(saved['parameters'][name].shape)}, but {shape} in the optimizer"
     for name in sorted(home.keys() - present["parameters"].keys()):
         yield f"{name} is unexpected"
 

@@ -1,7 +1,7 @@
 """Safetensors files: the tensors of a checkpoint on disk, read one at a time, written by each rank, joined.
 
 The files are those of torch.distributed.checkpoint's `HuggingFaceStorageReader`: their metadata contain the offset of
-each tensor in the whole one. Ranks write and read them without communication, and nothing is pickled.
+each part in the whole tensor. Ranks write and read them without communication, and nothing is pickled.
 """
 
 import json
@@ -40,9 +40,9 @@ FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 
 class Source:
-    """`shapes` are those of all tensors, by key; `bytes_read` counts the bytes that `read` returned.
+    """`shapes` has the shape of each tensor, by key; `bytes_read` counts the bytes that `read` returned.
 
-    Safetensors files are read, not mapped, so that a tensor takes memory once; pickled ones (.bin) with
+    Safetensors files are read, not mapped, so that a tensor takes memory once; pickled files (.bin) are loaded with
     `weights_only=True`, which executes no code. Even in untrusted files, the shapes are no larger than the files, and
     an index only names files of its own folder. Raises CheckpointError for files that cannot be read.
     """
@@ -60,8 +60,8 @@ class Source:
             self._files |= dict.fromkeys(shapes, file)
         if lost := sorted(listed.keys() - self.shapes.keys()):
             raise CheckpointError(
-                f"{path} has an index that names {lost[0]!r} in {listed[lost[0]]!r}, but the file has no such tensor "
-                f"({len(lost)} in all): the checkpoint is incomplete"
+                f"the index of {path} lists {lost[0]!r} in {listed[lost[0]]!r}, but that file does not contain it "
+                f"({len(lost)} such tensors): the checkpoint is incomplete"
             )
 
     def read(self, key: str) -> Tensor:
@@ -78,7 +78,7 @@ class Source:
         return tensor
 
     def ordered(self, keys: Iterable[str]) -> list[str]:
-        """The keys by the files that have them."""
+        """The keys in the order of the files that have them."""
         order = {file: k for k, file in enumerate(dict.fromkeys(self._files.values()))}
         return sorted(keys, key=lambda key: order[self._files[key]])
 
@@ -100,8 +100,8 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
         found = next((path / name for name in FILES if (path / name).exists()), None)
         if found is None:
             raise CheckpointError(
-                f"{path} holds no checkpoint: it has none of {', '.join(FILES)}. Pass a folder that "
-                "save_pretrained or booster.save_model(shard=True) wrote, or a file"
+                f"{path} does not contain a checkpoint: it has none of {', '.join(FILES)}. Pass a file, or a folder "
+                "that save_pretrained or booster.save_model(shard=True) wrote"
             )
         path = found
     if not path.is_file():
@@ -115,7 +115,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
         files = sorted({_of_folder(path, name) for name in listed.values()})
         lost = [file for file in files if not (path.parent / file).is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not an index of a checkpoint: {summary(error)}") from error
+        raise CheckpointError(f"{path} is not a checkpoint index: {summary(error)}") from error
     if lost:
         raise CheckpointError(f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete")
     return [path.parent / file for file in files], listed
@@ -123,7 +123,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 def _of_folder(index: Path, name: object) -> str:
     if not is_inside(name) or "/" in name:
-        raise CheckpointError(f"{index} names {short(name)}, which is not a file of its own folder")
+        raise CheckpointError(f"{index} lists {short(name)}, which is not a file in the same folder")
     return name
 
 
@@ -144,19 +144,19 @@ def _naming_file(file: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch's, for an absurd shape
         raise CheckpointError(
-            f"{file} cannot be read as safetensors ({reason(error)}): it is truncated, or in another format. Pass a "
+            f"{file} cannot be read as safetensors ({reason(error)}): it is truncated or in a different format. Pass a "
             "folder that save_pretrained wrote, or a single safetensors file"
         ) from error
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     state = load_plain(
-        file, "a checkpoint that weights_only=True reads", "convert the checkpoint to safetensors where you trust it"
+        file, "a checkpoint that weights_only=True can load", "if you trust it, convert it to safetensors"
     )
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{file} holds no tensors by name: pass the weights of a model")
+        raise CheckpointError(f"{file} is not a dict of tensors by name: pass a file with the weights of a model")
     if hollow := [key for key, value in state.items() if not has_content(value)]:
-        raise CheckpointError(f"{file} has no values for {short(hollow[0])}: pass the weights of a model")
+        raise CheckpointError(f"{file} has no values for {short(hollow[0])}: pass a file with the weights of a model")
     return state
 
 
@@ -267,11 +267,11 @@ def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         said, found = tensors[name], stored[name]
         if (said.shape, said.dtype) != (found.size, found.properties.dtype):
             problems.append(
-                f"{name} is {found.properties.dtype} of shape {tuple(found.size)}, but {said.dtype} of shape "
-                f"{tuple(said.shape)} by its description"
+                f"{name} is {found.properties.dtype} of shape {tuple(found.size)}, but its description says "
+                f"{said.dtype} of shape {tuple(said.shape)}"
             )
         elif not _is_whole(found):
-            problems.append(f"{name} is incomplete: no file has some slice of it, or two files have one")
+            problems.append(f"{name} is incomplete: a slice is missing from all files, or is in two of them")
     if problems:
         raise CheckpointError(f"{folder} is damaged: {listed(problems)}")
 
@@ -294,7 +294,7 @@ def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _on_cpu(part: Tensor) -> Tensor:
-    """On the CPU, with its own storage: safetensors refuses tensors that share one."""
+    """The part on the CPU, with its own storage: safetensors refuses tensors that share storage."""
     return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -315,7 +315,7 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:
-    """Whether the slices, all inside of the tensor, have as many elements as it has, without overlaps."""
+    """Whether the slices, which are all inside the tensor, cover it without overlaps."""
     chunks, dims = stored.chunks, len(stored.size)
     if any(len(c.offsets) != dims or len(c.sizes) != dims or min(c.offsets, default=0) < 0 for c in chunks):
         return False

@@ -34,8 +34,8 @@ SAVED_FILES = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a s
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
-    """The tensors that this stage saves, by the names of the model: for tensors on several stages, the first one saves.
-    Packed weights are omitted: they are in the checkpoint from which they were loaded.
+    """The tensors that this stage saves, by the names of the model: a tensor on several stages is saved by the first of
+    them. Packed weights are omitted: they are in the checkpoint from which they were loaded.
 
     Call it on all ranks: sliced tensors are gathered from the ranks that have the slices.
     """
@@ -51,7 +51,7 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """A sliced tensor whole, on the CPU: a GPU that trains slices may not have room for all of them whole."""
+    """A sliced tensor, gathered on the CPU: a GPU that trains slices may not have room for all tensors unsliced."""
     return whole(tensor).to("cpu") if isinstance(tensor, DTensor) else tensor
 
 
@@ -134,7 +134,8 @@ class FolderSave(Save):
                 sync(self.beside(INDEX))
 
     def commit(self) -> None:
-        """On the first stage, once all have written: make it the folder's checkpoint and remove the previous one."""
+        """On the first stage, once all stages have written: make this save the folder's checkpoint and remove the
+        previous one."""
         for config in sorted(self.beside("configs").iterdir()):
             os.replace(config, self.target / config.name)
         last = SINGLE if self.is_single else INDEX
@@ -246,8 +247,8 @@ def _generation(folder: Path) -> str:
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:
-    """The name under which each parameter is saved, by its first name: for tied ones, the name to which the
-    architecture ties the others."""
+    """The name under which each parameter is saved, by its first name: for tied parameters, the name to which the
+    architecture ties the other names."""
     patterns = _tied_patterns(model)
     return {
         first: next((name for name in names if not any(pattern.search(name) for pattern in patterns)), first)

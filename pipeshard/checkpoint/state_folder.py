@@ -5,7 +5,7 @@ bits and people mix folders, so the manifest also has each file's SHA-256, as `s
 have just been written costs little, as they are still in the page cache; the ranks divide the work.
 
 Two jobs that save into one folder (a requeued one and its zombie) would remove each other's unfinished saves, so the
-first rank locks the folder while its model lives. The kernel releases such a lock when a process ends in any way;
+first rank locks the folder while its model exists. The kernel releases such a lock when a process ends in any way;
 forked children do not have it. NFS cannot lock folders: there a file `.writer` is locked.
 
 In the background, every rank writes its part from copies:
@@ -73,8 +73,8 @@ def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -
 
 
 def flaw(folder: Path, step: int | None = None) -> str:
-    """Why the folder is not a complete training state (of that step), by the names and sizes of its files; "" if it
-    is. Never raises."""
+    """The reason why the folder is not a complete training state (of that step), by the names and sizes of its files;
+    "" if it is. Never raises."""
     try:
         manifest = read_document(folder / MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
@@ -83,29 +83,29 @@ def flaw(folder: Path, step: int | None = None) -> str:
         if not isinstance(files, dict) or not files:
             return f"{MANIFEST} lists no files"
         if not isinstance(manifest.get("sha256", {}), dict):
-            return f"{MANIFEST} has no sums by file"
+            return f"{MANIFEST} has no checksums by file"
         if step not in (None, manifest.get("step")):
-            return f"{MANIFEST} is of step {short(manifest.get('step'))}"
+            return f"{MANIFEST} belongs to step {short(manifest.get('step'))}"
         for name, size in files.items():
             if not is_inside(name):
-                return f"{MANIFEST} names {short(name)}, which is not a file of its folder"
+                return f"{MANIFEST} lists {short(name)}, which is not a file in its folder"
             if type(size) is not int or (folder / name).stat().st_size != size:
-                return f"{short(name)} has not the size {short(size)} that {MANIFEST} says"
+                return f"the size of {short(name)} is not {short(size)}, the size in {MANIFEST}"
     except (OSError, ValueError) as error:
         return summary(error)
     return ""
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> str:
-    """Which files of a complete state have changed since the save; "" if none has. Call it on all ranks: each reads its
-    share. States from before 0.2 have no checksums, and pass."""
+    """A text that names the files of a complete state that have changed since the save; "" if none has. Call it on all
+    ranks: each reads its share. States from before 0.2 have no checksums, and pass."""
     manifest = read_document(folder / MANIFEST)
     expected = manifest.get("sha256", {})
     names = sorted(manifest["files"].keys() & expected.keys())
     found = _shared_out(folder, names, group)
     changed = [name for name in names if found[name] != expected[name]]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return f"{', '.join(changed[:3])}{more}: not what was saved, by SHA-256" if changed else ""
+    return f"{', '.join(changed[:3])}{more}: the SHA-256 checksum has changed since the save" if changed else ""
 
 
 def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dict[str, str]:
@@ -115,7 +115,7 @@ def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dic
 
 
 def sum_of(file: Path) -> str:
-    """Its SHA-256; raises OSError if it cannot be read."""
+    """The SHA-256 of a file; raises OSError if the file cannot be read."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
@@ -184,8 +184,8 @@ def _holder(handle: int) -> str:
 
 def _other_writer(parent: Path, who: str) -> CheckpointError:
     return CheckpointError(
-        f"{parent} is being written to by {who or 'another process'}: two jobs that save into one folder would "
-        "remove each other's states. End that one first, or save elsewhere"
+        f"{who or 'another process'} is writing to {parent}: two jobs that save into one folder would delete each "
+        "other's states. Stop the other process first, or save to another folder"
     )
 
 
@@ -204,7 +204,7 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 @dataclass
 class StateSave(Save):
-    """Its stages are all ranks, which plan and copy together what each of them writes."""
+    """A Save whose stages are all ranks: they plan together, and each copies the part that it writes."""
 
     writing: Path  # the hidden folder
     model: FolderSave | None  # on the ranks of the first replica

@@ -1,4 +1,4 @@
-"""Sequential: the trained pipeline back as one ordinary module in one process."""
+"""Sequential: the trained pipeline, converted back to one ordinary module in one process."""
 
 import copy
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ from pipeshard.split.packed import is_quantized
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
     """The current whole model, of the architecture's own class. Call it on every rank of the pipeline.
 
-    Each rank gets one. With `rank`, only that stage (of every replica) gets one, and the others get None, and hold at
-    most one extra parameter. It shares no tensor with `model`, which can continue to train. Weights and buffers are
-    those of the stages that train them; ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache`
-    are those of the model, gradients are not copied.
+    Each rank gets a model. With `rank`, only that stage (of every replica) gets a model; the other stages get None, and
+    hold at most one extra parameter. The result shares no tensor with `model`, which can continue to train. Weights and
+    buffers are those of the stages that train them; ties, frozen parameters, modes, activation checkpointing, hooks and
+    `use_cache` are those of the model; gradients are not copied.
 
     Args:
-        model: what `booster.boost` returned.
-        rank: the stage that gets it, from 0; None: all of them.
+        model: the model that `booster.boost` returned.
+        rank: the stage that gets the model, counted from 0; None for all stages.
         device: the device of its tensors.
 
     Raises UsageError for a model that was not boosted, has no values yet, or cannot be copied, ConfigurationError for
@@ -45,14 +45,14 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
         raise ConfigurationError(f"rank must be a stage of this pipeline, 0 to {pipeline.num_stages - 1}, got {rank!r}")
     if is_quantized(pipeline.model):
         raise UsageError(
-            "to_sequential got a model whose base weights are quantized. Save its adapters by "
-            "booster.save_lora_as_pretrained(model, <folder>), load the base in one process by its class's "
+            "to_sequential got a model with quantized base weights. Save its adapters with "
+            "booster.save_lora_as_pretrained(model, <folder>), load the base in one process with its class's "
             "from_pretrained(..., quantization_config=...), and call PeftModel.from_pretrained(base, <folder>)"
         )
     if pipeline.blank:
         raise UsageError(
-            f"to_sequential got a model of which {len(pipeline.blank)} parameters, {min(pipeline.blank)} the first, "
-            "have no values yet: call booster.load_model(model, <folder>) before"
+            f"to_sequential got a model with {len(pipeline.blank)} parameters that have no values yet (first: "
+            f"{min(pipeline.blank)}): call booster.load_model(model, <folder>) first"
         )
     pipeline.gradients.settle()
     copied: nn.Module | None = None
@@ -61,7 +61,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
         try:
             copied = _copied_stage(pipeline, torch.device(device))
         except Exception as error:  # the user's attributes may have a __deepcopy__ of their own
-            failure = f"{type(pipeline.model).__name__} cannot be copied on stage {pipeline.rank}: {error!r}"
+            failure = f"copy.deepcopy of {type(pipeline.model).__name__} failed on stage {pipeline.rank}: {error!r}"
     for stage, tensors in enumerate(_entries_of_all(pipeline, failure)):
         for entry in tensors:
             value = _shared(pipeline, stage, entry)
@@ -71,7 +71,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
 
 class StageTensor(NamedTuple):
-    """A parameter or buffer of the stage that has its current value; `flag` is whether the parameter requires a
+    """A parameter or buffer of the stage that has its current value; `flag` says whether the parameter requires a
     gradient, or the buffer is persistent."""
 
     name: str
@@ -133,7 +133,8 @@ def _is_bound(hook: Any) -> bool:
     """Whether a hook belongs to a module; others, and the objects of their methods (a recorder, a trainer), are the
     user's.
 
-    Torch wraps some hooks in an object that knows their module, the rest may be methods and partial functions.
+    Torch wraps some hooks in an object that has a reference to their module; the rest may be methods and partial
+    functions.
     """
     if isinstance(hook, MethodType):
         return isinstance(hook.__self__, nn.Module)
@@ -142,12 +143,12 @@ def _is_bound(hook: Any) -> bool:
 
 
 def _entries_of_all(pipeline: Pipeline, failure: str) -> list[list[StageTensor]]:
-    """The entries of every stage; all ranks raise if one could not copy the model."""
+    """The entries of every stage; all ranks raise an error if one could not copy the model."""
     own: list[Any] = [tuple(entry) for entry in _stage_tensors(pipeline)]
     answers = gather_objects((failure, own), pipeline.group)
     failures = [text for text, _ in answers if text]
     if failures:
-        raise UsageError(f"{failures[0]}. Remove what copy.deepcopy cannot copy from the model's attributes")
+        raise UsageError(f"{failures[0]}. Remove the attributes of the model that copy.deepcopy cannot copy")
     return [[StageTensor(*entry) for entry in entries] for _, entries in answers]
 
 
@@ -165,7 +166,7 @@ def _stage_tensors(pipeline: Pipeline) -> Iterator[StageTensor]:
 
 
 def _shared(pipeline: Pipeline, stage: int, entry: StageTensor) -> Tensor:
-    """The value of `stage`, on every rank."""
+    """The value of this entry on `stage`, sent to every rank."""
     if stage == pipeline.rank:
         model = pipeline.model
         own = model.get_buffer(entry.name) if entry.is_buffer else model.get_parameter(entry.name)

@@ -47,7 +47,8 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: Any) -> None:
-    """Raise the error of generators created for this test if this is not a valid state, before any other is changed."""
+    """Set this state on generators created for the test, which raise an error for an invalid one, before others are
+    changed."""
     torch.Generator().set_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.Generator("cuda").set_state(state["cuda"])
@@ -92,8 +93,8 @@ def save_training_state(
     raises its error; so does the end of the process.
 
     Raises CheckpointError, on every rank, for an object that is not boosted, a dataloader that does not know its
-    position, a `directory` with a later step, which would be mistaken for the newest, and one that another job saves
-    into.
+    position, a `directory` with a later step, which would be mistaken for the newest, and a `directory` into which
+    another job saves.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):
@@ -160,7 +161,7 @@ def _planned_state(
 
 
 def _keep(parent: Path, keep: int) -> None:
-    """Remove all complete steps but the last ones; each is hidden first, so that no reader takes it for complete while
+    """Remove all complete steps but the last ones; each is hidden first, so that no reader considers it complete while
     it is being removed."""
     for old in sorted(_saved_steps(parent))[:-keep]:
         folder = _folder(parent, old)
@@ -186,8 +187,8 @@ def load_training_state(
     checksum. If the newest state has changed, it is renamed to `step-<step>.damaged`, and an older one loaded, with a
     warning.
 
-    Raises CheckpointError, on every rank, if no complete step exists, if it lacks what is given, and for objects that
-    do not fit.
+    Raises CheckpointError, on every rank, if no complete step exists, if it lacks the state of a given object, and for
+    objects that do not fit.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):
@@ -204,10 +205,10 @@ def load_training_state(
         damaged[folder] = why
     else:
         what = "; ".join(f"{folder.name} has changed ({why})" for folder, why in damaged.items())
-        raise CheckpointError(f"{parent} holds no whole step{'' if step is None else f' {step}'}: {what}")
+        raise CheckpointError(f"{parent} contains no intact step{'' if step is None else f' {step}'}: {what}")
     if step is None and pipeline.grid.first:
         for path, why in [*_incomplete(parent), *damaged.items()]:
-            logger.warning("%s is not complete (%s): going on from step %d", path, why, chosen)
+            logger.warning("%s is skipped, because it is not complete (%s): resuming from step %d", path, why, chosen)
         for path in damaged:  # it counts as a step no more, of which some are kept and the last is the newest
             with suppress(OSError):
                 path.rename(path.with_name(f"{path.name}.damaged"))
@@ -217,7 +218,7 @@ def load_training_state(
         saved = rest | {"optimizer": folder / OPTIMIZER if (folder / OPTIMIZER).exists() else None}
         missing = [name for name in given if given[name] is not None and saved.get(name) is None]
         if missing:
-            raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: load it without, too")
+            raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: do not pass them when loading it")
         if dataloader is not None:
             dataloader.load_state_dict(rest["dataloader"])
     io_of(model).load_model(model, str(folder / MODEL))
@@ -237,21 +238,21 @@ def newest_step(directory: str | Path) -> int | None:
 def _check_loader(dataloader: Any) -> None:
     if dataloader is not None and not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
         raise CheckpointError(
-            f"this {type(dataloader).__name__} does not know its position in the data (it has no state_dict): make it "
-            "with plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or pass dataloader=None"
+            f"this {type(dataloader).__name__} has no state_dict with its position in the data: create it with "
+            "plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or pass dataloader=None"
         )
 
 
 def _check_step(parent: Path, step: int, keep: int) -> None:
     if not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"step={step!r}: the number of steps done is an integer, 0 or more")
+        raise CheckpointError(f"step, the number of completed steps, must be a non-negative integer, got {step!r}")
     if not isinstance(keep, int) or keep < 1:
-        raise CheckpointError(f"keep={keep!r}: how many of the last steps are kept is an integer, 1 or more")
+        raise CheckpointError(f"keep, the number of last steps to keep, must be a positive integer, got {keep!r}")
     later = max(_saved_steps(parent), default=step)
     if later > step:
         raise CheckpointError(
-            f"{parent} already holds step {later}, which would stay the newest after step {step} is saved: save "
-            "elsewhere, or move the later steps away"
+            f"{parent} already contains step {later}, which would remain the newest after step {step} is saved: save "
+            "to another folder, or move the later steps away"
         )
 
 
@@ -259,7 +260,8 @@ def _refuse_other_number(value: int, pipeline: Pipeline, what: str) -> None:
     values = gather_objects(value, pipeline.grid.world)
     if len(set(values)) > 1:
         raise CheckpointError(
-            f"the {what} is {values} on the stages: it has to be one, and the directory one that all of them see"
+            f"the {what} differs between stages: {values}. Pass the same value on every stage, and use a directory "
+            "that all stages can see"
         )
 
 
@@ -288,7 +290,7 @@ def _choose(parent: Path, step: int | None) -> list[int]:
         return [step]
     flaws = [f"; {path.name} is not complete ({why})" for path, why in _incomplete(parent)]
     what = "no complete step" if step is None else f"no complete step {step}, only {steps[::-1]}"
-    raise CheckpointError(f"{parent} holds {what}{''.join(flaws[-3:])}: pass what save_training_state wrote to")
+    raise CheckpointError(f"{parent} contains {what}{''.join(flaws[-3:])}: pass the directory of save_training_state")
 
 
 def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: Any = None) -> dict[str, Any]:
@@ -314,12 +316,12 @@ def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRSched
 def read_rest(file: Path) -> dict[str, Any]:
     """Read the result of `rest_of`, after checking that it can be restored."""
     advice = "load another step (step=...)"
-    rest = load_plain(file, "the rest of a training state", advice)
+    rest = load_plain(file, "the remaining part of a training state", advice)
     with explained(  # generators, and what anybody may have written in their place, raise anything
         lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
     ):
         if not isinstance(rest["steps"], int) or rest["steps"] < 0:
-            raise ValueError("steps must be a number of steps")
+            raise ValueError("steps must be a non-negative integer")
         for key in ("lr_scheduler", "dataloader", "loss_scale"):
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")

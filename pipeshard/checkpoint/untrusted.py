@@ -36,16 +36,16 @@ VALUES = 1_000_000  # each of which takes up to a hundred bytes
 def read_document(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
-    Raises ValueError, or OSError, for anything else, for a file of more than 64 MiB before it is read, and for one of
-    more than a million values before they are built.
+    Raises ValueError, or OSError, for anything else, for a file of more than 64 MiB before it is read, and for a file
+    with more than a million values before they are built.
     """
     if not file.is_file():
         raise FileNotFoundError("it does not exist")
     if (size := file.stat().st_size) > LARGEST_JSON:
-        raise ValueError(f"it has {size} bytes, more than the limit of {LARGEST_JSON}")
+        raise ValueError(f"it is {size} bytes long, more than the limit of {LARGEST_JSON}")
     text = file.read_text("utf-8")
     if (values := sum(map(text.count, ",[{"))) > VALUES:
-        raise ValueError(f"it has about {values} values, more than the limit of {VALUES}")
+        raise ValueError(f"it contains about {values} values, more than the limit of {VALUES}")
     try:
         content = json.loads(text)
     except RecursionError as error:
@@ -76,14 +76,16 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     """A model on meta, in evaluation mode, which Booster will load; see PipelinePlugin.from_pretrained."""
     path = path if path.is_dir() else _cached(path)
     if gguf_file is not None and not (path / gguf_file).is_file():
-        raise CheckpointError(f"{path / gguf_file} is not there: pass a folder that has it")
+        raise CheckpointError(f"{path / gguf_file} does not exist: pass a folder that contains it")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     extra["trust_remote_code"] = options.pop("trust_remote_code", False)  # None asks on the terminal
     quantization = options.pop("quantization_config", None)
     config, unused = folder_config(path, **extra, **options)
     if unknown := unused.keys() & options.keys():
-        raise ConfigurationError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass fields it has")
+        raise ConfigurationError(
+            f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass only fields of the config"
+        )
     refuse_quantized_folder(config, path)
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
@@ -100,9 +102,9 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
 def folder_config(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """The result of `AutoConfig.from_pretrained` for a folder with these options, and the unknown ones among them.
 
-    Raises CheckpointError if it is not a config of a model, or one with implausible sizes.
+    Raises CheckpointError if it is not a config of a model, or has implausible sizes.
     """
-    with _explaining(f"{folder} has no config of a model"):
+    with _explaining(f"{folder} does not contain a valid model config"):
         for file in sorted(folder.glob("config*.json")):  # one names others, for other versions of transformers
             _measure_config(read_document(file))
         config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
@@ -121,10 +123,10 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
         document = read_document(folder / ADAPTER_CONFIG)
         for key, number in _whole_numbers(document):
             if number > RANK:
-                raise ValueError(f"it says {key}={number}, more than {RANK}")
+                raise ValueError(f"{key}={number} is more than the limit of {RANK}")
         prompt = [document.get(key) for key in PROMPT]
         if (values := math.prod(number for number in prompt if type(number) is int)) > VIRTUAL:
-            raise ValueError(f"its virtual tokens are {values} numbers, more than {VIRTUAL}")
+            raise ValueError(f"its virtual tokens contain {values} numbers, more than the limit of {VIRTUAL}")
         keys = ("target_modules", "exclude_modules", "layers_pattern")
         patterns = [document[key] for key in keys if isinstance(document.get(key), str)]
         mappings = [document.get(key) for key in ("rank_pattern", "alpha_pattern")]
@@ -149,11 +151,11 @@ def _counting(folder: Path) -> Iterator[None]:
         nonlocal made
         made += 1
         if made > MODULES:
-            raise ValueError(f"it is of more than {MODULES} modules")
+            raise ValueError(f"it has more than {MODULES} modules")
 
     handle = register_module_module_registration_hook(count)
     try:
-        with _explaining(f"no model can be made of the config of {folder}"):
+        with _explaining(f"no model can be built from the config of {folder}"):
             yield
     finally:
         handle.remove()
@@ -165,11 +167,11 @@ def _measure_config(document: Any) -> None:
         is_counted = COUNTED.search(key) and not NOT_COUNTED.search(key)
         most = LABELS if key == "num_labels" else THINGS if is_counted else None
         if most is not None and number > most:
-            raise ValueError(f"it says {key}={number}, more than {most}")
+            raise ValueError(f"{key}={number} is more than the limit of {most}")
 
 
 def _whole_numbers(document: Any) -> Iterator[tuple[str, int]]:
-    """The integers in it, with their names, or the lists that they are in."""
+    """The integers in a document, with their names, or the lists that they are in."""
     rest = [("", document)]
     while rest:
         key, value = rest.pop()
@@ -205,22 +207,22 @@ def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
             check=True,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"its patterns {patterns} are not matched within {MATCHING_SECONDS:g} seconds") from None
+        raise ValueError(f"matching its patterns {patterns} takes more than {MATCHING_SECONDS:g} seconds") from None
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:]
-        raise ValueError(f"its patterns {patterns} are not regular expressions: {' '.join(last)}") from None
+        raise ValueError(f"its patterns {patterns} are not valid regular expressions: {' '.join(last)}") from None
 
 
 def _cached(name: Path) -> Path:
     """The folder of a model with this name in the cache of the Hugging Face Hub, if it was downloaded."""
-    message = f"{name} is not there: pass a folder that save_pretrained wrote"
+    message = f"{name} does not exist: pass a folder that save_pretrained wrote"
     try:
         return Path(snapshot_download(str(name), local_files_only=True))
     except HFValidationError:  # no name that the hub can have
         raise CheckpointError(message) from None
     except Exception:  # the hub's errors are of several kinds, which change; whatever it is, the model is not here
         raise CheckpointError(
-            f"{message}, or, of a model of the Hugging Face hub, download it once, before the ranks start, by "
+            f"{message}, or download a model of the Hugging Face Hub once, before the ranks start, with "
             f"huggingface_hub.snapshot_download({str(name)!r})"
         ) from None
 
@@ -255,14 +257,14 @@ def has_content(tensor: Tensor) -> bool:
 
 
 def _refuse_bombs(file: Path, zipped: bool) -> None:
-    """A pickle of a few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never ends,
-    in C, where nothing interrupts it. `torch.save` of plain values needs neither, and it never compresses:
-    compressed data may have any size once unpacked."""
+    """Refuse pickles that could take all memory or never end. A few bytes can create gigabytes (`bytearray(2**40)`), or
+    nested tuples whose hash never ends, in C, where nothing interrupts it. `torch.save` of plain values needs neither,
+    and it never compresses: compressed data may have any size once unpacked."""
     if zipped:
         with zipfile.ZipFile(file) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
             if packed:
-                raise ValueError(f"{packed[0]!r} in it is compressed, which torch.save does not do")
+                raise ValueError(f"{packed[0]!r} in it is compressed, but torch.save does not compress")
             (name,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
             with archive.open(name) as content:
                 _measure_pickle(_Bounded(content, file.stat().st_size))
@@ -291,9 +293,9 @@ def _measure_pickle(content: Any) -> None:
     memo: dict[Any, list[int]] = {}
     for k, (code, argument, _) in enumerate(pickletools.genops(content)):
         if k > MOST_STEPS:
-            raise ValueError(f"it takes more than {MOST_STEPS} steps to unpickle: use safetensors")
+            raise ValueError(f"unpickling it takes more than {MOST_STEPS} steps: use safetensors")
         if code.name == "GLOBAL" and not MADE_OF.fullmatch(str(argument)):
-            raise ValueError(f"Unsupported global: GLOBAL {str(argument).replace(' ', '.')} is not of plain values")
+            raise ValueError(f"Unsupported global: GLOBAL {str(argument).replace(' ', '.')} is not a plain value")
         if code.name == "MARK":
             stack.append(None)
         elif code.name.endswith("PUT"):
@@ -310,7 +312,7 @@ def _measure_pickle(content: Any) -> None:
                 taken.append(stack.pop() or [1])
             total = 1 + sum(count for (count,) in taken)
             if total > MOST_STEPS:
-                raise ValueError(f"it unfolds to more than {MOST_STEPS} values")
+                raise ValueError(f"it expands to more than {MOST_STEPS} values")
             if code.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"):
                 taken[-1][0] = total  # the object itself, below what is put into it
                 stack.append(taken[-1])

@@ -111,9 +111,9 @@ class Order:
         for key in state:
             if key not in members:
                 raise CheckpointError(
-                    f"the position in the data was saved with the state of {key.partition(' ')[2]}, which this "
-                    f"dataloader's order does not have (it has {', '.join(key.partition(' ')[2] for key in members)}): "
-                    "make the dataloader with the same sampler"
+                    f"the data position was saved with the state of {key.partition(' ')[2]}, which this "
+                    f"dataloader does not use (it uses {', '.join(key.partition(' ')[2] for key in members)}): "
+                    "create the dataloader with the same sampler"
                 )
         for (key, name), value in self._first.items():  # unless the state has another value
             if key in members and name not in state.get(key, {}).get("attributes", {}):

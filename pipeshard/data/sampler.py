@@ -60,6 +60,7 @@ class SharedSampler(Sampler[Any]):
         batches, remainder = divmod(start_index, self.share.size)
         if remainder or batches < 0:
             raise ConfigurationError(
-                f"start_index={start_index} is within a batch of {self.share.size} samples: give a multiple of that"
+                f"start_index={start_index} is within a batch of {self.share.size} samples: pass a multiple of "
+                "the batch size"
             )
         self.place.set(self.place.epoch + self.place.begun, batches)

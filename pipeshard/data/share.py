@@ -53,8 +53,8 @@ class Share:
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(
-                "the last %d of an epoch's samples (of whole batches, where the loader makes none) are left out: "
-                "they are fewer than the %d replicas",
+                "the last %d samples of each epoch (batches, if the DataLoader does not batch) are dropped, because "
+                "there are fewer than the %d replicas",
                 remainder,
                 self.replicas,
             )

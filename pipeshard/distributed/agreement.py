@@ -89,8 +89,8 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
     other = next(rank for rank, digests in enumerate(ranks) if digests[different] != ranks[0][different])
     if group.rank() == 0:
         logger.warning(
-            "%s has other values on %s than on %s: every rank takes the weights of %s. Call torch.manual_seed(0) on "
-            "every rank before the model is built, to build the same model everywhere",
+            "the values of %s differ between %s and %s: every rank uses the weights of %s. To build the same model "
+            "everywhere, call torch.manual_seed(0) on every rank before building it",
             different, named(other), named(0), named(0),
         )  # fmt: skip
     for name in shared:
@@ -120,8 +120,8 @@ def compare_trained(
             other = next((k for k, flags in enumerate(ranks) if flags.get(name, flag) != flag), None)
             if other is not None:
                 raise UsageError(
-                    f"{name} is held by several ranks, and has requires_grad={flag} on {named(rank)}, but "
-                    f"{not flag} on {named(other)}: freeze it, or train it, on all of them"
+                    f"{name} is held by several ranks, but has requires_grad={flag} on {named(rank)} and {not flag} on "
+                    f"{named(other)}: set the same value on every rank"
                 )
     return {name: flag for of_rank in ranks for name, flag in of_rank.items()}
 

@@ -33,7 +33,7 @@ def encode(value: Any) -> bytes:
     buffer = io.BytesIO()
     with explained(
         lambda error: MessageError(
-            f"this {type(value).__name__} is not made of tensors, numbers and strings alone: {reason(error)}"
+            f"this {type(value).__name__} must contain only tensors, numbers and strings: {reason(error)}"
         )
     ):
         torch.save(value, buffer)
@@ -115,7 +115,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     contents = [row[:length].numpy().tobytes() for row, (length, _) in zip(gather(padded, group), heads)]
     for rank, (content, (_, flawed)) in enumerate(zip(contents, heads)):
         if flawed:
-            raise MessageError(f"rank {rank} of {len(heads)} cannot tell the others what it has: {content.decode()}")
+            raise MessageError(f"rank {rank} of {len(heads)} cannot send its value: {content.decode()}")
     return [decode(content) for content in contents]
 
 
@@ -132,7 +132,7 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
     broadcast_bytes(sent, source, group)
     received = sent.numpy().tobytes()
     if flawed:
-        raise MessageError(f"rank {source} cannot tell the others what it has: {received.decode()}")
+        raise MessageError(f"rank {source} cannot send its value: {received.decode()}")
     return decode(received)
 
 
@@ -227,10 +227,10 @@ def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, na
     """Raise UsageError if ranks are in different calls, or after a different number of them."""
     if len(set(calls)) > 1:
         names = gather_objects(own_progress().call, group)
-        table = "; ".join(f"{named(r)}: {name}, its call {calls[r][1]}" for r, name in enumerate(names))
+        table = "; ".join(f"{named(r)}: {name} (call {calls[r][1]})" for r, name in enumerate(names))
         raise UsageError(
-            f"the ranks are not at the same call: {table}. Every rank has to make each collective call of the plugin, "
-            "the optimizer and the booster, in the same order: look for what runs on some ranks only"
+            f"the ranks make different calls: {table}. Every rank must make the collective calls of the plugin, the "
+            "optimizer and the booster in the same order: check for calls that only some ranks make"
         )
 
 

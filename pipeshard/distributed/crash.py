@@ -39,7 +39,7 @@ def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report(rank, name, fault, error), indent=1))
     except (OSError, ValueError) as why:
-        logger.warning("rank %d could not leave its report in %r: %s", rank, folder, why)
+        logger.warning("rank %d could not write its report to %r: %s", rank, folder, why)
 
 
 def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> dict[str, Any]:
@@ -72,11 +72,11 @@ def page(folder: Path) -> Iterator[str]:
     """
     reports = sorted(map(_read_report, folder.glob("rank-*.json")), key=lambda report: report.time)
     if not reports:
-        raise CheckpointError(f"{folder} has no report of a rank (rank-0.json, ...)")
+        raise CheckpointError(f"{folder} contains no report of a rank (rank-0.json, ...)")
     own = [report.text for report in reports if report.culprit == report.rank]
     yield f"What happened: {(own or [report.text for report in reports])[0]}"
     for rank in sorted({report.culprit for report in reports} - {report.rank for report in reports} - {-1}):
-        yield f"Rank {rank} left no report here: it was killed, is stopped, or has another working directory"
+        yield f"Rank {rank} has no report here: it was killed, is stopped, or has a different working directory"
     for report in reports:
         after = f"{report.time - reports[0].time:.2f} s after the first"
         yield f"\n{report.name}, {after}, in {report.where} ({report.resident / 2**30:.2f} GiB resident)"

@@ -52,7 +52,7 @@ class Fault:
         if self.kind == ENDED and self.message == THROUGH:
             return f"{self.name} has reached the end of its program"
         if self.kind == ENDED:
-            return f"{self.name} has ended, {self.message}, in {self.where}"
+            return f"{self.name} ended {self.message}, in {self.where}"
         return self.message
 
     def to_json(self) -> str:
@@ -182,7 +182,7 @@ class RollCall:
             return replace(fault, message=_silent(silent, named, fault))
         busy = [rank for rank, state in answers.items() if not state["waits"] and not state["collective"]]
         found = silent or busy
-        names = ", ".join(map(named, found)) or "no rank alone"
+        names = ", ".join(map(named, found)) or "no single rank"
         table = "\n".join(f"  {named(rank)} {_state_line(answers.get(rank))}" for rank in range(self.size))
         message = f"{fault.message}, because of {names}:\n{table}"
         return replace(fault, message=message, rank=found[0] if found else -1, name=named(found[0]) if found else "")
@@ -216,22 +216,22 @@ def _process_state() -> dict[str, Any]:
 
 def _state_line(state: dict[str, Any] | None) -> str:
     if state is None:
-        return "does not answer: it is stopped, does not let go of the interpreter, or its process or machine is gone"
+        return "does not respond: it is stopped, it holds the GIL, or its process or machine is gone"
     since = f"{state['seconds']:.3g} s"
     if state["waits"]:
         others = ", ".join(map(str, state["waits"][:8])) + (", ..." if len(state["waits"]) > 8 else "")
         return f"has waited {since} for rank{'s' * (len(state['waits']) > 1)} {others} in {state['where']}"
     if state["collective"]:
-        return f"waits for the others in {state['collective']} of its own ({state['at']})"
+        return f"waits for other ranks in its own {state['collective']} call ({state['at']})"
     module = f", {state['module']}" if state["module"] else ""
     return f"has been {since} in {state['where']}{module}" + (f" ({state['at']})" if state["at"] else "")
 
 
 def _silent(silent: list[int], named: Callable[[int], str], fault: Fault) -> str:
     if not silent:
-        return f"a connection of rank {fault.told_by} broke in {fault.where}, but all ranks answer: look at the network"
+        return f"rank {fault.told_by} lost a connection in {fault.where}, but all ranks respond: check the network"
     names = ", ".join(map(named, silent))
-    return f"{names} is gone: it was killed, has crashed, or is cut off (seen by rank {fault.told_by} in {fault.where})"
+    return f"{names} is gone: it was killed, has crashed, or is offline (seen by rank {fault.told_by} in {fault.where})"
 
 
 TAG = 7919  # of a message that nobody sends

@@ -41,8 +41,8 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
         config = dist.get_backend_config(group)
     except (TypeError, ValueError) as error:  # of torch, for a group that it does not know any more
         raise UsageError(
-            "the process group of this boost was destroyed: torch.distributed.destroy_process_group() was "
-            "called since. Boost the model in the new one, from the weights that were saved before"
+            "the process group of this boosted model was destroyed with torch.distributed.destroy_process_group(): "
+            "create a new process group, and boost the model again in it, from weights saved earlier"
         ) from error
     backends = dict(part.split(":") for part in config.split(","))
     return backends.get(device.type, "")

@@ -156,7 +156,7 @@ class LocalWorld:
                 moved = [self._turn(rank, contexts[rank.number]) for rank in left]
                 if not any(moved):
                     waits = "; ".join(f"rank {rank.number} waits for {rank.waits_for}" for rank in left)
-                    raise DeadlockError(f"the ranks wait for each other without end: {waits}")
+                    raise DeadlockError(f"the ranks are deadlocked: {waits}")
         finally:
             for rank in ranks:
                 rank.abort()
@@ -196,7 +196,7 @@ class LocalWorld:
             meeting = _Meeting(kind)
             meetings.append(meeting)
         if meeting.kind != kind:
-            raise DeadlockError(f"rank {group.ranks[place]} calls {kind}, where another one calls {meeting.kind}")
+            raise DeadlockError(f"rank {group.ranks[place]} calls {kind}, but another rank calls {meeting.kind}")
         meeting.brought[place] = brought
         if len(meeting.brought) == group.size():
             finish([brought for _, brought in sorted(meeting.brought.items())])
@@ -288,7 +288,7 @@ class _Receipt(LocalWork):
         if message is None:
             return True  # waited for before
         if message.shape != self._buffer.shape:
-            sizes = f"{message.numel()} bytes, where {self._buffer.numel()} are expected"
+            sizes = f"{message.numel()} bytes, but {self._buffer.numel()} are expected"
             raise MessageSizeError(f"{self._waits_for} has {sizes}")
         self._buffer.copy_(message)
         return True

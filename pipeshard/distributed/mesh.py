@@ -24,7 +24,7 @@ Coordinate = tuple[int, ...]
 MeshAxes = int | Sequence[int]
 Indices = Sequence[int] | Sequence[Sequence[int]]
 NEEDED = (
-    "call torch.distributed.init_process_group(...) first, in a script that is started by torchrun --nproc-per-node N "
+    "call torch.distributed.init_process_group(...) first, in a script started with torchrun --nproc-per-node N "
     "script.py"
 )
 logger = logging.getLogger("pipeshard")
@@ -49,7 +49,7 @@ class ProcessGroupMesh:
 
     def __init__(self, *size: int) -> None:
         if not dist.is_initialized():
-            raise ConfigurationError(f"A mesh needs a world: {NEEDED}.")
+            raise ConfigurationError(f"A mesh requires a process group: {NEEDED}.")
         if not size or min(size) < 1 or math.prod(size) != dist.get_world_size():
             raise ConfigurationError(f"{size}: choose sizes whose product is {dist.get_world_size()}, the world size.")
         self.shape: Coordinate = size
@@ -234,8 +234,8 @@ class Grid:
         self._place(ProcessGroupMesh(self.dp_size, pp_size, tp_size))
         if self.first and self.device.type == "cuda" and carrier(self.device) == "gloo":
             logger.warning(
-                "messages and gradients go from GPU to GPU through the memory of the host, as the process group has "
-                "gloo for them: use init_process_group() without a backend, or 'cpu:gloo,cuda:nccl'"
+                "messages and gradients between GPUs are copied through host memory, because the process group uses "
+                "gloo for GPU tensors: use init_process_group() without a backend, or 'cpu:gloo,cuda:nccl'"
             )
 
     def _place(self, mesh: ProcessGroupMesh) -> None:
@@ -344,7 +344,7 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
     Raises ConfigurationError if the product of the sizes is not the world size, or no world exists.
     """
     if not dist.is_initialized():
-        raise ConfigurationError(f"a pipeline needs a world: {NEEDED}")
+        raise ConfigurationError(f"a pipeline requires a process group: {NEEDED}")
     world, one = dist.get_world_size(), pp_size * tp_size * ep_size
     if world % one or (dp_size or world // one) * one != world:
         slices = {"tp_size": tp_size, "ep_size": ep_size}

@@ -119,7 +119,7 @@ class ISendP2P(EdgeP2P):
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         if device.type == "cuda" and carrier(device) == "gloo":
             raise ConfigurationError(
-                "p2p='isend' sends no CUDA tensors by gloo: use p2p='broadcast', or a process group with NCCL "
+                "p2p='isend' cannot send CUDA tensors with gloo: use p2p='broadcast', or a process group with NCCL "
                 "(init_process_group() without a backend, or 'cpu:gloo,cuda:nccl')"
             )
         self.tells = device.type != "cpu"  # gloo does not
@@ -134,7 +134,7 @@ class ISendP2P(EdgeP2P):
 
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise ConfigurationError("this process is not in the group of this message")
+        raise ConfigurationError("this process does not belong to the process group of this message")
     return work
 
 
@@ -148,7 +148,7 @@ def check_p2p(kind: object) -> type[P2P]:
     if isinstance(kind, type) and issubclass(kind, P2P) and not inspect.isabstract(kind):
         return kind
     raise ConfigurationError(
-        f"p2p must be one of {sorted(P2PS)} or a subclass of pipeshard.P2P that has send and receive, got {kind!r}"
+        f"p2p must be one of {sorted(P2PS)} or a subclass of pipeshard.P2P with send and receive, got {kind!r}"
     )
 
 

@@ -126,7 +126,7 @@ class Watch:
 
     @staticmethod
     def _no_further(fault: Fault) -> RankError:
-        return RankError(f"this process cannot go on, since {fault}. Start the ranks again", fault)
+        return RankError(f"this process cannot continue, because {fault}. Restart all ranks", fault)
 
     def start(self) -> None:
         self._stop.clear()
@@ -205,7 +205,7 @@ class Watch:
             while not (why := self.why()) and time.monotonic() < until:
                 time.sleep(0.1)
             if why:
-                logger.error("the connection was lost since %s. Every rank must make the call that failed here", why)
+                logger.error("the connection was lost because %s. Every rank must make the call that failed here", why)
             self._break(self.fault or (self._heard[0] if self._heard else self._fault_of(error, lost=True)), error)
         self.leaving(RAISED, text_of(error))
         if not self._broken:
@@ -257,9 +257,9 @@ class Watch:
             abort_groups()
 
     def _without_store(self) -> Fault:
-        holder = "the agent of the first machine holds it" if has_agents() else f"{self.named(0)} holds it"
-        why = f"{holder}, which was killed, is stopped, or is cut off"
-        return Fault(GONE, 0, self.named(0), message=f"the store in which the ranks met does not answer: {why}")
+        holder = "the agent of the first machine hosts it" if has_agents() else f"{self.named(0)} hosts it"
+        why = f"{holder}, and was killed, is stopped, or is disconnected"
+        return Fault(GONE, 0, self.named(0), message=f"the rendezvous store does not respond: {why}")
 
     # In the threads that watch: one listens to the store, which may be silent, the other one looks at the clock.
 
@@ -294,7 +294,7 @@ class Watch:
         """A reason to end this process that no rank reports: other ranks are killed or stopped, or the store is, or the
         agent."""
         if AGENT in os.environ and os.getppid() != self._parent:
-            agent = "the agent (torchrun, or pipeshard.launch) of this process is gone, so nothing would start it again"
+            agent = "the agent of this process (torchrun, or pipeshard.launch) is gone, and cannot restart it"
             return Fault(ORPHANED, -1, "", message=agent)
         if self._alarm.gone and NOW.call:
             return self._without_store()
@@ -319,7 +319,7 @@ class Watch:
         if self._heard is not None and self._heard[1] == number:
             return
         if fault is None and self._is_stalled():
-            still = f"nothing has moved for {self.limit:.3g} seconds"
+            still = f"there was no progress for {self.limit:.3g} seconds"
             fault = self._alarm.tell(Fault(STALLED, -1, "", message=still, told_by=self.rank), number)
         self._heard = None
         if fault is not None and fault.rank != self.rank:
@@ -359,7 +359,7 @@ class Watch:
                 fault = self._roll.result(fault, self.named)
         leave_report(self.rank, self.named(self.rank), fault, None)
         stack = "".join(traceback.format_stack(main_stack()[-1]))
-        logger.error("this process does not stop by itself, so it is ended, since %s\nIt is at\n%s", fault, stack)
+        logger.error("this process does not stop, so it is killed, because %s\nIts stack:\n%s", fault, stack)
         os._exit(1)
 
     @property

@@ -136,7 +136,7 @@ def _hook() -> None:
 
     def exit(status: Any = None) -> NoReturn:
         handled = sys.exc_info()[1]
-        _here.exit = f"by sys.exit({status!r})" + (f" after {text_of(handled)}" if handled else "") if status else ""
+        _here.exit = f"with sys.exit({status!r})" + (f" after {text_of(handled)}" if handled else "") if status else ""
         leave(status)
 
     def at_exit() -> None:
@@ -197,7 +197,7 @@ def _on_sigterm(number: int, frame: Any) -> None:
             raise Interrupt(str(_here.watch.fault) if NOW.call else _here.watch.why(), _here.watch.fault)
         return  # it has come out by itself meanwhile
     if _here.watch is not None and (why := _here.watch.why()):  # torchrun ends those that are left
-        logger.error("ended by SIGTERM, since %s", why)
+        logger.error("ended by SIGTERM, because %s", why)
     _leaving("by SIGTERM")
     raise SystemExit(128 + number)
 

@@ -1,8 +1,8 @@
 """Clipping: the norm, the loss scale and the clipping of a whole model's gradients.
 
-torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage. Here the norm is that of all parameters
-on all ranks, each counted once however many ranks hold it. It is computed once per step, whichever optimizer steps
-first.
+torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage only. Here the norm is over all
+parameters on all ranks, and a parameter that several ranks hold counts once. The first optimizer that steps computes
+it, once per step.
 """
 
 import math
@@ -28,13 +28,13 @@ from pipeshard.private import foreach_mul_
 class ModelGradients:
     """The gradients of all parameters of a model that this rank holds, whichever optimizers train them.
 
-    They are those of the loss times the scale until the first of the optimizers steps. Then they are clipped, if
-    `max_norm > 0`, and unscaled, once, and it is decided whether all optimizers skip this step.
+    Until the first optimizer steps, they are the gradients of the scaled loss. That optimizer's step clips them if
+    `max_norm > 0`, unscales them, and decides whether all optimizers skip this step.
 
     Attributes:
-        names: of every parameter of the whole model, before boosting and now.
-        trained: the names of the parameters that an optimizer of the model has.
-        norm: the norm that they were clipped by.
+        names: the name of every parameter of the whole model, before boosting and now.
+        trained: the names of the parameters that an optimizer of the model trains.
+        norm: the norm by which the gradients were clipped.
         overflow: whether the last step is skipped because a gradient overflowed.
     """
 
@@ -63,19 +63,19 @@ class ModelGradients:
         return self._factor != 1.0
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The name of the model's parameter that this is, or that this replaces in an optimizer."""
+        """The name of `parameter` in the model, or of the model's parameter that it replaces in an optimizer."""
         known = (self.names, *(optimizer.names for optimizer in self.updates.in_use().values()))
         return next((names[parameter] for names in known if parameter in names), None)
 
     def trainables(self) -> list[Tensor]:
-        """The tensors with gradients on this rank: the model's parameters, and the ones that optimizers update
-        instead."""
+        """The tensors with gradients on this rank: the model's parameters, and the tensors that optimizers update in
+        their place."""
         masters = [weight.master for weight in self.weights.values()]
         return [*self._holders, *masters]
 
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
-        """Sets that a loop may mistake for the whole: this rank's part of the model and of each optimizer group, each
-        with the names of the remaining parameters, which other stages train."""
+        """Sets of parameters that a loop may mistake for the whole: this rank's part of the model and of each optimizer
+        group, each with the names of the parameters that other stages train."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         model: tuple[list[Tensor], frozenset[str]] = list(self._holders), elsewhere
         groups = [
@@ -122,7 +122,7 @@ class ModelGradients:
             weight.settle_gradient()
 
     def ready(self, optimizer: object) -> bool:
-        """Clip and unscale, unless another optimizer's step has; returns False if this step must be skipped."""
+        """Clip and unscale, unless another optimizer's step has done so; returns False if this step must be skipped."""
         if self._stepped is None or optimizer in self._stepped:
             self._stepped, self.overflow, self.norm = [], False, None
             self._settle()
@@ -173,16 +173,16 @@ class ModelGradients:
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
         if untrained := [name for names in gather_objects(untrained, self.grid.world) for name in names]:
             raise UsageError(
-                f"max_norm={self.max_norm} clips by the norm of the whole model, but no boosted optimizer has "
-                f"{listed(untrained, 3)}, which got a gradient: freeze it (requires_grad_(False)), give it to an "
+                f"max_norm={self.max_norm} clips by the norm of the whole model, but no boosted optimizer contains "
+                f"{listed(untrained, 3)}, which has a gradient: freeze it (requires_grad_(False)), add it to an "
                 "optimizer, or pass max_norm=0 and call optimizer.clip_grad_by_norm(max_norm), which counts all "
-                "gradients there are"
+                "gradients"
             )
 
 
 def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients of the model, over all ranks of `group`. `holders` has for each of this rank's
-    parameters the number of ranks with the same gradient, each of which counts its part."""
+    """The norm of all gradients of the model, over all ranks of `group`. `holders` maps each of this rank's parameters
+    to the number of ranks with the same gradient, which share its contribution equally."""
     is_max, group = math.isinf(norm_type), control(group)
     dtype, terms = torch.float32, []
     for parameter, count in holders.items():

@@ -1,9 +1,9 @@
-"""Coupling: what a loop computes from several parameters, or draws for one after the other, and writes to parameters.
+"""Coupling: values that a loop computes from several parameters, or draws for them in turn, and writes to parameters.
 
-On several stages it is made of the parameters of one stage: a radius from the norm of all gradients, a projection, a
-quantile, noise. A clamp, a decay or an average of each parameter alone is exact, and looks alike in the values. So in
-some updates all operators of the loop pass a mode, which carries the names of parameters from their weights and
-gradients to what is computed from these.
+With several stages, such a value depends only on the parameters of one stage: a radius from the norm of all gradients,
+a projection, a quantile, noise. A clamp, a decay or an average of each parameter alone is exact, but its values do not
+show the difference. So in some updates a torch mode receives all operators of the loop, and propagates the names of
+parameters from weights and gradients to everything computed from them.
 """
 
 import weakref
@@ -31,7 +31,7 @@ READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 
 
 class Stream(NamedTuple):
-    """Random numbers that are drawn one after the other, from when a generator was seeded."""
+    """The sequence of random numbers drawn since a generator was seeded."""
 
     number: int
 
@@ -47,8 +47,8 @@ NOTHING: frozenset[Source] = frozenset()
 
 
 class Coupling:
-    """Watches a loop between the calls of pipeshard, in the first updates of a model and in those whose number is a
-    power of two. Tags belong to storages, as in a trace (graph/taint.py). A model that is deleted ends its watch."""
+    """Watches a loop between its calls to pipeshard, in the first updates of a model and in updates whose number is a
+    power of two. Tags belong to storages, as in a trace (graph/taint.py). Deleting the model ends the watch."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
@@ -65,7 +65,7 @@ class Coupling:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A call of pipeshard's, before which everything that the loop has written is looked at."""
+        """Around a call to pipeshard: check what the loop has written before it, and watch again after it."""
         self.end()
         self._calls += 1
         try:
@@ -76,7 +76,7 @@ class Coupling:
             self.begin()
 
     def begin(self) -> None:
-        """The loop runs on."""
+        """The loop continues: watch it, if this update is one to watch."""
         count = self._updates.count
         if self._is_watching or not (count < FIRST or count & (count - 1) == 0):
             return
@@ -96,7 +96,7 @@ class Coupling:
         enter_below(*self._modes)
 
     def end(self) -> None:
-        """The loop calls pipeshard: tell the Updates what it has written."""
+        """The loop calls pipeshard: report what the loop has written to the Updates."""
         if not self._is_watching:
             return
         self._is_watching = False
@@ -125,7 +125,7 @@ class Coupling:
         return self._updates.in_use().values()
 
     def _places(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights, gradients and what optimizers keep for them, with the names of the parameters."""
+        """Weights, gradients and optimizer states, with the names of the parameters."""
         for name, weight in self._weights.items():
             for parameter in (weight.parameter, weight.master):
                 yield name, parameter
@@ -136,8 +136,8 @@ class Coupling:
                 yield from ((name, kept) for kept in tensors_in(optimizer.optim.state.get(parameter, {}).values()))
 
     def _rest(self, names: set[str]) -> str | None:
-        """What a loop has left out that took these parameters together, since other ranks have it: where they are all
-        that this rank has, anything, else what is inside of the same module."""
+        """A parameter on another rank that a loop has missed when it combined these parameters. If they are all of this
+        rank's parameters, it may be any other one; otherwise it must be in the same module."""
         is_all = names >= self._held
         if len(names) < 3 - is_all:
             return None
@@ -161,7 +161,7 @@ class Coupling:
         return result
 
     def _follow_each(self, func: Any, inputs: Sequence[Any], result: Any, written: Sequence[Tensor]) -> None:
-        """An operator that does something to each tensor of a list, with those that have its place in others."""
+        """Follow an operator on lists of tensors: it combines the tensors that have the same index in each list."""
         lists = [each for each in (*inputs, result) if isinstance(each, list | tuple) and each]
         others = [each for each in inputs if not isinstance(each, list | tuple)]
         targets = set(map(id, written))
@@ -183,18 +183,18 @@ class Coupling:
             self._set(tensor, (self._of([tensor]) if keeps else NOTHING) | tags | drawn)
 
     def _is_number(self, value: Any) -> bool:
-        """Whether it is a number of Python's, or one that was made a tensor."""
+        """Whether `value` is a Python number, or a tensor made from one."""
         if isinstance(value, Tensor):
             is_single = value.ndim == 0 and value.is_floating_point() and value.device.type == "cpu"
             return is_single and not self._of([value])
         return isinstance(value, float)
 
     def read_by(self, tensors: Iterable[Tensor]) -> None:
-        """Python reads these tensors."""
+        """Record that Python reads these tensors."""
         self._read_tags(self._of(tensors))
 
     def _read_tags(self, tags: frozenset[Source]) -> None:
-        """Python sees a value with these tags."""
+        """Record that Python reads a value with these tags."""
         names = {tag for tag in tags if isinstance(tag, str)}
         if not self._has_read and not names <= self._read:
             self._read |= names
@@ -217,7 +217,7 @@ class Coupling:
         return NOTHING.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
 
     def _key(self, tensor: Tensor) -> tuple[int, int]:
-        """Its memory, and which of the gradients there it is, or is a view of."""
+        """The memory of `tensor`, and the gradient in that memory that it is, or is a view of."""
         storage = storage_of(tensor)
         starts = self._starts.get(storage, ())
         return storage, bisect(starts, tensor.storage_offset()) if len(starts) > 1 else 0
@@ -240,7 +240,7 @@ def _number(value: Tensor | float) -> float:
 
 
 REMEDY = (
-    "Sum the value over the ranks with torch.distributed.all_reduce, each tied weight once, use "
+    "Sum the value over the ranks with torch.distributed.all_reduce (counting each tied weight once), use "
     "optimizer.get_grad_norm() on every rank, or compute a separate value for each parameter"
 )
 COUPLED = (
@@ -250,13 +250,13 @@ COUPLED = (
 )
 DRAWN = (
     "The training loop changed {name} on {rank} with random numbers that it generates for one parameter after another, "
-    "but not for {rest}, which another rank holds. So the parameters get other numbers than in one process. Create a "
-    "torch.Generator().manual_seed(...) for each parameter, seeded by its name and the step"
+    "but not for {rest}, which another rank holds, so the parameters get different numbers than in a single process. "
+    "Create a torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
 )
 
 
 class Watching:
-    """A mode of a Coupling, which it does not keep alive."""
+    """A mode that does not keep its Coupling alive."""
 
     def __init__(self, coupling: Coupling) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Operators(Watching, DispatchMode):
 
 
 class Readers(Watching, TorchFunctionMode):
-    """Tells a Coupling what Python reads past torch's operators."""
+    """Reports to a Coupling what Python reads outside torch's dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()
@@ -291,6 +291,6 @@ class Readers(Watching, TorchFunctionMode):
 
 
 def end_of_deleted() -> None:
-    """Leave the modes of models that have been deleted. They pass operators on until then: a mode must not be left
-    within an operator, where a finalizer, or the mode itself, may be called."""
+    """Exit the modes of models that have been deleted. Until then these modes only pass operators on: a mode must not
+    be exited inside an operator, where a finalizer, or the mode itself, may run."""
     leave_below(*(mode for mode in modes_entered() if isinstance(mode, Watching) and mode.is_over))

@@ -12,9 +12,8 @@ from pipeshard.slices.refusals import attention_slope
 
 
 class Cuts:
-    """Cuts batches as the plugin's arguments say. A step asks several times, so the last cut is kept until `forget`.
-
-    `ragged` cuts by tokens instead, if that is requested: it is set once the costs of units are known.
+    """Cuts batches as the plugin's arguments specify. A step requests the cut several times, so the last one is cached
+    until `forget`. If cutting by tokens is requested, `ragged` does it; it is set once the costs of units are known.
     """
 
     ragged: Ragged | None = None
@@ -39,13 +38,13 @@ class Cuts:
         return self._of_batches[1]
 
     def slices(self, microbatches: list[list[Batch]]) -> list[list[Batch]]:
-        """The slices of each microbatch, equally many each; none if one slice is the whole."""
+        """The slices of each microbatch, the same number for each; empty if each microbatch is one slice."""
         if self.config.has_slices and self._of_microbatches[0] is not microbatches:
             self._of_microbatches = microbatches, self._sliced([part for parts in microbatches for part in parts])
         return self._of_microbatches[1]
 
     def all(self, batches: Sequence[Batch], train: bool) -> list[list[Batch]]:
-        """The microbatches of each batch and, if they are to be trained in slices, the slices of each microbatch."""
+        """The microbatches of each batch and, if training uses slices, the slices of each microbatch."""
         microbatches = self.microbatches(batches)
         return microbatches + self.slices(microbatches) if train else microbatches
 

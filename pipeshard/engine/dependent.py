@@ -1,8 +1,8 @@
-"""Dependent: a microbatch that does not run by itself, although its whole batch does.
+"""Dependent: a microbatch that fails on its own, although its whole batch runs.
 
-An input may index samples (the edges of a graph, the offsets of bags), or have as many entries as there are samples by
-chance. A model then raises its own error in some microbatch, which does not say what a user can
-change about the microbatches. So if a microbatch fails, the whole batch is tried.
+An input may index samples (the edges of a graph, the offsets of bags), or happen to have as many entries as there are
+samples. The model then raises its own error in some microbatch, and that error does not say how to change the
+microbatches. So if a microbatch fails, the whole batch is tried.
 """
 
 import traceback
@@ -50,18 +50,18 @@ def _error(run: Callable[[Batch], object], batch: Batch) -> Exception | None:
 
 
 def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> str:
-    """What to do about microbatch i, which fails with `error`, in `module` if that is known."""
+    """Advice for microbatch i, which fails with `error` (in `module`, if known)."""
     start, place = sum(part.rows for part in parts[:i]), parts[i].place
     rows = f"{start} to {start + parts[i].rows - 1}" if place is None else ", ".join(map(str, place.rows))
     names = cut_inputs(batch)
     where = f" in {module}" if module else ""
     example = f"{{{names[0]!r}: None}}" if names else "{<name>: None}"
     return (
-        f"rows {rows} of the batch (microbatch {i} of {len(parts)}) do not run by "
-        f"themselves, but the whole batch of {batch.rows} rows does: {type(error).__name__}{where}: {error}. An input "
-        f"may index the rows. Pass num_microbatches=1 to PipelinePlugin. If one of {', '.join(names)} does not count "
-        f"the rows in its first dimension, pass batch_dims instead, for example batch_dims={example} if every "
-        "microbatch needs all of it"
+        f"rows {rows} of the batch (microbatch {i} of {len(parts)}) fail on "
+        f"their own, but the whole batch of {batch.rows} rows does not: {type(error).__name__}{where}: {error}. An "
+        f"input may contain row indices. Pass num_microbatches=1 to PipelinePlugin. If the first dimension of one of "
+        f"{', '.join(names)} is not the batch dimension, pass batch_dims instead, for example batch_dims={example} if "
+        "every microbatch needs all of it"
     )
 
 

@@ -1,4 +1,4 @@
-"""Division: a model, traced on samples of the batch and divided among the ranks."""
+"""Division: a model is traced on samples of the batch and split across the ranks."""
 
 import math
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def divided(
         costs=costs,
     )
     cuts = [f"{call.unit} in stage {stage}" for call, stage in zip(flow.calls, policy.stages, strict=True)]
-    compare_ranks({"where the model is cut": cuts}, grid.world, grid.named)
+    compare_ranks({"the partition of the model": cuts}, grid.world, grid.named)
     return policy
 
 

@@ -65,8 +65,8 @@ class Unseen(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a step is asked for: `loss` is whether it returns the loss, `is_exact` whether the shares of microbatches
-    follow a proven rule, and `weight` the factor of its loss."""
+    """The request for a step: `loss` says whether it returns the loss, `is_exact` whether the shares of microbatches
+    follow a proven rule, and `weight` is the factor of its loss."""
 
     criterion: Criterion | None
     train: bool
@@ -220,7 +220,7 @@ class Pipeline:
         self, asked: Asked, data_iter: Iterator[Any], num_batches: int
     ) -> tuple[list[Batch], FoundWays | None, Agreement]:
         """Read the step's batches and agree on them with the other ranks: one message in which each rank reports what
-        it has read and what has changed on it. Then all ranks do what the report of any of them requires."""
+        it has read and what has changed on it. Then all ranks act on every report."""
         criterion, train = asked.criterion, asked.train
         problems = self.holdings.problems(self.cuts.config.num_microbatches) if train else []
         trained = self.holdings.trained()
@@ -252,7 +252,7 @@ class Pipeline:
         if train and self.trainable and not agreed.news & TRAINS:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen (requires_grad=False) after the model was "
-                "boosted. Unfreeze the ones to train, or evaluate under torch.no_grad()"
+                "boosted. Unfreeze the parameters to train, or evaluate under torch.no_grad()"
             )
         unseen, self._unseen = self._unseen, None
         if agreed.news & UNSEEN and unseen is not None:
@@ -269,21 +269,21 @@ class Pipeline:
         return batches, found, agreed
 
     def _find(self, asked: Asked, batches: Sequence[Batch], looks: bool = True) -> FoundWays | None:
-        """The ways of the step's microbatches; None where that fails, as the step itself raises the error, once ranks
-        have agreed."""
+        """The ways of the step's microbatches; None if finding them fails. The step itself then raises the error, once
+        ranks have agreed."""
         with suppress(Exception), self.precision.running():
             return self.traces.find(self.cuts.all(batches, asked.train), asked.criterion, looks)
         return None
 
     def _share_trained(self, trained: dict[str, bool], problems: Sequence[str]) -> None:
-        """Share which parameters every rank trains now, or raise what is wrong with those of one."""
+        """Share which parameters every rank trains now, or raise an error if a rank reports `problems`."""
         if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
             raise UsageError(wrong[0])
         self.trained = trained
         self._tell_ghosts(compare_trained(trained, self.grid.world, self.grid.named))
 
     def _tell_ghosts(self, trained: Mapping[str, bool]) -> None:
-        """Record by name which parameters other stages train now, and trace later batches for these."""
+        """Record by name which parameters other stages train now, and trace later batches accordingly."""
         for parameter, name in self.gradients.names.items():
             if isinstance(parameter, Ghost):
                 parameter.pipeshard_trainable = trained.get(name, parameter.pipeshard_trainable)
@@ -363,8 +363,8 @@ class Pipeline:
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
     def _collect(self, asked: Asked, batch: Batch, flow: Dataflow) -> dict[str, Any]:
-        """The loss and the outputs, if they are asked for. Every rank raises an error if the loss is NaN, at once or,
-        on a GPU, in the next step."""
+        """The loss and the outputs, if requested. If the loss is NaN, every rank raises an error: at once or, on a GPU,
+        in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         end, source = self.stages.running[-1].end_of_loss, self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
@@ -392,7 +392,7 @@ class Pipeline:
     def recording(self) -> Recording:
         """The recording of the last step on every rank. Call it on all ranks."""
         if self.last is None:
-            raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
+            raise UsageError("no step has been recorded yet: call booster.execute_pipeline first")
         timeline = self.interpreter.timeline
         read = gather(torch.tensor(self.read), self.grid.world).sum(0) * self.grid.dp_size // self.grid.size
         return Recording.collect(self.last, timeline, self.steps - 1, self.group, self.device, read.tolist())
@@ -402,7 +402,7 @@ class Pipeline:
         return with_messages(program if train else forward_only(program), self.interpreter.p2p)
 
     def draw(self, names: Sequence[str]) -> None:
-        """Initialize the parameters with these names by `init_weights`; pass the same names on every rank."""
+        """Initialize the parameters with these names, using `init_weights`; pass the same names on every rank."""
         if self.config.init_weights:
             self.holdings.draw(names, self.config.init_weights, self.seed)
             self.blank -= set(names)
@@ -410,8 +410,8 @@ class Pipeline:
     def refuse_blank(self) -> None:
         if self.blank:
             raise UsageError(
-                f"{len(self.blank)} parameters, {min(self.blank)} the first, have no values yet: init_weights=False "
-                "leaves them to booster.load_model(model, <folder>), to be called before the first step"
+                f"{len(self.blank)} parameters (the first is {min(self.blank)}) have no values yet: with "
+                "init_weights=False, call booster.load_model(model, <folder>) before the first step"
             )
 
     @property

@@ -1,8 +1,8 @@
 """FSDP: the held units of a stage, each sharded over the replicas by torch's fully_shard.
 
 torch gathers parameters and reduces gradients in hooks around every forward and backward. A pipeline stage leaves the
-model's forward through an exception in its last unit, which skips hooks after it, and has several microbatches between
-a forward and its backward. So the hooks are removed here, and their work is done once per step, as in
+model's forward through an exception in its last unit, which skips later hooks, and it may run several microbatches
+between a forward and its backward. So the hooks are removed here, and their work is done once per step, as in
 torch.distributed.pipelining. Private FSDP APIs of torch are wrapped in the functions at the top.
 """
 
@@ -52,9 +52,10 @@ def _forget_gradient(parameter: Any) -> None:
 class ShardedUnits:
     """`units` sharded over the ranks of `mesh`; units that share a parameter are sharded together.
 
-    Parameters are gathered at the beginning of a step, stay whole for all microbatches, and are released at its end.
-    Gradients accumulate whole, and are reduce-scattered once, when the unit's stage has finished the step: `used`
-    has the stages of this rank that run each unit. Parameters in `apart`, which glue reads too, stay whole.
+    Parameters are gathered at the beginning of a step, stay unsharded for all microbatches, and are resharded at its
+    end. Gradients accumulate unsharded, and are reduce-scattered once, when the unit's stage has finished the step:
+    `used` maps each unit to the stages of this rank that run it. Parameters in `apart`, which glue reads too, are not
+    sharded.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ShardedUnits:
         self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:
-        """After a step: with `sync`, reduce the remaining gradients; release whole parameters."""
+        """After a step: with `sync`, reduce the remaining gradients; then reshard the parameters."""
         if sync:
             self._reduce(list(self._waiting))
             self.root.set_is_last_backward(True)
@@ -133,14 +134,14 @@ class ShardedUnits:
 
 
 class _Root(nn.Module):
-    """The module around the units in which torch keeps their common state."""
+    """The module around the units, on which torch keeps their shared state."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         super().__init__()
         self.units = nn.ModuleList(units)
 
     def forward(self) -> None:
-        raise UsageError("the units of a stage are called one by one")
+        raise UsageError("the units of a stage must be called one by one")
 
 
 def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
@@ -174,7 +175,7 @@ def fsdp_additions(module: nn.Module) -> list[Any]:
 
 
 def remove_fsdp(module: nn.Module) -> None:
-    """Turn a copy of a sharded module into an ordinary one."""
+    """Turn a copy of a sharded module into an ordinary module."""
     for values, key in _additions(module):
         del values[key]
 

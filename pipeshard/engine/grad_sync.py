@@ -40,7 +40,8 @@ class Bucket:
         self.work: dist.Work | None = None
 
     def start(self) -> None:
-        """Start to reduce. A holder without a gradient sends zeros; at the end are counts of holders that have one."""
+        """Start the reduction. A holder without a gradient sends zeros; the tensor ends with counts of the holders that
+        have one."""
         self.trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         if not self.trained:
             return
@@ -76,7 +77,7 @@ def reduction_buckets(
 ) -> list[Bucket]:
     """The buckets that this rank, which holds `parameters`, shares with others. Call it on every rank of the world.
 
-    `axes` lists the axes of the mesh, in addition to that of the stages, along which a parameter's gradient is summed.
+    `axes` lists the mesh axes, in addition to the stage axis, along which a parameter's gradient is summed.
     """
     keys = {name: (tuple(axes(name)), tuple(policy.ownership.holders(name))) for name in parameters}
     wanted = sorted(set().union(*gather_objects(set(keys.values()), grid.world)))
@@ -103,11 +104,11 @@ def reduction_buckets(
 class GradientSync:
     """Sums each shared gradient over the ranks that hold it, exactly once for every part of it.
 
-    After a synced step all of `p.grad` is summed, even if the user modifies it, and it is set aside in the next step.
-    Only what this rank adds then is reduced. So gradients may be accumulated over several steps, with or without
-    `no_sync`, and are complete after each synced one; after an unsynced one, `p.grad` is what this rank has added
-    since. Gradients of `sharded` units are reduce-scattered by the units, and summed here only over the stages of a
-    tie; those of `tp_sharded` parameters are converted to the parameter's placement.
+    After a synced step, all of `p.grad` counts as summed, even if the user modifies it. The next step sets it aside,
+    and reduces only what this rank adds. So gradients may be accumulated over several steps, with or without `no_sync`,
+    and are complete after each synced one; after an unsynced step, `p.grad` is what this rank has added since the last
+    synced one. Gradients of `sharded` units are reduce-scattered by the units, and summed here only over the stages of
+    a tie; those of `tp_sharded` parameters are converted to the parameter's placement.
     """
 
     def __init__(
@@ -126,21 +127,21 @@ class GradientSync:
         return self.sharded is not None or any(not bucket.tie for bucket in self.buckets)
 
     def problems(self) -> list[str]:
-        """Hooks that would see a partial gradient, although they expect the whole one."""
+        """Hooks that would see a partial gradient although they expect the whole gradient."""
         problems = []
         for name, parameter in self.shared:
             if has_hooks(parameter):
                 problems.append(
-                    f"{name}, which several ranks hold (stages that tie it, or replicas), has a gradient hook, which "
-                    "would see each rank's part of its gradient: remove the hook, and change the gradient between "
-                    "execute_pipeline and optimizer.step, where it is summed"
+                    f"{name}, which several ranks hold (tied stages, or replicas), has a gradient hook, which would "
+                    "see only each rank's part of the gradient: remove the hook, and modify the gradient between "
+                    "execute_pipeline and optimizer.step, after it has been summed"
                 )
             elif parameter in self._summed and parameter in self._partial and parameter.grad is not None:
                 before, version = self._partial[parameter]
                 if parameter.grad is not before or parameter.grad._version != version:
                     problems.append(
-                        f"the gradient of {name} was changed while parts of it were apart (no_sync): call "
-                        "plugin.sync_grads(model) before, or set it to None, as optimizer.zero_grad() does"
+                        f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
+                        "plugin.sync_grads(model) first, or set it to None, as optimizer.zero_grad() does"
                     )
         return problems
 
@@ -207,7 +208,7 @@ class GradientSync:
 
 
 def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], int]) -> list[list[T]]:
-    """The items of each key in bundles of at most BUCKET bytes, or one larger item, in their order."""
+    """Bundle the items of each key, in order, into at most BUCKET bytes each; a larger item is a bundle of its own."""
     bundles: dict[Any, list[list[T]]] = {}
     filled: Counter[Any] = Counter()  # bytes in the last bundle of each key
     for item in items:
@@ -226,5 +227,5 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether its gradient is observed or changed by hooks as it is accumulated."""
+    """Whether hooks observe or change the parameter's gradient as it is accumulated."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -1,7 +1,7 @@
 """Interpreter: runs one rank's actions of a Program on its stages, and sends their messages with a P2P.
 
-torch.distributed.pipelining writes the loop of each schedule by hand. Here a schedule is data in which messages are
-actions, too, so one loop runs them all: the Program that was proven free of deadlocks is the one that runs.
+torch.distributed.pipelining writes the loop of each schedule by hand. Here a schedule is data, and its messages are
+actions too, so one loop runs every schedule. The Program that was proven free of deadlocks is the one that runs.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ MAX_PENDING_SENDS = 4  # of a transport that does not tell when a message has ar
 
 
 class Interpreter:
-    """Runs actions in order. It waits for a receive when its tensors are needed. It waits for a send only if its P2P
-    does not report completion, once `MAX_PENDING_SENDS` more have started.
+    """Runs actions in order. It waits for a receive when the received tensors are needed. It waits for a send only if
+    the P2P does not report completion, once `MAX_PENDING_SENDS` more sends have started.
 
     `placement[s]` is the rank of stage s; `timeline` has the times of the last run. Under torch.profiler each action is
     a range with its own name.
@@ -88,7 +88,7 @@ class Interpreter:
 
     def _take(self, action: Action) -> list[Tensor]:
         """The input of a compute action: received, or passed on by a neighbouring stage on this rank. A forward of the
-        first stage and a backward of the last one have none."""
+        first stage and a backward of the last stage have no input."""
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         message = Action(receive, action.microbatch, action.stage)
         if message not in self._incoming:

@@ -1,4 +1,4 @@
-"""Loss rule: how the loss of a batch follows from the losses of its microbatches.
+"""Loss rule: the formula for the loss of a batch from the losses of its microbatches.
 
 The mean over a batch is not the mean of its microbatches' means if these have different numbers of samples or
 valid labels, and a weighted mean divides by a number that only the criterion knows; gradient accumulation
@@ -27,11 +27,12 @@ MOST_RULES = 128  # that are kept
 
 @dataclass(frozen=True)
 class LossRule:
-    """The batch's loss is the sum of the microbatches' losses, each times its count over the batch's.
+    """The batch's loss is the sum of the microbatches' losses, each times its count divided by the batch's count.
 
-    The count is that of valid labels (entries of `path` from column `shift` on that are not `ignore`), with `adds` the
-    sum of these entries, or the number of samples if `path` is None. With `summed` losses are added unweighted,
-    with `each` every microbatch counts one. With `counted` the criterion returns sums, and their counts.
+    The count is the number of valid labels (entries of `path` from column `shift` on that are not `ignore`), or with
+    `adds` the sum of these entries. If `path` is None, it is the number of samples. With `summed`, losses are added
+    unweighted; with `each`, every microbatch counts as one. With `counted`, the criterion returns sums and their
+    counts.
     """
 
     path: str | None = None
@@ -48,10 +49,10 @@ class LossRule:
         total: Callable[[float], float] = lambda count: count,
         counts: Sequence[float] = (),
     ) -> list[float]:
-        """The factor for each microbatch's loss; 0 for one without a valid label, if others have one.
+        """The factor for each microbatch's loss; 0 for a microbatch without a valid label, if others have valid labels.
 
         `total` maps the count of these microbatches to that of the whole batch, if other replicas have a part of the
-        batch. `counts` are those of the criterion, if it returns some.
+        batch. `counts` are the criterion's own counts, if it returns any.
         """
         counts = counts if self.counted else self._counts(microbatches)
         whole = total(sum(counts))
@@ -86,7 +87,7 @@ class LossRule:
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
 
     def holds_for_slopes(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
-        """The same for gradients with respect to unit results; non-finite ones are not evidence."""
+        """`holds` for gradients with respect to unit results; non-finite gradients do not count as evidence."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         close = max(CLOSE_SLOPES, 8 * torch.finfo(whole.dtype).eps)
         for k, slope in enumerate(whole.slopes):
@@ -100,14 +101,14 @@ class LossRule:
 
 
 def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
-    """The gradient with respect to one leaf of the sum of the parts' losses, each times its share."""
+    """The gradient, with respect to one leaf, of the sum of the parts' losses, each times its share."""
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]
     return torch.stack(slopes).sum(0) if slopes else None
 
 
 def is_valid(leaf: Tensor, ignore: float) -> Tensor:
-    """Where this leaf differs from the value to `ignore`, which may be NaN."""
+    """A mask of the entries of this leaf that differ from the value to `ignore`, which may be NaN."""
     return leaf.isnan().logical_not() if math.isnan(ignore) else leaf.ne(ignore)
 
 
@@ -157,7 +158,7 @@ class LossRules:
         return known.covers_values(batch)
 
     def known(self, kind: Any, batch: Batch) -> LossRule | None:
-        """The rule that was proven for labels like those of this batch, in this state of the loss or in another one."""
+        """The rule that was proven for labels like those of this batch, in this or another state of the loss."""
         alike = [self._known[kind]] if kind in self._known else []
         alike += [known for other, known in reversed(self._known.items()) if other[0] == kind[0]]
         return next((known.rule for known in alike if known.covers_values(batch)), None)

@@ -44,12 +44,12 @@ AT_SIZES = 2  # how many telling trials a rule has to hold in at the batch's own
 LOOSER = 5.0  # how much larger than for a few samples the relative error of a sum of many may be
 MOST_DRAWN = 2**26  # numbers that are drawn for one trial at the batch's own sizes, or at larger ones
 VIEWS = (
-    ". Several views of each sample that go through layers together have to be in the order of the samples: "
+    ". If layers process several views of each sample together, keep the views in the order of the samples: "
     "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
 )
 LOSS_REMEDY = (
-    "average the microbatches' own losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
-    "criterion, where the batch's loss is the sum of the sums over that of the counts, or use one microbatch"
+    "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
+    "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), or use one microbatch"
 )
 
 
@@ -66,13 +66,13 @@ def prove_loss_rule(
     sizes: Sizes,
     known: LossRule | None = None,
 ) -> ProvenRule:
-    """The rule by which the loss of a batch like this follows from those of its parts.
+    """The rule by which the loss of a batch like this one follows from the losses of its parts.
 
     The glue after the units is run on a few samples and on parts of them, cut in different places, with random unit
-    results and new random labels, weights and masks. The rule found so, or the one that is `known` for
-    other sizes, must hold with as many samples, and as long ones, as the batch has. transformers' own losses do not
-    depend on sizes. A part of the loss that is computed from side outputs of units (router logits) may follow no rule,
-    which is a warning.
+    results and new random labels, weights and masks. The rule found in this way, or one that is `known` for other
+    sizes, must then hold for as many samples as the batch has, of the same lengths. transformers' own losses do not
+    depend on sizes. If a part of the loss that is computed from side outputs of units (router logits) follows no rule,
+    this is only a warning.
 
     Raises ConfigurationError if no rule can be proven.
     """
@@ -93,25 +93,25 @@ def prove_loss_rule(
         raise search.strayed
     if rule is None:
         why = (
-            "is not a mean or sum over samples or valid labels that could be proven on random values (does it weigh "
-            "classes, compare samples with each other, or divide by something of its own?)"
+            "could not be verified on random values to be a mean or sum over samples or valid labels (does it weight "
+            "classes, compare samples with each other, or use its own normalizer?)"
         )
         if flow.counts_results:
             why = (
-                "is a pair of which the second number, by which the first is divided, depends on the model's output "
-                "(is it an accuracy or another metric? Then return the loss alone, and metrics by return_outputs=fn)"
+                "is a pair whose second number, the divisor of the first, depends on the model's output "
+                "(is it an accuracy or another metric? Then return only the loss, and metrics with return_outputs=fn)"
             )
         elif search.failure is not None:
-            why = f"on a few samples ended in {type(search.failure).__name__}: {search.failure}"
+            why = f"failed on a few samples with {type(search.failure).__name__}: {search.failure}"
         elif search.is_of_few:
             why = (
-                f"on {sizes.rows} samples with axes of {sorted(set(sizes.lengths))} is not the mean or sum that it is "
-                "on fewer and shorter ones (does it take chunks of the positions, or go by the number of samples?)"
+                f"on {sizes.rows} samples with axes of {sorted(set(sizes.lengths))} is not the same mean or sum as on "
+                "fewer and shorter samples (does it split the positions, or depend on the number of samples?)"
             )
         what = f"the loss of {type(model).__name__} {why}"
         views = VIEWS if _has_views(flow) else ""
         raise ConfigurationError(
-            f"{what}, so the loss of a batch cannot be computed from those of its microbatches: {LOSS_REMEDY}{views}"
+            f"{what}, so the loss of a batch cannot be computed from the microbatch losses: {LOSS_REMEDY}{views}"
         ) from search.failure
     if is_approximate:
         logger.warning(
@@ -141,8 +141,9 @@ class _Search:
         self.has_side_outputs = loss is not None and bool(loss.hidden or any(map(flow.is_aside, loss.values)))
 
     def rule(self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None) -> LossRule | None:
-        """The rule, or None; `side_outputs` are random, too, or zeros. With only `valid` labels, it is the rule of
-        samples or None. A `known` rule is tried only at the batch's own sizes."""
+        """The rule, or None. With `side_outputs`, these are random, too; otherwise they are zeros. With `valid`, all
+        labels are valid, and the rule is the one that counts samples, or None. A `known` rule is tried only at the
+        batch's own sizes."""
         self.valid, self.side_outputs = valid, side_outputs
         self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
@@ -154,8 +155,8 @@ class _Search:
         if self.criterion is not None and not self.trial.is_steady(self.samples.draw(self.level, 0), self.kind):
             raise ConfigurationError(
                 "the criterion returned a different loss for the same input when it was called again: it counts its "
-                "calls or keeps statistics, and a pipeline calls it once for each microbatch. Change its state between "
-                "steps, pass PipelinePlugin(loss_reduction='microbatch'), or use one microbatch"
+                "calls or keeps statistics, and a pipeline calls it once for each microbatch. Change its state only "
+                "between steps, pass PipelinePlugin(loss_reduction='microbatch'), or use one microbatch"
             )
         if self.level == NOTHING and self.batch.rows == 1:
             return None  # all samples are the same one
@@ -167,16 +168,16 @@ class _Search:
         return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
     def is_sum_of_means(self) -> bool:
-        """Whether it is one of transformers' own losses, a sum of means over labels of several kinds, all of them
-        valid: then the means are over samples."""
+        """Whether the loss is one of transformers' own that sums means over several kinds of labels, all of them valid:
+        the means are then over samples."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
         known = self.criterion is None and is_of_transformers(self.model)
         return known and not ignored and self.rule(valid=True) is not None
 
     def _can_try(self, source: Batch, side_outputs: bool) -> bool:
-        """Whether the loss of samples of this batch is a number, and how much of the batch and which unit
-        results are random then."""
+        """Whether samples of this batch give a loss that is a number. Also sets how much of the batch and which unit
+        results are random for it."""
         kinds = {leaf.dtype for call in self.flow.calls for leaf in call.leaves if isinstance(leaf, TensorSpec)}
         ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
         return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
@@ -186,7 +187,7 @@ class _Search:
         return Samples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
 
     def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
-        """The same, with 32 bits instead of 16; or with 16 if glue accepts nothing else, or rounds by itself."""
+        """`_can_try` with 32 bits instead of 16; or with 16 if glue accepts no other dtype, or rounds by itself."""
         try:
             self.samples = self._samples(source)
             self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
@@ -227,7 +228,7 @@ class _Search:
                 yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
 
     def _ignored(self, path: str) -> list[int]:
-        """The labels that may mean "no label"; a GPU fails on one that is out of range."""
+        """The labels that may mean "no label". A kernel on a GPU fails for a label that is out of range."""
         observed = set(self.samples.pools[path].tolist())
         if self.criterion is None:
             return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
@@ -239,7 +240,8 @@ class _Search:
         return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
-        """Whether a rule holds in every trial, enough of which could have distinguished it from another rule."""
+        """Whether a rule holds in every trial, and enough of the trials could have distinguished it from another
+        rule."""
         telling = 0
         for number in range(2 * self.samples.draws):
             losses = self._losses(rule, number)
@@ -257,8 +259,8 @@ class _Search:
         return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
 
     def _slopes_hold(self, rule: LossRule) -> bool:
-        """Whether the rule holds for gradients, if the loss has any: a loss over its own detached value is
-        always 1, and its gradient is divided by a mean over the whole batch."""
+        """Whether the rule holds for gradients, if the loss has any: a loss divided by its own detached value is always
+        1, and its gradient is divided by a mean over the whole batch."""
         if self.sizes is None:
             return True
         for number in range(len(self.cuts)):
@@ -269,9 +271,9 @@ class _Search:
         return True
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
-        """Whether a rule that holds on a few samples does so at the batch's sizes: at the upper ends of their range, or
-        otherwise at the batch's own. If its own are too large to run, fewer and shorter samples are used, and the rule
-        `is_untried` at the batch's."""
+        """Whether a rule that holds on a few samples also holds at the batch's sizes: at the upper ends of their
+        ranges, or otherwise at the sizes themselves. If these are too large to run, fewer and shorter samples are used,
+        and the rule `is_untried` at the batch's sizes."""
         if self.sizes is None:
             return True
         source, larger = self._larger(), self.sizes.larger
@@ -285,12 +287,12 @@ class _Search:
         return holds is not False
 
     def warn_of_untried(self) -> None:
-        """Warn that the rule was not tried at the batch's sizes, if so."""
+        """Warn if the rule was not tried at the batch's sizes."""
         if self.is_untried and self.sizes is not None:
             logger.warning(
-                "the loss of %s could not be tried on %d samples with axes of %s (too many numbers, or no losses that "
-                "tell), but on fewer or shorter ones. It is exact if it does not go by the number of samples or the "
-                "length (as a mean of chunks' means does). To be sure, return (sum, count) from the criterion",
+                "the loss of %s could not be tested on %d samples with axes of %s (too many values, or inconclusive "
+                "losses), only on fewer or shorter samples. It is exact unless it depends on the number of samples or "
+                "the length (as a mean of chunk means does). To be sure, return (sum, count) from the criterion",
                 type(self.model).__name__,
                 self.sizes.rows,
                 sorted(set(self.sizes.lengths)),
@@ -307,8 +309,8 @@ class _Search:
         return batch
 
     def _holds_in(self, rule: LossRule, source: Batch, sizes: Sizes, most: int) -> bool | None:
-        """Whether a rule holds with this number of samples, as long as those of `source`. If that takes more than the
-        limit of elements, with fewer and with shorter samples. None if one of these cannot be tried."""
+        """Whether a rule holds for this number of samples, of the same lengths as in `source`. If these exceed the
+        limit of elements, fewer and shorter samples are tried instead. None if one of these cannot be tried."""
         held: list[bool | None] = []
         for longest, rows in self._plans(source, sizes.rows, most):
             held.append(self._holds_on(rule, longest, rows, min(sizes.part, rows - 1)))
@@ -337,7 +339,8 @@ class _Search:
         return max(1.0, self.trial.elements * longer) * rows / few.rows
 
     def _holds_on(self, rule: LossRule, source: Batch, rows: int, part: int) -> bool | None:
-        """Whether a rule holds on this number of samples like these, cut after `part`, or before as many."""
+        """Whether a rule holds on `rows` samples like those of `source`, cut after the first `part` samples, or before
+        the last `part`."""
         key = id(source), rows
         try:
             if key not in self._sized:
@@ -362,7 +365,8 @@ class _Search:
         return True if telling else None
 
     def _holds(self, rule: LossRule, number: int, fit: float) -> bool:
-        """Whether a rule holds if the first samples are fitted, and the loss can be computed from such results."""
+        """Whether a rule holds if the first samples are fitted; also True if the loss cannot be computed from such
+        results."""
         losses = self._losses(rule, number, fit)
         return losses is None or self._holds_of(rule, number, losses)
 
@@ -407,7 +411,7 @@ def _longest(batch: Batch) -> int:
 
 
 def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:
-    """Whether losses can distinguish one rule from another: zeros, and equal ones, fit too many."""
+    """Whether losses can distinguish one rule from another: zeros, and equal losses, fit too many rules."""
     values = [part.value for part in parts]
     scale = max(map(abs, values))
     far = max(LEAST_DIFFERENCE, 4 * tolerance_of(whole.dtype))

@@ -1,4 +1,4 @@
-"""Loss shares: what the loss of each microbatch contributes to that of the batch, by rules that are proven."""
+"""Loss shares: the contribution of each microbatch's loss to the loss of the batch, by proven rules."""
 
 import zlib
 from collections.abc import Callable, Hashable, Sequence
@@ -23,10 +23,10 @@ from pipeshard.split.policy import Policy
 
 
 class LossShares:
-    """The rules by which the losses of microbatches make those of batches. `find` traces a microbatch.
+    """The rules that combine the losses of microbatches into those of batches. `find` traces a microbatch.
 
-    All `replicas` have a part of one batch each, or `weight` is that of this replica's loss in the sum of all, which
-    have batches of their own.
+    Either each of the `replicas` has a part of one batch, or each has its own batch, and `weight` is the weight of this
+    replica's loss in the sum of all.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LossShares:
     def of(
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None, rule: LossRule
     ) -> list[float]:
-        """The shares of the microbatches of one batch; of no use on other stages than the last one."""
+        """The shares of the microbatches of one batch; only the last stage needs them."""
         if not self.is_last:
             return [1.0] * len(batches)
         counts = self._counts(batches, ways, criterion) if rule.counted else ()
@@ -76,7 +76,7 @@ class LossShares:
         return any(self._unproven(batch, parts, criterion) for batch, parts in zip(batches, cut, strict=True))
 
     def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
-        """The loss of this replica's outputs, with its `part` in the step's loss."""
+        """The loss of this replica's own outputs, given its `part` of the step's loss."""
         return loss if self.weight is None or part is None else part / self.weight
 
     def prove(
@@ -86,9 +86,9 @@ class LossShares:
         criterion: Criterion | None,
         world: dist.ProcessGroup,
     ) -> None:
-        """Find the rule on all ranks at the same time; a rank may know it for its own batches.
+        """Find the rule on all ranks at the same time; a rank may already know it for its own batches.
 
-        Raises ConfigurationError on all of them if one of them finds none.
+        Raises ConfigurationError on all ranks if one of them finds no rule.
         """
         failure: Exception | None = None
         try:
@@ -115,7 +115,7 @@ class LossShares:
         self.rules.add(kind, proven, flow, batch)
 
     def _sizes(self, batch: Batch, part: int) -> Sizes:
-        """Those of the batch and of a microbatch of this many samples."""
+        """The sizes of the batch and of a microbatch of `part` samples."""
         replicas = 1 if self.replicas is None else self.replicas.size()
         return Sizes.of(batch, -(-batch.rows // part), replicas)
 
@@ -126,20 +126,21 @@ class LossShares:
         if rule is None:
             raise TraceError(
                 f"the forward of {type(self.model).__name__} changed the model when it ran on a few samples, so it is "
-                "unknown how its loss depends on those of microbatches. Keep what forward changes in Python within the "
+                "unknown how to combine the microbatch losses. Store all Python state that forward changes in the "
                 "model or the criterion"
             )
         return rule
 
     def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
-        """The properties of batches whose losses follow one rule. Numbers in a batch that transformers' own losses read
-        only count items."""
+        """The properties of batches whose losses follow one rule. For transformers' own losses, numbers in a batch are
+        ignored: these losses only use them to count items."""
         others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
         beside = () if self._seen is None else (self._seen, of_batch(batch))
         return (key_of(criterion), self.state, batch.paths, others), beside
 
     def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
-        """The number that the criterion divides its sum by in each microbatch, needed before the first backward."""
+        """The number by which the criterion divides its sum in each microbatch; it is needed before the first
+        backward."""
         glue = Glue(self.model, criterion, self.device)
         return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
 
@@ -151,8 +152,8 @@ class LossShares:
         table = gather(torch.tensor([count, code], dtype=torch.float64), self.replicas)
         if len(set(table[:, 1].tolist())) > 1:
             raise BatchError(
-                f"this replica's loss is made of its microbatches' by {rule}, that of others by another rule: give all "
-                "replicas batches of one kind, with labels or without"
+                f"this replica combines its microbatch losses with {rule}, but other replicas use a different rule: "
+                "give all replicas batches of the same kind, with or without labels"
             )
         return float(table[:, 0].sum())
 

@@ -1,8 +1,8 @@
 """Loss sizes: the numbers of samples and the lengths at which a loss rule was tried.
 
 A loss may depend on sizes: on chunks of positions, or on terms that appear with more samples. So a rule counts as
-proven between two powers of two around sizes at which it held, and is tried again for other ones. A run with irregular
-lengths meets few of these ranges.
+proven between two powers of two around the sizes at which it held, and is tried again at other sizes. A run with
+irregular lengths meets few of these ranges.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class Sizes:
 
     @property
     def larger(self) -> Self:
-        """The number of samples at the end of the range of these."""
+        """The number of samples at the upper end of the range of `rows`."""
         rows = power(self.rows)
         return replace(self, rows=rows, part=min(power(self.part), rows - 1))
 

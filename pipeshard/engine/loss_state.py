@@ -1,10 +1,10 @@
 """Loss state: the values other than its samples that a loss depends on, and that a user may change between steps.
 
-The rule of a loss was tried with one set of class weights, one mode, one coefficient. With others it may be another
-loss: weights of 1 that become unequal turn a mean over samples into a weighted one. So a rule counts as proven in one
-state of these tensors and numbers. Most values are represented by their kind, since annealed coefficients
-change in every step: integers up to 64 count as they are, other numbers by their sign and power of four, a
-tensor by its range and by whether all of it is one number.
+The rule of a loss was tried with one set of class weights, one mode, one coefficient. With other values, the loss may
+follow a different rule: weights of 1 that become unequal turn a mean over samples into a weighted one. So a rule counts
+as proven in one state of these tensors and numbers. Most values are represented by their kind, since annealed
+coefficients change in every step: integers up to 64 count as they are, other numbers by their sign and power of four, a
+tensor by its range and by whether all its elements are equal.
 """
 
 from collections.abc import Hashable, Iterator
@@ -39,7 +39,7 @@ class LossState:
         return self._kinds
 
     def stepped(self) -> None:
-        """A step has run since `look`: changes since then are those of a forward."""
+        """A step has run since `look`: later changes were made by a forward."""
         if self._versions is not None:
             self._versions = self._look()
 
@@ -70,7 +70,7 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """Two tensors of one kind are assumed to give the same rule."""
+    """The kind of a tensor. Two tensors of one kind are assumed to give the same rule."""
     numbers = tensor.detach()
     if is_released(tensor) or not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.is_complex() or numbers.is_sparse:
         return None

@@ -44,12 +44,12 @@ LeafKey = tuple[str, int, int]  # of a leaf that leaves a unit: the unit, how ma
 
 
 class Samples:
-    """`few` samples (`count`) from all over `source`, which is `batch` or one of other lengths, and random values.
+    """`count` samples (`few`) from all over `source`, which is `batch` or a batch of other lengths, and random values.
 
     `read` are the paths that the loss reads, `consulted` those that Python branches on. Integers are drawn from the
     batch's values, and those between if there are few; masks are drawn as masks. Other floating-point
-    numbers are moved, or drawn from those of the batch and from possible marks of a missing value. They are only
-    scaled if the loss `is_known`, as transformers' own losses are.
+    numbers are moved, or drawn from those of the batch and from possible marks of a missing value. If the loss
+    `is_known`, as transformers' own losses are, they are only scaled.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Samples:
 
     @property
     def draws(self) -> int:
-        """How many draws are needed so that each value of a leaf with few values occurs, and each mark."""
+        """The number of draws in which each mark and each value of a leaf with few values occurs."""
         most = [
             -(-len(pool) // self.few.tensors[path].numel())
             for path, pool in self.pools.items()
@@ -90,7 +90,7 @@ class Samples:
         return min(max([ROWS, *most, *marks]), SPAN // ROWS)
 
     def draw(self, level: int, number: int, valid: bool = False) -> Batch:
-        """Draw `number`: `level` is how much of the batch is random. With `valid`, without negative integers."""
+        """Draw `number`: `level` is how much of the batch is random. With `valid`, there are no negative integers."""
         generator = torch.Generator().manual_seed(number)
 
         def redraw(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -122,9 +122,9 @@ class Samples:
         return values.moved(values.filled(leaf, generator), scale, up=number % 4 == 2)
 
     def with_invalid(self, batch: Batch, path: str, ignore: float, number: int) -> Batch:
-        """The same with a random number of valid labels in each sample, two columns or more if there are three; with
-        labels of one column, all samples but one. In long samples they are spread over the sample every other time,
-        fewer towards its end: code that processes chunks of positions may accept none without a label."""
+        """`batch` with a random number of valid labels in each sample: at least two columns if there are three or more;
+        with one column, all samples but one. In long samples, every other draw spreads valid labels over the sample,
+        with fewer towards its end: code that processes chunks of positions may fail for a chunk without labels."""
         mask = batch.by_sample(MASK) if MASK in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 
@@ -156,7 +156,7 @@ class Samples:
 
 
 def _pool(leaf: Tensor, special: Tensor) -> Tensor:
-    """The values from which to draw a leaf of integers: those it has, with `special` tokens, which a loss may weight
+    """The values from which to draw a leaf of integers: its own values, with `special` tokens, which a loss may weight
     differently or omit, more often; if these are few, also the values between, at least from 0 to 1."""
     pool = leaf.detach().long().cpu().unique()
     present = pool[torch.isin(pool, special)]
@@ -171,12 +171,13 @@ def _pool(leaf: Tensor, special: Tensor) -> Tensor:
 
 
 def is_marked(values: Tensor) -> bool:
-    """Whether the highest of these sorted labels marks a missing label: it is apart from the classes."""
+    """Whether the highest of these sorted labels marks a missing label: there is a gap between it and the classes."""
     return len(values) > 1 and int(values[-1]) == UNLABELLED and int(values[-2]) < UNLABELLED - 1
 
 
 def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -> Tensor:
-    """This many of the pool: of a larger, but not large, pool, the draws with the next numbers have the rest."""
+    """`count` values of the pool. If the pool is larger, but not too large, the draws with the next numbers use the
+    rest of it."""
     if count < len(pool) <= SPAN:
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))
         return pool[order[(torch.arange(count) + number * count) % len(pool)]]
@@ -184,7 +185,7 @@ def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -
 
 
 def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
-    """Random zeros and ones; of several in a sample, at least one is a one."""
+    """Random zeros and ones; a sample with several entries has at least one 1."""
     mask = torch.rand(leaf.shape, generator=generator).gt(0.4)
     if leaf.ndim > 1:
         mask[..., 0] |= ~mask.any(-1)
@@ -211,8 +212,8 @@ class Measured(NamedTuple):
 
 @contextmanager
 def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, a unit whose parameters this stage has released has fixed random ones in their places: the rule of its
-    loss does not depend on them."""
+    """Inside, fixed random parameters replace those of the unit that this stage has released: the rule of its loss does
+    not depend on their values."""
     released = {name: p for name, p in unit.named_parameters(remove_duplicate=False) if is_released(p)}
     if not released:
         yield
@@ -247,9 +248,9 @@ class Glue:
         times: int = 1,
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """The loss of `batch`, or None without one, and its gradients with respect to `by`; `result` gives the results
-        of units, except calls that are `running`, whose units run; the criterion is called this many `times`. Nothing
-        of model, criterion or generators changes."""
+        """The loss of `batch` (None if it has none), and its gradients with respect to `by`; `result` gives the results
+        of units, except calls that are `running`, whose units run; the criterion is called this many `times`. The
+        model, the criterion and the generators do not change."""
         calls, is_inside, randomness = enumerate(flow.calls), False, Randomness(self.device)
 
         def handle(unit: str, original: Any, *arguments: Any) -> Any:
@@ -296,7 +297,8 @@ class Glue:
         return Measured(float(value.detach()), None if count is None else float(count), value.dtype, slopes)
 
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
-        """The number that the criterion divides its sum by, independent of unit results: zeros without memory."""
+        """The number by which the criterion divides its sum. It does not depend on unit results: these are zeros
+        without memory."""
 
         def zeros(key: LeafKey, spec: TensorSpec) -> Tensor:
             return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)
@@ -309,10 +311,10 @@ class Glue:
 class LossTrial:
     """A model's loss on all of the samples and on two parts of them.
 
-    The unit results that the loss depends on are random, and the parts use those of the whole; so do random numbers of
-    glue. Side outputs of units are random too with `side_outputs`; all others are zeros. A unit that
-    returns a loss itself runs, with random weights if another stage has its own. If it is `precise`, 16 bits are
-    replaced by 32: they could not distinguish 1 % from nothing.
+    The unit results that the loss depends on are random, and the parts reuse those of the whole, and the random numbers
+    of glue. Side outputs of units are random too with `side_outputs`; all others are zeros. A unit that returns a loss
+    itself runs, with random weights if another stage holds it. If the trial is `precise`, 32 bits replace 16, which
+    could not distinguish 1 % from nothing.
     """
 
     def __init__(

@@ -98,8 +98,8 @@ class Values:
         return self.high - (self.high - leaf) * scale if up else leaf * scale
 
     def draw(self, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
-        """Draw `number`: entries of such a leaf in another order, some of them marks, in each sample at least one not;
-        with one entry per sample, one is a mark. All marks occur in turn."""
+        """Draw `number`: the entries of such a leaf in another order, some of them replaced by marks. In each sample at
+        least one entry is not a mark; with one entry per sample, one sample is a mark. All marks occur in turn."""
         values = self._chosen(self.valid, leaf, generator)
         if not len(self.drawn):
             return values

@@ -2,7 +2,7 @@
 
 torch.autocast casts per operator and keeps fp32 parameters, which take twice the memory and traffic of 16-bit ones.
 Here a stage's parameters are cast as by `from_pretrained(dtype=...)` (parameters that an architecture keeps in fp32
-stay in fp32), and each trained one gets a MasterWeight in fp32, which is all that an optimizer sees. Autocast is
+stay in fp32), and each trained parameter gets a MasterWeight in fp32; an optimizer only sees MasterWeights. Autocast is
 available, too, as an option.
 """
 
@@ -31,7 +31,7 @@ LEAST, MOST = 1.0, 2.0**32
 class LossScale:
     """The factor that losses are multiplied with before backward, always a power of two.
 
-    It is halved after a step in which a gradient overflowed, which is skipped, and doubled after `interval` consecutive
+    If a gradient overflowed, the step is skipped and the factor is halved; it is doubled after `interval` consecutive
     steps without an overflow (Micikevicius et al. 2018, arXiv:1710.03740).
     """
 
@@ -56,13 +56,15 @@ class LossScale:
 
 class MasterWeight:
     """The tensor that an optimizer updates for one parameter of a stage: `master` is the parameter itself, this rank's
-    shard of it, or its fp32 values, if the parameter has a lower precision (`full`, whole).
+    shard of it, or its fp32 values, if the parameter has a lower precision; `full` are these values, unsharded.
 
     Attributes:
         holders: the number of ranks that have the same gradient of it.
         plain: whether `master` is the parameter itself.
-        owner: the replica that updates it for all of them, and that alone has the fp32 values (ZeRO), or None.
-        lowered: whether the parameter was cast to 16 bits. If it was frozen then, it gets fp32 values once trained.
+        owner: with ZeRO, the replica that updates the parameter for all replicas and alone has the fp32 values; else
+            None.
+        lowered: whether the parameter was cast to 16 bits. If it was frozen then, it gets fp32 values once it is
+            trained.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class MasterWeight:
 
     @torch.no_grad()
     def follow(self, is_master_written: bool, adopts: bool) -> bool:
-        """Make parameter and fp32 values equal again after a loop has written to one of them; returns whether they are.
+        """Make parameter and fp32 values equal again after a loop has written to one of them; returns whether they are
+        equal.
 
-        The parameter follows its fp32 values at once. These follow the parameter if `adopts`, in the elements that
-        differ: a parameter that was exchanged and restored leaves them unchanged.
+        A write to the fp32 values is always copied to the parameter. A write to the parameter is copied to the fp32
+        values if `adopts`, in the elements that differ: a parameter that was exchanged and restored leaves them
+        unchanged.
         """
         if self.is_double and not is_master_written:
             if not adopts:
@@ -110,11 +114,11 @@ class MasterWeight:
         self._lent = None
 
     def leave(self) -> None:
-        """Drop the fp32 values, which only the owner keeps."""
+        """Discard the fp32 values, which only the owner keeps."""
         self.master = self.parameter
 
     def settle_gradient(self) -> None:
-        """Give the parameter the gradient that a loop has set in place of the lent one."""
+        """Give the parameter the gradient that a loop has set in place of the lent gradient."""
         if self.master is not self.parameter and self.master.grad is not self._lent:
             set_local_grad(self.parameter, self.master.grad)
             self._lent = self.master.grad
@@ -127,7 +131,8 @@ class MasterWeight:
 
     @torch.no_grad()
     def take_value(self) -> None:
-        """After an optimizer step; a shard shares its memory with the parameter."""
+        """After an optimizer step, copy the updated values to the parameter; a shard shares its memory, so it needs no
+        copy."""
         if self.is_double:
             local(self.parameter).copy_(self.master)
 
@@ -153,8 +158,8 @@ class MasterWeight:
 
 @cache
 def casts_have_graphs() -> bool:
-    """Whether torch gives a graph to casts made while no gradients are recorded (in a reentrant checkpoint), as
-    another microbatch needs it. Before 2.11 that microbatch would lose its gradients (pytorch#158232)."""
+    """Whether torch gives a graph to casts made while no gradients are recorded (in a reentrant checkpoint), which
+    another microbatch needs. Before 2.11 that microbatch would lose its gradients (pytorch#158232)."""
     layer, x = nn.Linear(1, 1), torch.zeros(1, 1)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
@@ -165,8 +170,8 @@ def casts_have_graphs() -> bool:
 class Precision:
     """`name` is "fp32" (the model stays as it is), "bf16" or "fp16".
 
-    In 16 bits the parameters are of this type, their gradients are accumulated in fp32 over the microbatches, and the
-    optimizer updates fp32 values of them (Micikevicius et al. 2018, arXiv:1710.03740). With `autocast` the parameters
+    In 16 bits the parameters have this dtype, their gradients are accumulated in fp32 over the microbatches, and the
+    optimizer updates their fp32 values (Micikevicius et al. 2018, arXiv:1710.03740). With `autocast` the parameters
     stay in fp32, and torch.autocast decides for each operator.
     """
 
@@ -227,7 +232,7 @@ class Precision:
         return full
 
     def of_batch(self, batch: Batch) -> Batch:
-        """Images, sounds and the like in the model's precision; labels and targets unchanged."""
+        """Cast images, audio and similar inputs to the model's precision; labels and targets stay unchanged."""
         if not self.lowers:
             return batch
 

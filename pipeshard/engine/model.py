@@ -24,7 +24,8 @@ class Whole:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> "Whole | None":
-        """None if this process has only a part of the model, or gathers it in steps."""
+        """The Whole of this pipeline; None if this process holds only a part of the model, or gathers it in each step
+        (FSDP)."""
         grid = pipeline.grid
         return cls(pipeline) if grid.pp_size == grid.tp_size == 1 and not pipeline.config.fsdp else None
 
@@ -38,7 +39,9 @@ class Whole:
             if not precision.lowers:
                 output = pipeline.model(*args, **kwargs)
             elif args and kwargs:
-                raise UsageError("model(...) in 16 bits gets a batch by name or by place, not both: name all of it")
+                raise UsageError(
+                    "model(...) in 16 bits takes positional or keyword arguments, not both: pass all of them by keyword"
+                )
             else:
                 batch = replace(read_batch(pipeline.model, kwargs or args), taken=None)
                 output = precision.of_batch(batch).call(pipeline.model)
@@ -67,7 +70,7 @@ class Whole:
     def _refuse_plain(self, _: Tensor) -> None:
         if not self._adding:
             raise UsageError(
-                "loss.backward() would neither scale the loss, for precision='fp16', nor sum gradients over replicas: "
+                "loss.backward() would neither scale the loss (precision='fp16') nor sum gradients over replicas: "
                 "call booster.backward(loss, optimizer)"
             )
 
@@ -86,7 +89,8 @@ ANSWERED = ("_apply", *(name for name in PUBLIC if name not in OWN_METHODS))
 
 
 def _answered(name: str) -> Callable[..., Any]:
-    """The method of this name, called on the model itself; if it returns the model, the boosted one is returned."""
+    """The method of this name, called on the model itself; if it returns the model, the boosted model is returned
+    instead."""
 
     def call(self: "PipelineModel", *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -123,8 +127,8 @@ class PipelineModel(nn.Module):
             module.training = mode
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """The model that was boosted, also a PeftModel: ColossalAI would return its base, without the adapters'
-        names."""
+        """The model that was passed to boost, even if it is a PeftModel: ColossalAI would return the base model,
+        without the names of the adapters."""
         module: nn.Module = self.module
         return module
 
@@ -148,9 +152,9 @@ class PipelineModel(nn.Module):
         """The model's attributes: its config, `generate`, `gradient_checkpointing_enable`, ..."""
         if name in ASKED_BY:
             raise UsageError(
-                f"{ASKED_BY[name]} would wrap a model that was boosted: its replicas, its optimizer and its steps are "
-                "the booster's already. Train it by booster.execute_pipeline(...), or get the whole model for other "
-                "uses by pipeshard.to_sequential(model)"
+                f"{ASKED_BY[name]} would wrap a boosted model, but the booster already manages its replicas, optimizer "
+                "and steps. Train it with booster.execute_pipeline(...), or get the full model for other uses with "
+                "pipeshard.to_sequential(model)"
             )
         try:
             return super().__getattr__(name)
@@ -167,7 +171,7 @@ class PipelineModel(nn.Module):
         if self.whole is not None:
             return self.whole.call(args, kwargs)
         raise UsageError(
-            f"this process holds stage {self.pipeline.rank} of {self.pipeline.num_stages} only, so model(...) cannot "
+            f"this process holds only stage {self.pipeline.rank} of {self.pipeline.num_stages}, so model(...) cannot "
             "be called: use booster.execute_pipeline(data_iter, model, criterion, optimizer, return_outputs=True), "
             "under torch.no_grad() for evaluation"
         )

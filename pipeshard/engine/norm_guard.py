@@ -1,4 +1,4 @@
-"""Norm guard: refuses torch's functions of gradient norms for a boosted model, if a rank has only one stage.
+"""Norm guard: refuses torch's gradient-norm functions for a boosted model, if a rank has only one stage.
 
 `torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. The guard is installed inside torch's
 own functions while a boosted model is alive, so it does not matter how a loop, a hook or a library has imported them.
@@ -29,7 +29,7 @@ FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm
 
 
 class NormGuard(Guard):
-    """Checks the arguments of torch's functions of gradient norms."""
+    """Checks the arguments of torch's gradient-norm functions."""
 
     def install(self) -> None:
         for function, check in zip(FUNCTIONS, (self._check_parameters, self._check_gradients), strict=True):
@@ -69,8 +69,8 @@ class NormGuard(Guard):
             self._check(held, gradients, "get_total_norm")
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
-        """Raise UsageError if these parameters of one rank are all that it has of the model or of a group of an
-        optimizer, and other stages have more: the cut chose them, not the user."""
+        """Raise UsageError if these are all of this rank's parameters of the model, or of an optimizer's group, and
+        other stages have more: the cut chose them, not the user."""
         if held and gradients.is_scaled:
             raise UsageError(
                 f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "
@@ -91,7 +91,7 @@ GUARD = NormGuard()
 
 def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str) -> str:
     return (
-        f"torch.nn.utils.{function} got gradients of stage {gradients.grid.stage} of {gradients.grid.pp_size} alone: "
-        f"it would count {here}, but not {elsewhere}, which another stage holds, and scale each stage by a factor of "
-        f"its own. {REMEDY}"
+        f"torch.nn.utils.{function} got only the gradients of stage {gradients.grid.stage} of "
+        f"{gradients.grid.pp_size}: it would count {here}, but not {elsewhere}, which another stage holds, and scale "
+        f"each stage by a different factor. {REMEDY}"
     )

@@ -27,7 +27,7 @@ SMALL = 1024  # bytes that are not worth a copy
 
 
 class Transfer(Protocol):
-    """Copies between a device and the host, which may run while the device computes."""
+    """Copies between a device and the host; these copies may run while the device computes."""
 
     def store(self, tensor: Tensor) -> Any:
         """Begin to copy a tensor to the host; returns the copy."""
@@ -36,11 +36,11 @@ class Transfer(Protocol):
         """Begin to copy it back into new memory of the device."""
 
     def wait(self) -> None:
-        """Let what the device computes from now on wait for all copies."""
+        """Make later computation on the device wait for all copies."""
 
 
 class CudaTransfer:
-    """Copies through pinned memory, on a stream of their own."""
+    """Copies through pinned memory, on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -87,7 +87,7 @@ class Block:
 
 
 class Saved:
-    """A tensor that autograd has saved, as a view of `block`, or kept on the device without one."""
+    """A tensor that autograd has saved, as a view of `block`, or kept on the device without a block."""
 
     def __init__(self, tensor: Tensor, block: Block | None = None) -> None:
         self.block, self.version, self.kept = block, tensor._version, tensor.detach()
@@ -97,7 +97,8 @@ class Saved:
             self.kept.data = tensor.new_empty(0)  # what is left of it shares the version of the tensor alone
 
     def tensor(self) -> Tensor:
-        """Its value. Raises RuntimeError if it was written to: with hooks, autograd does not look."""
+        """Its value. Raises RuntimeError if it was written to: with saved-tensor hooks, autograd does not check
+        this."""
         if self.kept._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -112,14 +113,15 @@ class Saved:
         return self.kept.new_empty(0).set_(self.block.here.untyped_storage(), *self.view)
 
     def argument(self) -> Tensor:
-        """Its value for a unit that runs again, with a gradient like the first time."""
+        """Its value for a unit that is recomputed; it requires a gradient if it did the first time."""
         value = self.tensor()
         return value.requires_grad_().view_as(value) if self.requires_grad else value
 
 
 @dataclass
 class Seen:
-    """A storage that was saved in this step: first for `holding`, and with which contents, by version."""
+    """A storage that was saved in this step: the `holding` that saved it first, and the copies of its contents, by
+    version."""
 
     storage: StorageWeakRef
     holding: Holding
@@ -127,7 +129,7 @@ class Seen:
 
 
 class Offload:
-    """Offloads the activations of a rank's stages: all but those of the action that runs, and of the next B or W.
+    """Offloads the activations of a rank's stages: all except those of the running action and of the next B or W.
 
     Not offloaded: weights and buffers, small tensors, tensors of other devices and of tensor subclasses, and memory
     that several microbatches share, which no copy would free.
@@ -149,7 +151,8 @@ class Offload:
 
     @contextmanager
     def saving(self, i: int, stage: int) -> Iterator[Save | None]:
-        """Around the F of microbatch i on a stage. Gives what saves the arguments of units that are recomputed."""
+        """Around the F of microbatch i on a stage. Yields a function that saves the arguments of recomputed units; None
+        if they stay on the device."""
         action = Action(Kind.F, i, stage)
         self.load(action)
         if self._stays(action):
@@ -178,7 +181,8 @@ class Offload:
         _replace(pending, Saved, Saved.tensor)
 
     def _stays(self, action: Action) -> bool:
-        """Whether the device keeps what this action leaves; so it does for a head, which is not in the program."""
+        """Whether the activations of this action stay on the device, as those of a head do, which is not in the
+        program."""
         residence = self._residences.get(action)
         return residence is None or residence.stays
 
@@ -191,7 +195,7 @@ class Offload:
         return Saved(tensor, self._block(holding, tensor))
 
     def _block(self, holding: Holding, tensor: Tensor) -> Block | None:
-        """The copy of its storage; None if it is to stay."""
+        """The copy of the tensor's storage; None if it stays on the device."""
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == self.device
         if not is_plain or tensor.is_conj() or tensor.is_neg():
             return None

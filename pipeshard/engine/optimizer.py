@@ -1,9 +1,9 @@
 """Pipeline optimizer: the user's optimizer over the parameters of a stage; ZeRO shards its state across replicas.
 
-It keeps the user's object, since LR schedulers hold it and any class of torch.optim.Optimizer must work, and puts the
-MasterWeights of this rank into its groups. torch's ZeroRedundancyOptimizer creates its own optimizers, over one group
-of ranks; here each weight's state is on one replica of its stage (`assign_owners`), which sends the updated values to
-the others.
+It keeps the user's optimizer object, since LR schedulers hold it and any class of torch.optim.Optimizer must work, and
+puts the MasterWeights of this rank into its groups. torch's ZeroRedundancyOptimizer creates its own optimizers, over
+one group of ranks; here each weight's state is on one replica of its stage (`assign_owners`), which sends the updated
+values to the others.
 """
 
 from collections import deque
@@ -118,9 +118,8 @@ class PipelineOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "an optimizer of a boosted model cannot be copied or pickled, as it has only the states of one stage: save "
-            "it by "
-            "booster.save_optimizer(optimizer, folder, shard=True)"
+            "an optimizer of a boosted model cannot be copied or pickled, because it has only the state of one stage: "
+            "save it with booster.save_optimizer(optimizer, folder, shard=True)"
         )
 
     @property
@@ -149,8 +148,8 @@ class PipelineOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Read by an enabled torch.amp.GradScaler, before it looks for gradients that it has scaled itself."""
         raise UsageError(
-            "GradScaler.step(optimizer) got a boosted optimizer, whose gradients it has not scaled: leave GradScaler "
-            "out and call optimizer.step(). precision='fp16' scales the loss, and skips a step that overflows"
+            "GradScaler.step(optimizer) got a boosted optimizer, whose gradients it has not scaled: remove GradScaler "
+            "and call optimizer.step(). With precision='fp16', pipeshard scales the loss and skips overflowing steps"
         )
 
     def unwrap(self) -> Optimizer:
@@ -169,7 +168,8 @@ class PipelineOptimizer(Optimizer):
         return self.grid.world
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters of the model from now on; pass the same names on every rank, even those it lacks."""
+        """Train more parameters of the model from now on; pass the same names on every rank, including names that a
+        rank does not hold."""
         type(self.optim).add_param_group(self.optim, param_group)
         try:
             self._narrow()
@@ -178,14 +178,14 @@ class PipelineOptimizer(Optimizer):
             raise
 
     def _narrow(self) -> None:
-        """Keep only the tensors that this rank updates in the groups, as its MasterWeights. A group may become empty,
+        """Keep only the tensors that this rank updates in the groups, as its MasterWeights. An empty group is kept,
         since schedulers depend on its position."""
         fresh = self._fresh()
         if not fresh:
             return
         added = {name: self.gradients.weights[name] for name in fresh.values() if name in self.gradients.weights}
         if twice := sorted(added.keys() & self.weights.keys()):
-            raise UsageError(f"the optimizer has {twice[0]} in a group already: give it each parameter once")
+            raise UsageError(f"{twice[0]} is already in a group of the optimizer: add each parameter only once")
         self.weights |= added
         self._remember_groups(fresh)
         self.gradients.trained |= set(fresh.values())
@@ -263,7 +263,7 @@ class PipelineOptimizer(Optimizer):
         self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
-        """Update the fp32 values of these, if this rank updates them."""
+        """Create the missing fp32 values of these weights, if this rank updates them."""
         became: dict[Tensor, nn.Parameter] = {}
         for weight in weights:
             if weight.lacks_values and self._updates(weight):
@@ -284,7 +284,7 @@ class PipelineOptimizer(Optimizer):
                 }
 
     def _fresh(self) -> dict[Tensor, str]:
-        """The names of the parameters that users have put into the groups since they were narrowed."""
+        """The names of the parameters that users have added to the groups since these were narrowed."""
         names: dict[Tensor, str] = {}
         for k, group in enumerate(self.optim.param_groups):
             for parameter in group["params"]:
@@ -293,8 +293,8 @@ class PipelineOptimizer(Optimizer):
                 if parameter not in self.gradients.names:
                     raise ConfigurationError(
                         f"group {k} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in "
-                        "the model (is it another model's, or the criterion's?), so no stage would train it: give each "
-                        "model an optimizer of its own, and make what the loss has parameters for a part of the model"
+                        "the model (does it belong to another model, or to the criterion?), so no stage would train "
+                        "it: give each model its own optimizer, and move the parameters of the loss into the model"
                     )
                 names[parameter] = self.gradients.names[parameter]
         return names
@@ -314,7 +314,7 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _shares(self) -> bool:
-        """Whether a step does more than that of the inner optimizer."""
+        """Whether a step does more than the inner optimizer's step."""
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
 
     @property
@@ -327,8 +327,8 @@ class PipelineOptimizer(Optimizer):
         called by `step` of this object."""
         if not self.is_stepping and (self._shares or not self.is_plain):
             raise UsageError(
-                f"this {kind} was boosted, and does not clip, unscale or share what it updates by itself: call the "
-                "step of the optimizer that booster.boost(...) returned"
+                f"this {kind} was passed to boost, and its own step does not clip, unscale or synchronize its updates: "
+                "call the step of the optimizer that booster.boost(...) returned"
             )
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -341,7 +341,7 @@ class PipelineOptimizer(Optimizer):
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:
                 raise UsageError(
-                    "precision='fp16' skips a step if gradients overflow, so it needs them before the step. Call "
+                    "precision='fp16' skips a step if gradients overflow, so it needs the gradients before it. Call "
                     "execute_pipeline first, and then optimizer.step() without a closure"
                 )
 
@@ -436,9 +436,10 @@ def _shape(value: Any) -> Any:
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
-    """Give each weight an owner, the replica that keeps its optimizer state, so that each has about as much: the
-    largest first, each to the replica with the least (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054, by whole
-    parameters). An owner never changes, whichever optimizer trains the weight: only the owner has the fp32 values."""
+    """Give each weight an owner, the replica that keeps its optimizer state, so that all replicas keep about the same
+    amount: the largest weight first, each to the replica with the least so far (ZeRO stage 1, Rajbhandari et al. 2020,
+    arXiv:1910.02054, by whole parameters). An owner never changes, whichever optimizer trains the weight: only the
+    owner has the fp32 values."""
     load = [0] * replicas
     for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
         if weight.owner is None:

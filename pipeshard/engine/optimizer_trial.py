@@ -32,16 +32,16 @@ Place = tuple[int, int]  # of a parameter: its group, and its place in it
 
 
 def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
-    """Raise ConfigurationError for an optimizer that would update a part of the model differently than all of
-    it."""
+    """Raise ConfigurationError for an optimizer that would update a part of the model differently from the whole
+    model."""
     name = type(optimizer).__name__
     sharded = grid.tp_size > 1 or (config.fsdp and grid.dp_size > 1)
     if grid.pp_size == 1 and not sharded and not (config.zero_stage and grid.dp_size > 1):
         return
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
-            f"{name} takes its direction from the gradients of all parameters together, of which each rank has a part "
-            "only: use another optimizer, or pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
+            f"{name} computes its direction from the gradients of all parameters together, but each rank has only some "
+            "of them: use another optimizer, or pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
         )
     known = type(optimizer).__module__.startswith(KNOWN)
     try:
@@ -50,29 +50,29 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     except Exception as error:  # a user's class may raise anything
         if grid.first:
             logger.warning(
-                "%s could not be tried on a part of the model (%s: %s): it trains as on the whole model only if it "
-                "looks at one parameter at a time",
+                "%s could not be tested on a part of the model (%s: %s): it trains as on the whole model only if it "
+                "updates each parameter independently",
                 name, type(error).__name__, error,
             )  # fmt: skip
         return
     if couples:
         raise ConfigurationError(
-            f"{name} does something else to parameters together than to each alone (a norm over all of them, an "
+            f"{name} updates parameters differently together than one by one (a norm over all of them, an "
             "estimate from all of them, random numbers, a list of parameters outside its groups), but each rank "
-            "has a part of them only: let it keep what belongs to a parameter in self.state[parameter], turn off its "
+            "has only some of them: keep per-parameter state in self.state[parameter], turn off the optimizer's "
             "own clipping (Lamb of timm: max_grad_norm=None; max_norm clips by the norm of the whole model), use "
             "another optimizer, or pp_size=1 without zero_stage and fsdp"
         )
     if divides:
         raise ConfigurationError(
-            f"{name} looks at whole parameters, of which each rank has slices with tp_size, ep_size or fsdp: use "
+            f"{name} reads whole parameters, but each rank has only slices of them with tp_size, ep_size or fsdp: use "
             "zero_stage=1 instead, or an optimizer that works element by element"
         )
 
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer of the KNOWN modules looks at whole parameters, as those of bitsandbytes do whose states
-    share a scale for every 256 values, or whose updates have a norm."""
+    """Whether an optimizer of the KNOWN modules needs whole parameters, as some of bitsandbytes' do: their states share
+    one scale per 256 values, or their updates use a norm."""
     of_bitsandbytes = getattr(optimizer, "args", None)
     in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8
     return isinstance(optimizer, WHOLE) or in_blocks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
@@ -129,7 +129,7 @@ def own_methods(optimizer: Optimizer) -> list[str]:
 
 
 def _goes_through_groups(method: Callable[..., Any]) -> bool:
-    """Whether it can be called without arguments, and reads the parameter groups."""
+    """Whether the method can be called without arguments, and reads the parameter groups."""
     original = inspect.unwrap(method)
     first, *others = inspect.signature(original).parameters.values()
     optional = (first.VAR_POSITIONAL, first.VAR_KEYWORD)
@@ -183,7 +183,7 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
 def _called(
     optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], methods: Sequence[str]
 ) -> dict[Place, Tensor]:
-    """What each of these methods does to the values, one after the other, with new gradients each time."""
+    """The changes that these methods make to the values, called one after the other, each with new gradients."""
     parameters = _parameters(optimizer, values)
     trial = _copy(optimizer, model, parameters)
     torch.manual_seed(0)
@@ -255,7 +255,7 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
 
 
 def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:
-    """The state of a parameter, for the one that replaces it: for a tensor of its shape, ones, since the
+    """A parameter's state, for the parameter that replaces it: a tensor of its shape becomes ones, since the
     replacement may be any slice of it."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value) if isinstance(value, list | dict) else value

@@ -1,7 +1,7 @@
-"""Outputs: what a step returns of the model's outputs, collected over its microbatches.
+"""Outputs: the model outputs that a step returns, collected over its microbatches.
 
 Only the last stage has them, and all logits of a batch may need more memory than everything else: so a step keeps only
-what `return_outputs` requests. Outputs that cannot be combined for the batch (a scalar, a matrix of samples by
+those that `return_outputs` requests. Outputs that cannot be combined for the batch (a scalar, a matrix of samples by
 samples) are refused on every rank before the step, if the trace shows them.
 """
 
@@ -22,8 +22,8 @@ from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_on
 
 ReturnOutputs = bool | str | Collection[str] | Callable[[Any, Any], Any]
 BACKWARD = (
-    "the backward pass of a pipeline is part of booster.execute_pipeline(data_iter, model, criterion, optimizer), "
-    "which leaves the gradients in place: drop booster.backward(...) and loss.backward()"
+    "booster.execute_pipeline(data_iter, model, criterion, optimizer) already runs the backward pass and leaves the "
+    "gradients in place: remove booster.backward(...) and loss.backward()"
 )
 
 
@@ -50,7 +50,7 @@ class StepLoss(Tensor):
 
 
 class Outputs:
-    """The outputs that `return_outputs` requests of one step, and what its microbatches have returned so far.
+    """The outputs that `return_outputs` requests of one step, and the results of its microbatches so far.
 
     Attributes:
         needed: the parts of the model's output that the last stage needs, in addition to the loss.
@@ -62,7 +62,7 @@ class Outputs:
     def __init__(self, asked: ReturnOutputs, num_batches: int = 1) -> None:
         if num_batches > 1 and asked is not False and asked != "loss" and not callable(asked):
             raise UsageError(
-                f"return_outputs={asked!r} puts together the outputs of one batch, but num_batches={num_batches}: pass "
+                f"return_outputs={asked!r} merges the outputs of one batch, but num_batches={num_batches}: pass "
                 "a function, 'loss' or False"
             )
         self.function: Callable[[Any, Any], Any] | None = asked if callable(asked) else None
@@ -85,7 +85,9 @@ class Outputs:
         """Raise UsageError, on every rank, if the model's output lacks a requested field, or if the outputs of a batch
         that `is_cut` into microbatches cannot be combined."""
         if self.each_loss and flow.loss is None:
-            raise UsageError("return_outputs='loss', but there is none: give the batch labels, or pass a criterion")
+            raise UsageError(
+                "return_outputs='loss', but this batch has no loss: add labels to the batch, or pass a criterion"
+            )
         if is_cut and self.function is None:
             for path, use, spec in flow.outputs if self.needed else ():
                 if self._takes(path) and not (use == flow.loss and not spec.shape):
@@ -93,10 +95,10 @@ class Outputs:
         if isinstance(self.needed, frozenset):
             fields = dict.fromkeys(filter(None, (field_of(path) for path, _, _ in flow.outputs)))
             if unknown := sorted(self.needed - fields.keys()):
-                known = f"its fields are {', '.join(fields)}" if fields else "it has no fields with names"
+                known = f"its fields are {', '.join(fields)}" if fields else "it has no named fields"
                 raise UsageError(
-                    f"return_outputs asks for {', '.join(map(repr, unknown))}, which the model's output for this batch "
-                    f"does not have: {known}. Use some of these, True, 'loss', or a function of the output and the "
+                    f"return_outputs requests {', '.join(map(repr, unknown))}, which the model's output for this batch "
+                    f"does not have: {known}. Pass existing fields, True, 'loss', or a function of the output and the "
                     "microbatch"
                 )
 
@@ -137,7 +139,7 @@ class Outputs:
         except Exception as error:  # the user's; raised at the end of the step, for which the other stages wait
             self._failure = UsageError(
                 f"the function given as return_outputs failed on the output of microbatch {len(self.kept)} "
-                f"({summary(error)}). The step itself is done: its gradients are in place"
+                f"({summary(error)}). The step itself completed: its gradients are in place"
             )
             self._failure.__cause__ = error
 
@@ -175,8 +177,8 @@ class Outputs:
         return tree_unflatten(leaves, tree)
 
     def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
-        """The output of all samples in their order, from microbatches of any of them; `dim` counts the samples. The
-        positions that a microbatch has cut off as padding are zeros."""
+        """The output of all samples in their original order, although microbatches may contain any of them; `dim`
+        counts the samples. Positions that a microbatch has cut off as padding are zeros."""
         places = [batch.place for batch in self._batches if batch.place is not None]
         if not places:
             return torch.cat(list(column), dim)
@@ -194,8 +196,8 @@ class Outputs:
         return whole
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
-        """The dimension that counts the samples of an output that was traced at only one size: if several may, one
-        that also does in the batch."""
+        """The dimension that counts the samples of an output that was traced at only one size: if several could, one
+        that also counts them in the batch."""
         rows = [batch.rows for batch in self._batches]
         fitting = [dim for dim in range(column[0].ndim) if [tensor.shape[dim] for tensor in column] == rows]
         if len(fitting) > 1 and len(set(rows)) > 1:
@@ -218,8 +220,9 @@ class Outputs:
 def _spans(
     name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, places: Sequence[Place]
 ) -> dict[int, list[Span]]:
-    """The dimensions of an output that count positions, with those of each microbatch: they grow with these in the
-    trace, or otherwise have their number in every microbatch. Raises UsageError for another one that differs."""
+    """The dimensions of an output that count positions, with the positions of each microbatch. Such a dimension grows
+    with the positions in the trace, or otherwise has their number in every microbatch. Raises UsageError for any other
+    dimension that differs between microbatches."""
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
     groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
     known = {path for group in groups for path in group}
@@ -253,16 +256,16 @@ def _detached(output: Any) -> Any:
 def _refuse_unmergeable(path: str, spec: TensorSpec, is_computed: bool) -> None:
     growing = sum(bool(slopes and slopes[0]) for slopes in spec.slopes)
     if growing > 1:
-        why = f"has {growing} dimensions of the size of the batch, so it only compares the samples of one microbatch"
+        why = f"has {growing} dimensions that grow with the batch, so it only compares the samples of one microbatch"
         raise _unmergeable(path, why)
     if is_computed and not growing and (not spec.shape or spec.slopes):  # without slopes: traced for one size alone
-        raise _unmergeable(path, "has no dimension that counts the samples, so each microbatch has one of its own")
+        raise _unmergeable(path, "has no batch dimension, so each microbatch has its own")
 
 
 def _unmergeable(path: str, why: str) -> UsageError:
     return UsageError(
-        f"the model's output {path} cannot be put together for the whole batch: it {why}. Name the fields that you "
-        "need, without this one (return_outputs=[...]), pass a function fn(output, microbatch), or use one microbatch"
+        f"the model's output {path} cannot be merged for the whole batch: it {why}. Request only other fields "
+        "(return_outputs=[...]), pass a function fn(output, microbatch), or use one microbatch"
     )
 
 
@@ -271,4 +274,4 @@ def _same(name: str, column: Sequence[Any]) -> Any:
     first = column[0]
     if all(torch.equal(first, other) if isinstance(first, Tensor) else first == other for other in column[1:]):
         return first
-    raise _unmergeable(name, "differs between microbatches, and has no dimension that counts the samples")
+    raise _unmergeable(name, "differs between microbatches, and has no batch dimension")

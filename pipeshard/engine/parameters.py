@@ -1,4 +1,4 @@
-"""Parameters: those of this rank, in the form that they have on it."""
+"""Parameters: this rank's parameters, in their form on this rank."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -22,16 +22,17 @@ logger = logging.getLogger("pipeshard")
 
 
 class HeldParameters:
-    """Converts the parameters that a sharded model holds to their form here. Create it on all ranks at the same time.
+    """Converts the parameters that a sharded model holds to their form on this rank. Create it on all ranks at the same
+    time.
 
     Their values are broadcast from one holder to the others. Then they are cast to 16 bits if `precision` requires it,
-    sharded over the ranks along TP by a `plan`, and with `fsdp` over the replicas. Each step may replace parameters.
+    sharded over the tensor-parallel ranks by a `plan`, and with `fsdp` over the replicas. Each step may replace
+    parameters.
 
     Attributes:
         held: the current parameters, by their first names.
         weights: the tensors that an optimizer trains for them, by the same names.
         sync: sums their gradients.
-        sync: what sums their gradients.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class HeldParameters:
         self.sync = GradientSync(self._buckets(self._summed_along), tp_sharded, self.sharded)
 
     def trained(self) -> dict[str, bool]:
-        """Which of the parameters require a gradient."""
+        """Whether each parameter requires a gradient, by name."""
         return {name: parameter.requires_grad for name, parameter in self.held.items()}
 
     def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
-        """Initialize those of these parameters that are held by `rule`."""
+        """Initialize, using `rule`, the parameters in `names` that this rank holds."""
         weights = [self.weights[name] for name in names if name in self.weights]
         shaped = [weight for weight in weights if not weight.plain]
         with kept_tied(self.model):  # whole and in full precision, as they would be drawn without all this
@@ -114,8 +115,8 @@ class HeldParameters:
         packed = [name for name, parameter in self.model.named_parameters() if is_packed(parameter)]
         if packed:  # torch shards a slice over replicas as if it were in one place
             raise ConfigurationError(
-                f"{packed[0]} holds several weights at once, each of which tp_size={self.grid.tp_size} shards: "
-                "fsdp=True cannot shard that over replicas. Use zero_stage=1, or tp_size=1"
+                f"{packed[0]} holds several weights at once, and tp_size={self.grid.tp_size} shards each of them: "
+                "fsdp=True cannot shard it across replicas as well. Use zero_stage=1, or tp_size=1"
             )
         calls = self.policy.partition.stages.items()
         used = {
@@ -127,20 +128,21 @@ class HeldParameters:
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
 
     def problems(self, num_microbatches: int | None) -> list[str]:
-        """Hooks that would see a partial gradient, although they expect the whole one."""
+        """Hooks that would see a partial gradient although they expect the whole gradient."""
         problems, several = self.sync.problems(), num_microbatches != 1
         hooked = [name for name, parameter in self.held.items() if several and parameter._backward_hooks]
         if hooked and not problems and not self._warned:
             self._warned = True
             logger.warning(
-                "gradient hooks, as that of %s, get each microbatch's part of a gradient: its sum is that of the whole "
-                "batch if they are linear (scaling, masking), and another one if they are not (clamping, normalizing)",
+                "gradient hooks, such as the one on %s, receive each microbatch's part of a gradient: the sum of the "
+                "parts equals the gradient of the whole batch if the hooks are linear (scaling, masking), but not if "
+                "they are nonlinear (clamping, normalizing)",
                 hooked[0],
             )
         return problems + [
-            f"{name} has a hook that is called when its gradient has been accumulated, which it is after each "
-            "microbatch, when a part of it is there (register_post_accumulate_grad_hook): remove the hook, and use "
-            "the gradient between execute_pipeline and optimizer.step, or use one microbatch"
+            f"{name} has a hook (register_post_accumulate_grad_hook) that would be called after each microbatch, when "
+            "only a part of the gradient has been accumulated: remove the hook, and use the gradient between "
+            "execute_pipeline and optimizer.step, or use one microbatch"
             for name, parameter in self.held.items()
             if several and getattr(parameter, "_post_accumulate_grad_hooks", None)
         ]
@@ -150,6 +152,6 @@ class HeldParameters:
         hooked = [name for name in replaced if has_hooks(before[name])]
         if hooked := [name for names in gather_objects(hooked, self.grid.world) for name in names]:
             raise ConfigurationError(
-                f"{hooked[0]} has a gradient hook, but fsdp, tp_size and ep_size replace the parameter by a sharded "
-                "one: remove the hook, and change gradients between execute_pipeline and optimizer.step"
+                f"{hooked[0]} has a gradient hook, but fsdp, tp_size and ep_size replace the parameter with a sharded "
+                "one: remove the hook, and modify gradients between execute_pipeline and optimizer.step"
             )

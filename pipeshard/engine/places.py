@@ -1,4 +1,4 @@
-"""Places: where modules and parameters were in a model when it was boosted."""
+"""Places: the locations of modules and parameters in a model when it was boosted."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from pipeshard.errors import UsageError
 
 class Places:
     """All places of `model`. A module set there after boosting (a new head, an adapter) was never cut: its gradients
-    would not be summed, and other ranks do not have it. With `parameters` theirs count too, which FSDP itself
-    changes."""
+    would not be summed, and other ranks do not have it. With `parameters`, the places of parameters count too; FSDP
+    itself changes these."""
 
     def __init__(self, model: nn.Module, parameters: bool) -> None:
         self._kept = [
@@ -25,8 +25,8 @@ class Places:
             key = _changed(module._modules, children) or (parameters and _changed(module._parameters, parameters))
             if key:
                 raise UsageError(
-                    f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} is not what it was when the model "
-                    "was boosted: put in modules, parameters and adapters before booster.boost"
+                    f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} was added or replaced after the "
+                    "model was boosted: add modules, parameters and adapters before booster.boost"
                 )
 
 

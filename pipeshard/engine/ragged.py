@@ -1,8 +1,8 @@
 """Ragged: samples of different lengths, grouped into microbatches by tokens, without padding that none of them needs.
 
-Padding is where the attention mask is 0 (of a decoder without one: after its last label) and no label counts. It is cut
-off every tensor that has the positions. Neither a sum over valid labels nor attention under a mask depends on it, which
-the proof at boost checks.
+A position is padding if its attention mask is 0 (in a decoder without a mask: if it is after the last label) and no
+label there counts. Padding is cut off every tensor that has these positions. Neither a sum over valid labels nor
+attention under a mask depends on it, which the proof at boost checks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ CALL = {"cpu": 1e8, "cuda": 2e11}
 
 
 class Side(NamedTuple):
-    """The positions of a batch's encoder (or only) inputs, or of its decoder's: `total` for all samples, of which each
-    has those from its `first` one to before its `end`."""
+    """The positions of a batch's encoder (or only) inputs, or of its decoder's: `total` including padding; each sample
+    needs those from its `first` one to before its `end`."""
 
     total: int
     first: tuple[int, ...]
@@ -80,7 +80,8 @@ class Ragged:
         return self
 
     def _cost(self, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device) -> TokenCost:
-        """The planner's costs of the traced calls for each token, and the time of a microbatch with hardly any."""
+        """The planner's costs of the traced calls for each token, and the time of a microbatch with hardly any
+        tokens."""
         parameters = sum(p.numel() for call in flow.calls for p in units[call.unit].parameters())
         fixed = MOVED * ELEMENT * parameters + CALL.get(device.type, 0.0) * len(flow.calls)
         lengths = self._totals({path: shape for path, shape, _ in flow.axes.tensors}).values()
@@ -111,7 +112,7 @@ class Ragged:
                 of = f" ({' and '.join(f'{n} of the {name}' for name, n in zip(sides, of_sample))})" * (len(sides) > 1)
                 raise BatchError(
                     f"sample {k} of the batch has {sum(of_sample)} tokens{of}, more than microbatch_tokens={limit}: "
-                    "truncate samples to it, or raise microbatch_tokens"
+                    "truncate samples to this length, or increase microbatch_tokens"
                 )
         groups = group(lengths, limit, self.cost, self.idle)
         longest = [[max(of_side) for of_side in zip(*(lengths[k] for k in samples))] for samples in groups]
@@ -119,7 +120,7 @@ class Ragged:
         return [groups[k] for k in self._order(times)]
 
     def _fastest(self, times: tuple[float, ...]) -> list[int]:
-        """The order of microbatches with these times in which the schedule takes the least time."""
+        """The order of microbatches with these times that makes the schedule fastest."""
         program: Program = self._program(len(times))
         even = [1.0] * len(program.placement)
 
@@ -133,8 +134,8 @@ class Ragged:
         totals = self._totals({path: tuple(batch.by_sample(path).shape) for path in batch.tensors})
         if ENCODER not in totals:
             raise BatchError(
-                f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so the "
-                "lengths of its samples are not known. Give the batch as a dict of the forward's arguments, or use "
+                f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so its "
+                "sample lengths are unknown. Pass the batch as a dict of the forward's arguments, or use "
                 "num_microbatches"
             )
         return {name: self._side(name, batch, total) for name, total in totals.items()}
@@ -162,8 +163,8 @@ class Ragged:
         return Side(total, tuple(first) if is_left else (0,) * batch.rows, tuple(end))
 
     def _used(self, name: str, batch: Batch, total: int) -> Tensor | None:
-        """Which positions of each sample are no padding; None if nothing says so. Without a mask, labels of a decoder
-        do, which attends to no later positions."""
+        """The positions of each sample that are not padding; None if unknown. Without a mask, they follow from the
+        labels of a decoder, which attends to no later positions."""
         mask = self._mask(name, batch, total)
         counted = [] if mask is None else [mask != 0]
         if mask is not None or name == DECODER:
@@ -188,9 +189,9 @@ class Ragged:
         needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
         counting = [path for path in batch.tensors if path.endswith("_positions")]  # of an answer
         if needed not in batch.tensors or counting:
-            why = f"{counting[0]} counts it" if counting else f"without {needed} its tokens' positions count it"
+            why = f"{counting[0]} counts it" if counting else f"without {needed}, the token positions include it"
             raise BatchError(
-                f"microbatch_tokens: this batch has padding on the left, which is cut off, but {why}. Pad on the right "
+                f"microbatch_tokens: this batch has left padding, which would be removed, but {why}. Pad on the right "
                 f"(tokenizer.padding_side = 'right')" + ("" if counting else f", or pass {needed}")
             )
         rows = torch.arange(batch.rows)[torch.tensor(first) > 0]
@@ -231,8 +232,7 @@ class Ragged:
         return replace(batch.take(torch.tensor(rows)).map(narrowed), place=Place(tuple(rows), spans))
 
     def padded(self, batch: Batch) -> Batch:
-        """The batch with a quarter as many positions again, which are padding: every microbatch of it has some to cut
-        off."""
+        """The batch with 25 % more positions, all of them padding, so that every microbatch has some to cut off."""
         totals = {name: side.total for name, side in self._sides(batch).items()}
         totals = {name: total for name, total in totals.items() if self._used(name, batch, total) is not None}
         fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}

@@ -1,7 +1,7 @@
-"""Reader: takes the next batch from the data iterator, and checks that all ranks have taken the same one.
+"""Reader: takes the next batch from the data iterator, and checks that all ranks have taken the same batch.
 
-Every stage reads the whole batch, since the glue of the model runs on all of them; nothing of it is sent. If a loader
-has a different seed on one rank, stages would silently train on different batches: so ranks compare digests.
+Every stage reads the whole batch, since the glue of the model runs on all of them; no part of the batch is sent. If a
+loader has a different seed on one rank, stages would silently train on different batches: so ranks compare digests.
 """
 
 import functools
@@ -48,7 +48,7 @@ def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
 
 
 class Report(NamedTuple):
-    """What a rank reports of its step. The ranks of a replica must have the same `digest` and `rows`, all
+    """A rank's report of its step. The ranks of a replica must have the same `digest` and `rows`, all
     ranks the same `mode`. `news` are bits, `has_batch` is 0 if the data iterator gave no usable batch, `parts` are
     the microbatches, and `ways` is the number of their ways. `options` and `factor` belong to the last
     update (`Updates.numbers`)."""
@@ -66,7 +66,7 @@ class Report(NamedTuple):
 
 
 class News(NamedTuple):
-    """What a rank reports of the batches that it has read, as bits and a number of their ways, and of the last
+    """A rank's report of the batches that it has read (bits, and a number that identifies their ways) and of the last
     update."""
 
     bits: int = 0
@@ -76,7 +76,7 @@ class News(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What the ranks have agreed on for a step: the seed of the first rank's generator, which all use for random
+    """The agreement of all ranks for a step: the seed of the first rank's generator, which all use for random
     numbers, the microbatches of each replica, the `news` of all ranks, whether the ranks of each replica have the
     same ways, and whether all ranks' last updates had the same options and factors."""
 
@@ -102,7 +102,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
         reasons = gather_objects(failure, grid.world)
         without = [f"{grid.named(r)}: {reason}" for r, reason in enumerate(reasons) if reason is not None]
         raise BatchError(
-            f"{len(without)} of {len(reports)} ranks got no usable batch from the data iterator, so none ran this "
+            f"{len(without)} of {len(reports)} ranks got no usable batch from the data iterator, so no rank ran this "
             f"step: {listed(without)}"
         )
     size = grid.size // grid.dp_size
@@ -116,9 +116,9 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
         )
         raise BatchError(
             f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "
-            "same data in the same order: plugin.prepare_dataloader(dataset, batch_size, shuffle, seed) does. A "
-            "DataLoader of your own must not take a share (DistributedSampler, accelerator.prepare); one that shuffles "
-            "or whose dataset or collator draws random numbers, needs all ranks to be seeded alike, as by "
+            "same data in the same order, for example with plugin.prepare_dataloader(dataset, batch_size, shuffle, "
+            "seed). Your own DataLoader must not shard the data (DistributedSampler, accelerator.prepare). If it "
+            "shuffles, or if its dataset or collator uses random numbers, seed all ranks equally, for example with "
             "transformers.set_seed(0)"
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
@@ -135,7 +135,8 @@ def _joined(digests: Sequence[int]) -> int:
 
 
 class Reader:
-    """Reads batches for a model, of which `cut` gives the microbatches; `cuts()` is whether it may give several."""
+    """Reads batches for a model. `cut` gives the microbatches of a batch; `cuts()` says whether there may be
+    several."""
 
     def __init__(
         self,
@@ -154,9 +155,10 @@ class Reader:
     def next(
         self, data_iter: Iterator[Any], mode: str, news: Callable[[Sequence[Batch]], News], count: int = 1
     ) -> tuple[list[Batch], Agreement]:
-        """The next `count` batches, compared across ranks: all of them raise if one has none, or others.
+        """The next `count` batches, compared across ranks: all ranks raise an error if one has no batch, or different
+        ones.
 
-        `mode` describes the step, and `news(batches)` is what to report to the other ranks.
+        `mode` describes the step, and `news(batches)` returns the News to report to the other ranks.
         """
         batches: list[Batch] | Exception
         parts = 0
@@ -180,13 +182,13 @@ class Reader:
         if not hasattr(data_iter, "__next__"):
             raise BatchError(
                 f"execute_pipeline takes an iterator of batches, not a {type(data_iter).__name__}: "
-                "pass iter(dataloader), made once an epoch, or iter([batch])"
+                "pass iter(dataloader), created once per epoch, or iter([batch])"
             )
         try:
             data = next(data_iter)
         except StopIteration:
             raise BatchError(
-                "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
+                "the data iterator is empty: create a new one, iter(dataloader), for every epoch, and call "
                 "execute_pipeline len(dataloader) times"
             ) from None
         if isinstance(data, Batch):

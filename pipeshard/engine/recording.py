@@ -1,8 +1,8 @@
-"""Recording: when each rank ran each action of one real step, and which rank it waited for.
+"""Recording: the times of each rank's actions in one real step, and the ranks that it waited for.
 
 A simulation of the schedule shows where bubbles should be; torch.profiler shows one rank at a time, without actions.
 A Recording has the compute actions of all ranks on one time axis, with the simulation of the same program at the
-measured costs. The hosts' wall clocks relate the times: several hosts need NTP.
+measured costs. Times of different hosts are related by their wall clocks, so several hosts need NTP.
 """
 
 import json
@@ -64,10 +64,11 @@ class Recording:
         return max(0.0, 1 - math.fsum(self.busy) / (len(self.spans) * self.makespan)) if self.makespan else 0.0
 
     def cost(self, kind: Kind) -> tuple[float, ...]:
-        """The seconds that an action of this kind takes on each stage, as a median over microbatches; 0 without any.
+        """The seconds that an action of this kind takes on each stage, as a median over microbatches; 0 if there are
+        none.
 
-        If only some backward passes of a stage are split into B and W, the B of the others is their time
-        beyond W.
+        If only some backward passes of a stage are split into B and W, the B of the other passes is their time minus
+        that of W.
         """
         return tuple(self._cost(kind, stage) for stage in range(len(self.program.placement)))
 
@@ -81,7 +82,7 @@ class Recording:
         return max(0.0, cost - self._cost(Kind.W, stage)) if whole and splits else cost
 
     def simulation(self) -> Simulation:
-        """The same program simulated: each action takes its stage's median, messages take no time."""
+        """The same program simulated: each action takes its stage's median time; messages take no time."""
         return simulate(self.program, self.cost(Kind.F), self.cost(Kind.B), self.cost(Kind.W))
 
     def summary(self) -> str:
@@ -123,7 +124,8 @@ class Recording:
         draw_timeline([("measured", self.spans), ("simulated", self.simulation().spans)], path, title=title)
 
     def save(self, path: str | os.PathLike[str], format: str = "json") -> None:
-        """Write it as JSON, for `load`, or with "perfetto" as a trace for ui.perfetto.dev and chrome://tracing.
+        """Write the recording as JSON, for `load`, or with "perfetto" as a trace for ui.perfetto.dev and
+        chrome://tracing.
 
         Raises ConfigurationError for another format.
         """
@@ -132,7 +134,8 @@ class Recording:
         Path(path).write_text(json.dumps(self._trace() if format == "perfetto" else self._content()))
 
     def _trace(self) -> dict[str, Any]:
-        """In Chrome's Trace Event Format: one process for the measured step, one for the simulated one."""
+        """The recording in Chrome's Trace Event Format: one process for the measured step, one for the simulated
+        one."""
         events: list[dict[str, Any]] = []
         sides = {"measured": self.spans, "simulated": self.simulation().spans}
         for process, (name, rows) in enumerate(sides.items()):
@@ -175,7 +178,7 @@ class Recording:
             return replace(found, memory=tuple(memory), samples=samples, tokens=tokens)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = summary(error)
-            raise ConfigurationError(f"{path} is not the recording of a step: {reason}") from error
+            raise ConfigurationError(f"{path} is not a step recording: {reason}") from error
 
     @classmethod
     def collect(
@@ -205,7 +208,7 @@ class Recording:
 
     @classmethod
     def of(cls, program: Program, times: Sequence[Any], waited: Sequence[Any], step: int) -> Self:
-        """From the (start, end) of each compute action of each rank."""
+        """Create a Recording from the (start, end) of each compute action of each rank."""
         start = min((row[0][0] for row in times if len(row)), default=0.0)
         computed = ([action for action in actions if action.kind.is_compute] for actions in program.ranks)
         spans = tuple(

@@ -24,10 +24,10 @@ from pipeshard.split.packed import is_quantized
 logger = logging.getLogger("pipeshard")
 # What each does belongs around the pipeline: under it, it would talk to ranks that have other stages.
 REFUSED: dict[type, str] = {
-    DistributedDataParallel: "the plugin makes the replicas (dp_size, by default as many as the world has room for)",
-    DataParallel: "the plugin makes the replicas (dp_size, by default as many as the world has room for)",
-    FullyShardedDataParallel: "PipelinePlugin(fsdp=True) divides parameters among replicas",
-    FSDPModule: "PipelinePlugin(fsdp=True) divides parameters among replicas",
+    DistributedDataParallel: "the plugin creates the replicas (dp_size, by default as many as the ranks allow)",
+    DataParallel: "the plugin creates the replicas (dp_size, by default as many as the ranks allow)",
+    FullyShardedDataParallel: "PipelinePlugin(fsdp=True) shards parameters across replicas",
+    FSDPModule: "PipelinePlugin(fsdp=True) shards parameters across replicas",
     ScriptModule: "since no stage can release parameters of TorchScript; compile=True compiles each layer",
 }
 
@@ -42,61 +42,62 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
         model._compiled_call_impl, compiled = None, True
     if compiled and warns:
         logger.warning(
-            "this %s was compiled as a whole, but runs in parts, which run as they are written. Pass the model as it "
-            "is, and compile=True to PipelinePlugin, which compiles each layer",
+            "this %s was compiled as a whole, but pipeshard runs it in parts, uncompiled. Pass the uncompiled model, "
+            "and pass compile=True to PipelinePlugin, which compiles each layer",
             type(model).__name__,
         )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ConfigurationError(
-                f"{name} has no shape before the first forward (a Lazy module of torch): run the model on a batch "
-                "once, model(**batch) under torch.no_grad(), before its optimizer is made and it is boosted"
+                f"{name} has no shape before the first forward (a torch Lazy module): run the model on a batch "
+                "once, model(**batch) under torch.no_grad(), before you create its optimizer and call boost"
             )
         if type(parameter).__module__.startswith("colossalai.lazy"):
             raise ConfigurationError(
-                f"{name} was made under colossalai's LazyInitContext, of which the stages could not take their parts: "
-                "build the model under torch.device('meta') instead, which takes no memory either, and "
-                "PipelinePlugin(init_weights=True) draws its weights on the stages (or call "
-                "LazyInitContext.materialize(model), which makes all of it in every process)"
+                f"{name} was created under colossalai's LazyInitContext, which cannot be split into "
+                "stages: build the model under torch.device('meta') instead, which takes no memory either, and let "
+                "PipelinePlugin(init_weights=True) initialize its weights on the stages (or call "
+                "LazyInitContext.materialize(model), which allocates the whole model in every process)"
             )
     refused = dict(REFUSED)
     if (wrapper := getattr(sys.modules.get("colossalai.interface"), "ModelWrapper", None)) is not None:
-        refused[wrapper] = "one Booster boosts it, that of the PipelinePlugin"
+        refused[wrapper] = "only the Booster of the PipelinePlugin may boost it"
     for name, module in model.named_modules():
         if type(module).__module__.startswith("bitsandbytes."):
             raise ConfigurationError(
-                f"{name} is a {type(module).__name__} of bitsandbytes, which replaces its weight as it runs. Make the "
-                "model by PipelinePlugin.from_pretrained(cls, folder, "
-                "quantization_config=BitsAndBytesConfig(load_in_4bit=True)), of which each stage packs its own weights"
+                f"{name} is a bitsandbytes {type(module).__name__}, which replaces its weight while it runs. Create "
+                "the model with PipelinePlugin.from_pretrained(cls, folder, "
+                "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then packs its own weights"
             )
         for kind, instead in refused.items():
             if isinstance(module, kind):
                 raise ConfigurationError(
-                    f"{name or 'the model'} is wrapped in {kind.__name__} ({type(module).__name__}): pass the model as "
-                    f"it was before that (not prepared by accelerate either), {instead}"
+                    f"{name or 'the model'} is wrapped in {kind.__name__} ({type(module).__name__}): pass the "
+                    f"model without this wrapper (and not prepared by accelerate either); {instead}"
                 )
     return model
 
 
 def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
-    """Raise ConfigurationError if a boosted model is boosted by a plugin with other arguments, which would be lost."""
+    """Raise ConfigurationError if a boosted model is boosted again by a plugin with other arguments, which would have
+    no effect."""
     texts, others = texts_of(config.of_all_ranks), texts_of(other.of_all_ranks)
     name = next((name for name in texts if texts[name] != others[name]), None)
     if name is not None:
         raise ConfigurationError(
-            f"this model was boosted with {name}={getattr(config, name)!r}, and the plugin of this call has "
-            f"{name}={getattr(other, name)!r}: use the plugin that boosted it, or boost "
-            "pipeshard.to_sequential(model), which is whole again"
+            f"this model was boosted with {name}={getattr(config, name)!r}, but the plugin of this call has "
+            f"{name}={getattr(other, name)!r}: use the plugin that boosted the model, or boost "
+            "pipeshard.to_sequential(model), the full model"
         )
 
 
 def refuse_released(model: nn.Module) -> None:
-    """Raise UsageError for the model inside a boosted one, of which this rank has released other stages."""
+    """Raise UsageError for the model inside a boosted model: this rank has released its other stages."""
     name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, Ghost)), None)
     if name is not None:
         raise UsageError(
-            f"this model was boosted before, and this rank has released {name}, which another stage holds: pass the "
-            "model that boost returned, boost pipeshard.to_sequential(model) of that, or create the model again"
+            f"this model was already boosted, and this rank has released {name}, which another stage holds: pass the "
+            "model that boost returned or the result of pipeshard.to_sequential(model), or create the model again"
         )
 
 
@@ -108,9 +109,9 @@ def refuse_blank_adapters(model: nn.Module) -> None:
     blank = [name for name, p in model.named_parameters() if p.is_meta and name not in known]
     if blank:
         raise ConfigurationError(
-            f"{len(blank)} parameters of adapters are on meta, {blank[0]} the first, so the values that peft gave "
-            "them are lost. Put adapters on a model on meta by booster.enable_lora(model, lora_config=...), which "
-            "keeps them on the CPU, or load the model with its weights, and leave low_cpu_mem_usage out"
+            f"{len(blank)} adapter parameters are on meta (the first is {blank[0]}), so the values that peft assigned "
+            "to them are lost. Add adapters to a meta model with booster.enable_lora(model, lora_config=...), which "
+            "keeps them on the CPU, or load the model with its weights, without low_cpu_mem_usage"
         )
 
 
@@ -118,18 +119,19 @@ def refuse_sharded_packing(model: nn.Module, fsdp: bool, slices: int) -> None:
     """Refuse to shard packed weights."""
     if (fsdp or slices > 1) and is_quantized(model):
         raise ConfigurationError(
-            "fsdp=True, tp_size and ep_size shard weights, and this model has them quantized, which are not sharded. "
-            "Use more stages (pp_size) or replicas without these arguments"
+            "fsdp=True, tp_size and ep_size shard weights, but the weights of this model are quantized and cannot be "
+            "sharded. Use more stages (pp_size) or replicas without these arguments"
         )
 
 
 def refuse_lowered_begin(model: nn.Module, config: PipelineConfig) -> None:
-    """Refuse adapters that are computed from loaded weights if these are not whole or not as loaded."""
+    """Refuse adapters that are computed from loaded weights if these weights are sharded or cast before they are
+    loaded."""
     if getattr(model, BEGINNING, None) and (config.lowers or config.fsdp or config.slices_of_stage > 1):
         raise ConfigurationError(
-            "DoRA, PiSSA and OLoRA begin with what is computed from the loaded weights, and with precision, fsdp, "
-            "tp_size or ep_size these are cast or sharded before they are loaded. Load the model with its weights "
-            "before booster.enable_lora, or leave these arguments out"
+            "DoRA, PiSSA and OLoRA are initialized from the loaded weights, but with precision, fsdp, tp_size or "
+            "ep_size the weights are cast or sharded before they are loaded. Load the model with its weights "
+            "before booster.enable_lora, or omit these arguments"
         )
 
 
@@ -146,16 +148,16 @@ def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
     foreign = [name for name, p in criterion.named_parameters() if p.requires_grad and p not in known]
     if foreign:
         raise ConfigurationError(
-            f"the criterion ({type(criterion).__name__}) has parameters of its own, {foreign[0]} the first, "
-            "which would be trained on no stage: make it a child of the model that computes the loss in its forward, "
-            "or freeze them"
+            f"the criterion ({type(criterion).__name__}) has parameters of its own (the first is {foreign[0]}), "
+            "which no stage would train: make it a submodule of the model, which then computes the loss in its "
+            "forward, or freeze them"
         )
 
 
 def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
     """Raise ConfigurationError for a compiled module whose call is cut into parts, or replayed.
 
-    A unit that `torch.compile(layer)` has put in a layer's place is run whole, and so is everything inside of a unit.
+    A unit that `torch.compile(layer)` has put in a layer's place is run whole, as is everything inside a unit.
     """
     around = set(containers(model, units))
     for name, module in model.named_modules():
@@ -165,7 +167,7 @@ def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
         compiled |= module._compiled_call_impl is not None and (module in around or name in units)
         if compiled:
             raise ConfigurationError(
-                f"{name or 'the model'} ({type(module).__name__}) was compiled by itself: leave that out, and pass "
+                f"{name or 'the model'} ({type(module).__name__}) was compiled separately: remove that, and pass "
                 'compile=True, or options as compile={"backend": ...}, to PipelinePlugin, which compiles each layer'
             )
 
@@ -176,8 +178,8 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
     if whole is not None:
         name = next(name for name, module in model.named_modules() if module is whole)
         raise UsageError(
-            f"{name} ({type(whole).__name__}) recomputes its forward, which was cut into units when the model was "
-            "boosted: call model.gradient_checkpointing_enable() before booster.boost"
+            f"{name} ({type(whole).__name__}) recomputes its forward, which boost has split into units: "
+            "call model.gradient_checkpointing_enable() before booster.boost"
         )
 
 

@@ -41,7 +41,7 @@ class Routes:
         return self._routes[key]
 
     def sliced(self, flow: Dataflow, outputs: Wanted) -> SlicedRoutes:
-        """The routes of such microbatches if their slices pass the stages, and the head is a stage after them."""
+        """The routes of such microbatches if they run in slices, with the head as a separate stage at the end."""
         key = id(flow), outputs
         if key not in self._sliced:
             ordinary = self.of(flow, outputs)  # which refuses what cannot be split
@@ -54,7 +54,8 @@ class Routes:
         return self._sliced[key]
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
-        """Glue may take a different path with another batch, and read a parameter that its stage has released."""
+        """Refuse a Dataflow whose glue reads a parameter that its stage has released: glue may take a different path
+        with another batch."""
         uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
         for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:
             released = sorted(use.parameters - self.policy.ownership.held[self.policy.placement[stage]])

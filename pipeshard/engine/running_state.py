@@ -2,8 +2,9 @@
 
 Every stage runs the glue, once for every microbatch and in their order. So state that glue carries on (counters,
 generators, values computed from the batch) is the same on all stages as in the unsplit model. State computed from unit
-results is correct on the stages that have these, which are those that read it; on the others it stays unchanged. Batch
-norm is separate: with `deferred`, its running statistics are updated once per step, from the whole batch.
+results is correct on the stages that have these results, and only these stages read it; on other stages it stays
+unchanged. Batch norm is handled separately: with `deferred`, its running statistics are updated once per step, from the
+whole batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,7 +84,7 @@ class Carry:
         route.proven.add(-1)
 
     def end(self) -> None:
-        """Leave in the model the state of the last of the stages that have it right."""
+        """Leave in the model, for each place, the state of the last stage on which it is correct."""
         for name in self.places:
             start = self.start[name]
             held = [self.left[stage][name] for stage in sorted(self.left) if name in self.left[stage]]
@@ -116,8 +117,8 @@ _SUMS: dict[nn.Module, tuple[Tensor, Tensor, int]] = {}
 
 @contextmanager
 def deferred(units: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, each microbatch is normalized by its own statistics, as always. Afterwards the running ones of these
-    units are updated once, by mean and (biased) variance of all inputs (Kim et al. 2020, arXiv:2004.09910).
+    """Inside, each microbatch is normalized by its own statistics, as always. Afterwards, the running statistics of
+    these units are updated once, with the mean and (biased) variance of all inputs (Kim et al. 2020, arXiv:2004.09910).
     """
     modules: dict[Any, None] = {module: None for unit in units for module in unit.modules() if _tracks(module)}
     before = {module: [buffer.clone() for buffer in _statistics(module)] for module in modules}

@@ -31,8 +31,8 @@ OTHER = "Use num_slices=1 for this model"
 
 @dataclass(frozen=True)
 class SlicedRoutes:
-    """The routes of microbatches through the stages of a rank, each of which leaves the values that later ones and the
-    head need, and the route of the head."""
+    """The routes of microbatches through the stages of a rank, and the route of the head. Each stage leaves the values
+    that later stages and the head need."""
 
     stages: Sequence[Route]
     head: Route
@@ -59,8 +59,9 @@ class SlicedMicrobatch:
         place: int,
         device: torch.device,
     ) -> "SlicedMicrobatch":
-        """`whole` as stage number `place` of this rank runs it; `ways` and `routes` are those of its slices, the last
-        of `routes` that of the whole. Raises TraceError if the slices' calls differ from those of the whole."""
+        """`whole` as stage number `place` of this rank runs it; `ways` and `routes` are those of its slices, except
+        that the last of `routes` is that of the whole. Raises TraceError if the slices' calls differ from those of the
+        whole."""
         of_whole, total, states = routes[-1], sum(sizes), dict[Any, Any]()
         head = Microbatch(of_whole.head.feed(batch, device), of_whole.head, whole.deltas, whole.share, whole.summed)
         fed = of_whole.stages[place].feed(batch, device)
@@ -77,8 +78,8 @@ class SlicedMicrobatch:
 def _refuse_other(slice_: Route, whole: Route) -> None:
     if slice_.enters != whole.enters:
         raise TraceError(
-            f"num_slices: a slice leaves other results for the loss than the whole sequence does, so it is not a part "
-            f"of it. {OTHER}"
+            "num_slices: the loss reads different results from a slice than from the whole sequence, so the slice is "
+            f"not equivalent to a part of it. {OTHER}"
         )
 
 
@@ -89,7 +90,7 @@ def _joint(value: Value, head: Microbatch, slices: Sequence[Microbatch], rows: i
         unit = head.route.flow.calls[value.call].unit
         raise ConfigurationError(
             f"num_slices: the loss needs result {value.leaf} of unit {unit}, which has shape {whole} for the whole "
-            f"sequence and {', '.join(map(str, parts))} for its slices, which cannot be put together. {OTHER}"
+            f"sequence; the shapes of its slices, {', '.join(map(str, parts))}, cannot be merged. {OTHER}"
         )
     return joint
 
@@ -175,5 +176,5 @@ class SlicedStage(Stage):
             if tuple(tensor.shape) != tuple(shape):
                 raise TraceError(
                     f"num_slices: result {value.leaf} of unit {microbatch.route.flow.calls[value.call].unit} has shape "
-                    f"{tuple(tensor.shape)} in a slice that is called with a cache, and {shape} without. {OTHER}"
+                    f"{tuple(tensor.shape)} in a slice that is called with a cache, but {shape} without one. {OTHER}"
                 )

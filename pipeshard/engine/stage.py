@@ -1,6 +1,6 @@
 """Stage: one part of the model, run forward and backward on one microbatch at a time, and checked for NaNs.
 
-A NaN in one stage's gradient is in all parameters after the next step, on every rank. torch's anomaly mode finds its
+A NaN in one stage's gradient spreads to all parameters, on every rank, in the next step. torch's anomaly mode finds its
 operator, but is slow and knows neither stages nor microbatches.
 
 A stage runs the model's own forward on every microbatch. Calls of units that other stages hold return the
@@ -62,7 +62,7 @@ class NaNCheck:
 
     def before_update(self) -> None:
         """Check the gradients, summed over all ranks that hold a parameter."""
-        self._gradients("when the optimizer is to use it")
+        self._gradients("before the optimizer's step")
 
     def after_update(self) -> None:
         """Check the parameters that an optimizer has updated, before they are saved or used."""
@@ -83,10 +83,10 @@ class NaNCheck:
 
     def _stop(self, what: str) -> None:
         broken = self._broken()
-        why = f"its parameter {broken} is not finite itself" if broken else "its parameters are: look at the batch"
+        why = f"its parameter {broken} is not finite" if broken else "all parameters are finite: check this batch"
         raise NonFiniteError(
-            f"on stage {self.stage} {what}; {why}. Go on from the last training state, with a smaller learning rate, "
-            "max_norm, or without this batch"
+            f"on stage {self.stage} {what}; {why}. Resume from the last training state with a smaller learning rate, "
+            "with max_norm, or without this batch"
         )
 
 
@@ -96,9 +96,9 @@ def _is_finite(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch with its route through a stage. The batch's loss is the sum of those of the microbatches, each
-    times its `share`; `summed` means that they are the criterion's sums, without their counts. `sliced` is what the
-    model is called with instead of the batch, if it is a slice of the batch."""
+    """One microbatch with its route through a stage. The batch's loss is the sum of the microbatches' losses, each
+    times its `share`; `summed` means that these losses are the criterion's sums, without their counts. For a slice of a
+    batch, `sliced` has the inputs with which the model is called instead of the batch."""
 
     batch: Batch
     route: Route
@@ -115,9 +115,9 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a backward needs of its forward: the input leaves that require a gradient, `others` that do
+    """The state of a forward that its backward needs: the input leaves that require a gradient, `others` that do
     not, and the root of the graph of each output (None: it has no graph). The values themselves are freed
-    once they are sent. `carried` is the state that a slice has left to later ones."""
+    once they are sent. `carried` is the state that a slice has left to later slices."""
 
     entered: list[Tensor]
     others: list[tuple[Value, Tensor]]
@@ -136,7 +136,7 @@ class Stage:
     The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` keeps the requested
     outputs of the model. Forwards run inside `around()` and `carry(route)`. If `deferral` is installed, `backward`
     defers weight gradients to `weight` if it is split, and otherwise those of large embeddings to its own end.
-    `listener` is that of calls with a cache; with `offload`, activations wait on the host for their backward.
+    `listener` is the listener of calls with a cache; with `offload`, activations wait on the host for their backward.
     """
 
     listener: Listener | None = None
@@ -171,7 +171,7 @@ class Stage:
         scale: float = 1.0,
         splits: Collection[int] = (),
     ) -> None:
-        """Prepare a step; gradients are those of the loss times `scale`. `splits`: the microbatches whose
+        """Prepare a step; gradients are computed from the loss times `scale`. `splits`: the microbatches whose
         backward has a separate `weight`."""
         self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
         self.scale, self.splits = scale, splits
@@ -223,7 +223,7 @@ class Stage:
             output, made = self.replay.run(route, microbatch.deltas, lent, called, self.listener)
             loss = self._loss(output, microbatch, received.values()) if self.is_last else None
             if zeros is not None and self.is_last:
-                zeros.refuse((loss, self.outputs.latest), "the loss, or an output that is asked for,")
+                zeros.refuse((loss, self.outputs.latest), "the loss or a requested output")
         if self.train:
             entered = [received[value] for value in route.enters.gradients]
             returned = set(route.enters.gradients)
@@ -249,8 +249,8 @@ class Stage:
                 sum_and_count(output, criterion, microbatch.batch)
 
     def backward(self, i: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Back-propagate the gradients of the outputs of `forward(i)`; returns those of its inputs. An input that is
-        passed on to later stages sums their gradient and those of its readers here."""
+        """Back-propagate the gradients of the outputs of `forward(i)`; returns those of its inputs. For an input that
+        is passed on to later stages, their gradients and those of its readers here are summed."""
         saved, share = self.saved.pop(i), self.microbatches[i].share
         self.deferral.whole = i not in self.splits  # units that recompute run forward again
         if not self.is_last:
@@ -289,9 +289,9 @@ class Stage:
                 unit = self.microbatches[i].route.flow.calls[value.call].unit
                 raise TraceError(
                     f"result {value.leaf} of unit {unit}, which another stage sent to stage {self.index}, gets a "
-                    "gradient where the trace has seen none, so that nobody sends it back: the model takes another way "
-                    "than in the trace. Let it depend on attributes and configs alone, or pass dry_run_input=<a batch "
-                    "of this kind>"
+                    "gradient that the trace did not record, so no stage sends it back: the model takes a different "
+                    "path than in the trace. Make the path depend only on attributes and configs, or pass "
+                    "dry_run_input=<a batch of this kind>"
                 )
 
     def _note_reached(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
@@ -315,23 +315,23 @@ class Stage:
 
     def _refuse_none(self) -> None:
         """Refuse a step in which a value gets no gradient at all: its stage would receive zeros from here, and some
-        optimizers (AdamW) decay parameters with a zero gradient, but not those without one."""
+        optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a gradient."""
         for place in (place for place, is_reached in self.reached.items() if not is_reached):
             if place in self._before:
                 why = (
-                    " in this step, but got one before: a unit detaches it, or leaves it out, by what it has counted "
-                    "or by the values of tensors. Let it do so always or never, by an attribute that is set between "
-                    "steps, or multiply by zero"
+                    " in this step, but got one before: a unit detaches or omits it, depending on a counter or on the "
+                    "values of tensors. Detach or omit it always or never, as set by an attribute between steps, or "
+                    "multiply it by zero"
                 )
             elif place in self.dropped:
                 why = (
-                    ", since a backward of the model's own (torch.autograd.Function) returns None for it: its stage "
-                    "cannot tell that from zeros. Let that backward return zeros, or cut elsewhere (partition=[...])"
+                    ", because a custom backward of the model (torch.autograd.Function) returns None for it: its stage "
+                    "cannot tell None from zeros. Return zeros in that backward, or cut elsewhere (partition=[...])"
                 )
             else:
                 why = (
-                    " where the trace has seen one: a unit detaches it, or leaves it out, by the values of tensors. "
-                    "Let it do so always or never, multiply by zero, or cut elsewhere (partition=[...])"
+                    " where the trace has one: a unit detaches or omits it, depending on the values of tensors. "
+                    "Detach or omit it always or never, multiply it by zero, or cut elsewhere (partition=[...])"
                 )
             key, value = place
             raise TraceError(
@@ -353,8 +353,8 @@ class Stage:
         loss, count = sum_and_count(output, in_step(self.criterion), microbatch.batch)
         if self.train and isinstance(count, Tensor) and count.requires_grad:
             raise ConfigurationError(
-                "the criterion returned two tensors that both get a gradient, but (sum, count) is a sum and what it is "
-                "to be divided by: add several losses up in the criterion, and detach a count"
+                "the criterion returned two tensors that both require a gradient, but (sum, count) is a sum and its "
+                "divisor: add several losses up in the criterion, and detach a count"
             )
         if self.train and loss is not None and self.criterion is not None:
             self._refuse_foreign(loss, output, received)
@@ -371,8 +371,8 @@ class Stage:
         return loss
 
     def _refuse_foreign(self, loss: Tensor, output: Any, received: Collection[Tensor]) -> None:
-        """Refuse a criterion that trains its own weights, which it did not when it was traced: only the graph of the
-        criterion itself is searched."""
+        """Refuse a criterion that trains its own weights but did not do so when it was traced. Only the criterion's own
+        graph is searched."""
         until = tree_tensors(output)
         leaves = leaves_of(loss, until)
         if not leaves:
@@ -389,7 +389,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _leading_from(roots: Sequence[GradientEdge]) -> set[Node]:
-    """The nodes of a graph."""
+    """All nodes of the autograd graph that can be reached from `roots`."""
     nodes, stack = set[Node](), [edge.node for edge in roots]
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""Stages: those that one rank runs, for whole microbatches and for slices."""
+"""Stages: the stages that one rank runs, for whole microbatches and for slices."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,7 +24,7 @@ S = TypeVar("S", bound=Stage)
 
 class Stages:
     """The stages of this rank, and what they share: deferred weight gradients, state that a microbatch leaves to the
-    next one, and offloaded activations. `held` are the parameters of this rank by name, `scales` is whether a loss
+    next one, and offloaded activations. `held` are the parameters of this rank by name, `scales` says whether a loss
     scale may make gradients overflow."""
 
     def __init__(
@@ -78,7 +78,8 @@ class Stages:
         scale: float,
         program: Program,
     ) -> None:
-        """Prepare a step of `program`, on the slices if there are any. Both have an entry for each stage."""
+        """Prepare a step of `program`, on the slices if there are any. `planned` and `sliced` have one entry per
+        stage."""
         self.running = self.sliced if sliced else self.whole
         if sliced:
             for slicing, of_stage in zip(self.sliced, sliced, strict=True):

@@ -36,7 +36,7 @@ class Boosted(Protocol):
 
 
 class StepGuard(Guard):
-    """Also knows the optimizers that were boosted with each model."""
+    """A Guard that also records the optimizers that were boosted with each model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class StepGuard(Guard):
         self._handle: RemovableHandle | None = None
 
     def watch(self, gradients: ModelGradients) -> None:
-        """From now on, an optimizer that steps on parameters of this model has to be boosted."""
+        """From now on, an optimizer that steps on parameters of this model must be boosted."""
         super().watch(gradients)
         self._unrelated.clear()
 
@@ -57,7 +57,7 @@ class StepGuard(Guard):
         self._handle.remove()
 
     def boosted(self, optimizer: Boosted) -> None:
-        """Record that its inner optimizer belongs to its model from now on."""
+        """Record that the inner optimizer of this boosted optimizer belongs to its model from now on."""
         self._boosted.add(optimizer)
         self._unrelated.clear()
 
@@ -85,7 +85,7 @@ GUARD = StepGuard()
 
 
 def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Boosted]) -> Mapping[Tensor, str]:
-    """Those of these parameters that are the model's, or replace one of them, with their names."""
+    """The parameters that belong to the model, or replace one of the model's parameters, with their names."""
     named: dict[Tensor, str] = {}
     for parameter in parameters:
         names = (gradients.names, *(optimizer.names for optimizer in boosted))
@@ -98,16 +98,16 @@ def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Bo
 def _check_related(
     optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list[Boosted]
 ) -> None:
-    """Raise UsageError unless a boosted optimizer steps, or contains this one, or is contained in it."""
+    """Raise UsageError unless a boosted optimizer steps, contains this optimizer, or is contained in it."""
     kind = type(optimizer).__name__
     if stepping := next((other for other in boosted if other.is_stepping), None):
         for parameter, name in named.items():
             weight = gradients.weights.get(name)
             if weight is not None and not weight.plain and parameter is not weight.master:
                 raise UsageError(
-                    f"the step of {type(stepping.optim).__name__} calls that of a {kind} with parameter groups of its "
-                    f"own, which has {name} in place of the values that boost gave the outer optimizer: let both have "
-                    "the same param_groups (self.param_groups = self.base_optimizer.param_groups)"
+                    f"the step of {type(stepping.optim).__name__} calls the step of a {kind} with its own parameter "
+                    f"groups, which contain {name} instead of the values that boost gave the outer optimizer: use the "
+                    "same param_groups for both (self.param_groups = self.base_optimizer.param_groups)"
                 )
         return
     for other in boosted:
@@ -118,16 +118,16 @@ def _check_related(
             if other.is_plain:
                 return
             raise UsageError(
-                f"this {kind} wraps a boosted optimizer and writes to parameters itself, which does not change the "
-                f"fp32 values, shards or replicas of them: pass the whole {kind} to boost instead, and call step() "
-                "on the optimizer that is returned"
+                f"this {kind} wraps a boosted optimizer and modifies parameters itself, which does not update their "
+                f"fp32 values, shards or replicas: pass the whole {kind} to boost instead, and call step() on the "
+                "returned optimizer"
             )
     name = next(iter(named.values()))
     raise UsageError(
         f"this {kind} was not boosted, but its step would update {name} and {len(named) - 1} other parameters of a "
         "boosted model, without max_norm, the loss scale and fp32 values: pass the optimizer to "
-        "pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it afterwards, "
-        "model, optimizer, *_ = engine.boost(model, optimizer), and call step() on the optimizer that is returned"
+        "pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it later with "
+        "model, optimizer, *_ = engine.boost(model, optimizer), and call step() on the returned optimizer"
     )
 
 

@@ -1,4 +1,4 @@
-"""Timeline: when one rank's compute actions begin and end, by the host's clock or by a GPU's events.
+"""Timeline: the start and end of one rank's compute actions, from the host's clock or a GPU's events.
 
 A host queues work on its GPU and continues, so its own clock shows when an action was launched, not when it ran.
 Waiting for the device in every action would change the measurement. So events are recorded among the kernels, and read
@@ -24,7 +24,7 @@ MAX_AHEAD = 3  # compute actions that a host may be ahead of its GPU
 @dataclass(slots=True)
 class Moments:
     """The moments of one compute action: its turn, the arrival of its messages, its end. Each is a time on
-    the host, or an event. `source` is the pipeline rank that sends the messages, `waits` the same rank in the world.
+    the host, or an event. `source` is the pipeline rank that sends the messages, `waits` is its global rank.
     """
 
     action: Action
@@ -39,8 +39,9 @@ class Timeline:
     """The timeline of the steps of one rank on a device: `begin`, then for each compute action `turn`,
     `received` and `done`, then `end`.
 
-    On a GPU the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. So it releases
-    sent tensors, and the watch sees which action does not end, and whether it waits for a message or computes.
+    On a GPU the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. This lets it
+    release sent tensors, and lets the watchdog see which action does not end, and whether that action waits for a
+    message or computes.
 
     Attributes:
         spans: the start and end of every compute action of the last step by `time.time()`, without waiting.

@@ -1,4 +1,4 @@
-"""Traces: those of all batches so far, and the plan of a step's microbatches by them.
+"""Traces: the traces of all batches so far, and the plan that they give for a step's microbatches.
 
 A trace takes longer than a step of a small model, so traces are cached: a batch of other sizes only needs arithmetic.
 The model is traced again if the batch's structure, a flag of the model or an answer that glue gets from the batch
@@ -137,8 +137,8 @@ class Traces:
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
 
     def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None, looks: bool = True) -> FoundWays:
-        """The ways of microbatches, in the current state of the model and the criterion; or in that of the last `look`,
-        if this call does not `look` again."""
+        """The ways of microbatches, in the current state of the model and the criterion; or in the state of the last
+        `look`, if this call does not `look` again."""
         if looks:
             self.look(criterion)
         return FoundWays(self._state, [[self._find(batch, criterion) for batch in batches] for batches in cut])
@@ -165,7 +165,7 @@ class Traces:
         grid: Grid,
         found: FoundWays | None,
     ) -> FoundWays | None:
-        """The ways of microbatches for which ranks have found different ones, or none. Call it on all ranks.
+        """The ways of microbatches for which ranks have found different ways, or none. Call it on all ranks.
 
         The rank that holds the deciding values sends them, and the batches are traced once more. Raises TraceError on
         all ranks if the values that cross a cut, or a number that a unit returns, still differ.
@@ -268,7 +268,7 @@ class Traces:
         return way
 
     def _mode(self, criterion: Criterion | None, batch: Batch | None = None) -> tuple[Any, ...]:
-        """What a Dataflow depends on, except the sizes of a batch and the answers that glue gets from it."""
+        """The state on which a Dataflow depends, except the sizes of a batch and the answers that glue gets from it."""
         paths = self._watched.intersection(batch.paths) if batch is not None else ()
         watched = digest(batch, paths) if batch is not None and paths else 0
         entry = batch.entry if batch is not None else ""
@@ -290,7 +290,7 @@ class Traces:
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup
     ) -> None:
         """A NaN loss may come from results that were not sent. All ranks trace again; raises TraceError on all of them
-        if one reads other results than its Dataflow says. Checked once per Dataflow."""
+        if one reads results that its Dataflow does not list. Checked once per Dataflow."""
         if id(flow) in self._confirmed:
             return
         now, then = (
@@ -299,9 +299,9 @@ class Traces:
         )
         if any(gather_objects(True if now != then else None, world)):
             raise TraceError(
-                f"the forward of {type(self.model).__name__} reads other results of its units than when it was traced, "
-                "though nothing was seen to change that it depends on (does it count its forwards, or read an "
-                "environment variable?): set what it goes by between steps, in attributes of the model, or in globals"
+                f"the forward of {type(self.model).__name__} uses different unit outputs than in its trace, although "
+                "no change was detected in the state that it depends on (does it count its forwards, or read an "
+                "environment variable?): keep it in attributes of the model or in globals, and set it between steps"
             )
         for known in (self._confirmed, self._seen):
             if len(known) > MOST_FLOWS:

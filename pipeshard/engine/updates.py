@@ -52,13 +52,13 @@ class Grouped(Protocol):
 
 
 class Told(NamedTuple):
-    """What a rank reports of an update. `used` are the options of each group that has parameters on the rank,
-    by a digest of the names in the group, and `options` the current ones; `factor` is that of the gradients
-    (None: changed otherwise, or there are none), `before` the latest other than 1 of earlier updates, and `norm` that
-    of the gradients times the factor, if it is known. `found` is what a loop has written that is of one stage, and
-    `numbered`, by parameter, numbers that it has written with after it has read several (engine/coupling.py). `dropped`
-    has for each update since the last step, and for now, whether the gradients of that step were gone, and `is_graded`
-    whether there were any."""
+    """A rank's report of an update. `used` are the options that it applied for each group with parameters on the
+    rank, by a digest of the names in the group, and `options` the current ones. `factor` is the factor of the gradients
+    (None: they were changed otherwise, or there are none), `before` the latest factor other than 1 in earlier updates,
+    and `norm` the norm of the gradients times the factor, if known. `found` describes a value that a loop has written
+    and that depends on one stage only; `numbered` has, by parameter, the numbers that it used in writes after reading
+    several parameters (engine/coupling.py). `dropped` says for each update since the last step, and for now, whether
+    the gradients of that step were gone; `is_graded` says whether there were any."""
 
     used: dict[str, dict[str, Any]]
     options: dict[str, dict[str, Any]]
@@ -119,7 +119,7 @@ def _some(parameter: Tensor) -> Tensor:
 
 
 def _factor(before: Tensor, after: Tensor) -> float | None:
-    """The positive number by which `before` becomes `after`; None if there is none."""
+    """The positive factor from `before` to `after`; None if there is none."""
     square = float(before.dot(before))
     if square == 0.0 or not math.isfinite(square):
         return None
@@ -135,9 +135,9 @@ class Updates:
     """Compares the updates of one model's optimizers over all ranks.
 
     Attributes:
-        optimizers: weak references to the boosted ones, in the order in which they were boosted.
+        optimizers: weak references to the boosted optimizers, in the order in which they were boosted.
         count: updates so far.
-        found, numbered: what a loop has written since the last step (`Told`).
+        found, numbered: findings about the values that a loop has written since the last step (`Told`).
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -166,14 +166,14 @@ class Updates:
         self.optimizers.append(weakref.ref(optimizer))
 
     def added(self, parameters: Iterable[Tensor]) -> None:
-        """A step has computed the gradients of these."""
+        """Record that a step has computed the gradients of these parameters."""
         self.found, self.numbered, self._dropped = "", {}, ()
         if self.grid.size > 1:
             self._graded = [parameter for parameter in parameters if parameter.grad is not None]
             self._added = Snapshot(parameters, self._samples or self.count < FIRST)
 
     def judge(self) -> None:
-        """Before the gradients are used or changed: record what a loop has done to them since `added`."""
+        """Before the gradients are used or changed: record how a loop has changed them since `added`."""
         self._note(self._added)
         self._added = None
 
@@ -183,7 +183,8 @@ class Updates:
         self._given = Snapshot(parameters, self._samples or self.count < FIRST) if is_needed else None
 
     def hooks_end(self, parameters: Sequence[Tensor]) -> None:
-        """The last hook before an update of these. Raise UsageError if it is one of the first, and ranks differ."""
+        """The last hook before an update of these parameters. Raises UsageError if the update is one of the first, and
+        ranks differ."""
         if self.grid.size == 1:
             return
         self._note(self._given)
@@ -211,8 +212,9 @@ class Updates:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """A digest of the options that the last update used, of the current ones and of values that the loop has
-        written differently than one process would, and the last update's factor, for the first message of a step."""
+        """The numbers for the first message of a step: a digest of the options that the last update used, of the
+        current options, and of values that the loop has written differently than one process would; and the last
+        update's factor."""
         used = self._digest_of(self._stepped)  # mostly what was set at the last step, whose digest is known
         now = self._digest_of(self._options())
         written = zlib.crc32(repr((self.found, self._numbers, self._drops)).encode())
@@ -225,7 +227,7 @@ class Updates:
         return self._digest[1]
 
     def in_use(self) -> dict[int, Grouped]:
-        """The live optimizers, which may differ between ranks, by the order of their boosts."""
+        """The live optimizers, which may differ between ranks, by their index in the order of boosting."""
         every = enumerate(reference() for reference in self.optimizers)
         return {number: optimizer for number, optimizer in every if optimizer is not None}
 
@@ -258,7 +260,7 @@ class Updates:
 
     @property
     def _drops(self) -> tuple[bool, ...]:
-        """Where there were no gradients, those of a rank whose loop has them until its update."""
+        """Whether the gradients were gone at each update since the last step, and whether they are now."""
         has_updated = bool(self._dropped)
         is_gone = all(parameter.grad is None for parameter in self._graded) if self._graded else has_updated
         return *self._dropped, is_gone
@@ -268,7 +270,7 @@ class Updates:
         return {name: sorted(values) for name, values in self.numbered.items()}
 
     def _warn_of(self, told: Sequence[Told]) -> None:
-        """Tell once of what a loop has written that is of one stage."""
+        """Warn once about a value that a loop has written and that depends on one stage only."""
         found = next((each.found for each in told if each.found), "")
         found = found or numbers_problem(told, self.grid.named) or drops_problem(told, self.grid.named)
         if found and not self._has_found and self.grid.first:
@@ -290,15 +292,15 @@ class Updates:
 
 
 SCALED = (
-    "and the factors change from step to step, or give gradients of one norm on each stage: they are taken from a norm "
-    "of one stage's gradients. Clip by the norm of the whole model: PipelinePlugin(max_norm=...), or "
-    "optimizer.clip_grad_by_norm(max_norm) before optimizer.step(). For a factor of your own, take the norm from "
-    "optimizer.get_grad_norm(), which every rank has to call"
+    "and the factors change from step to step, or result in the same gradient norm on each stage: they are computed "
+    "from the norm of one stage's gradients. Clip by the norm of the whole model: PipelinePlugin(max_norm=...), or "
+    "optimizer.clip_grad_by_norm(max_norm) before optimizer.step(). For your own factor, get the norm from "
+    "optimizer.get_grad_norm(), which every rank must call"
 )
 WARNED = (
-    "That is exact if the factors are constants of your own, and wrong if they are taken from a norm of the gradients, "
-    "which on a rank is that of one stage: use PipelinePlugin(max_norm=...), optimizer.clip_grad_by_norm(max_norm) or "
-    "optimizer.get_grad_norm()"
+    "This is exact if the factors are constants, and wrong if they are computed from a norm of the gradients, because "
+    "a rank has only the gradients of its stage: use PipelinePlugin(max_norm=...), "
+    "optimizer.clip_grad_by_norm(max_norm) or optimizer.get_grad_norm()"
 )
 TOGETHER = (
     "Stages then train differently. Call optimizer.zero_grad() on every rank. If the decision depends on a value, use "
@@ -306,14 +308,14 @@ TOGETHER = (
 )
 NUMBERED = (
     "This is exact if these numbers are constants, and wrong if the loop computes them from gradients or weights, "
-    "because a rank only has those of its stage. Sum them over the ranks with torch.distributed.all_reduce, or use "
-    "optimizer.get_grad_norm()"
+    "because each rank has only the gradients and weights of its stage. Sum the numbers over the ranks with "
+    "torch.distributed.all_reduce, or use optimizer.get_grad_norm()"
 )
 
 DRAWN = (
-    "gradients were changed between execute_pipeline and the update on {}, and torch has drawn random numbers "
-    "meanwhile. Each rank draws for the parameters that it holds, so they get other numbers than in one process. Draw "
-    "for each parameter from a torch.Generator().manual_seed(...) of its own, seeded by its name and the step"
+    "gradients were modified between execute_pipeline and the update on {}, and torch generated random numbers "
+    "meanwhile. Each rank generates them for its own parameters, so the numbers differ from a single process. Use a "
+    "separate torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
 )
 
 
@@ -328,31 +330,31 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
                 where = title.rpartition(" ")[0]
                 return (
                     f"{key} of {where} is {value!r} on {named(having[0])}, but {told[other][title].get(key)!r} on "
-                    f"{named(other)}, so that the parts of the model would be trained differently. Set it from what "
+                    f"{named(other)}, so the parts of the model would train differently. Set it from a value that "
                     "all ranks have: the loss that execute_pipeline returns, optimizer.get_grad_norm(), which every "
-                    "rank has to call, or a value that you broadcast"
+                    "rank must call, or a value that you broadcast"
                 )
     return ""
 
 
 def drops_problem(told: Sequence[Told], named: Any) -> str:
-    """Whether a rank has dropped its gradients, or kept them, where another one has not; "" if none has."""
+    """The problem if a rank has dropped its gradients and another one has kept them; "" if there is none."""
     having = [(rank, each.dropped) for rank, each in enumerate(told) if each.is_graded]
     other = next((rank for rank, dropped in having if dropped != having[0][1]), None)
     if other is None:
         return ""
-    return f"gradients were dropped (zero_grad) on only one of {named(having[0][0])} and {named(other)}. {TOGETHER}"
+    return f"gradients were cleared (zero_grad) on only one of {named(having[0][0])} and {named(other)}. {TOGETHER}"
 
 
 def numbers_problem(told: Sequence[Told], named: Any) -> str:
-    """What differs between ranks in the numbers that a loop has written with; "" if nothing does."""
+    """The difference between ranks in the numbers that a loop has used in writes; "" if there is none."""
     having = [(rank, each.numbered) for rank, each in enumerate(told) if each.numbered]
     written = [sorted({round(value, 6) for values in numbered.values() for value in values}) for _, numbered in having]
     other = next((k for k, values in enumerate(written) if not _is_close(tuple(values), tuple(written[0]))), 0)
     if other == 0:
         return ""
     shown = (f"{min(having[k][1])} by {written[k][0]:.6g} on {named(having[k][0])}" for k in (0, other))
-    return f"parameters were changed in the training loop after it had read several: {' and '.join(shown)}. {NUMBERED}"
+    return f"the training loop modified parameters after it had read several: {' and '.join(shown)}. {NUMBERED}"
 
 
 def alike(factors: Iterable[float | None]) -> bool:

@@ -1,10 +1,10 @@
 """Ways: each rank's path through the microbatches of a step, which must agree on all ranks of a pipeline.
 
 No message has a header: both ends compute its size from their own traces. A unit that does not run on shapes alone is
-visited with values, and those of a parameter that another stage holds are zeros here. If a shape, or a number that
-the unit returns, depends on such values, ranks trace different ways. So they compare a number of their ways at the
-beginning of every step. If it differs, they lend each other the small tensors of such units, trace once more, and
-compare line by line what crosses.
+visited with values, and the values of a parameter that another stage holds are zeros here. If a shape, or a number that
+the unit returns, depends on such values, ranks trace different ways. So ranks compare a number that identifies their
+ways at the beginning of every step. If it differs, they send each other the small tensors of such units, trace once
+more, and compare the values that cross, line by line.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ NUMBER_BITS = 61  # of the number of a step's ways, which travels as one of 64 w
 SMALL_TENSOR = 2**16  # numbers in a tensor that is lent: sizes, ratios, thresholds and counts are no matrices
 ROUNDS = 8  # units that depend on what was lent are visited another way, and may ask for more
 WAYS_REMEDY = (
-    "A size, or a number that a unit returns, follows from the values of its parameters or buffers, which one stage "
-    "has. Let it follow from an attribute or the config (self.keep = 4), return a tensor of a fixed size and a mask, "
-    "or cut elsewhere (partition=...), so that one stage has the unit and all that reads its result"
+    "A size, or a number that a unit returns, depends on the values of its parameters or buffers, which only one stage "
+    "has. Make it depend on an attribute or the config (self.keep = 4), return a tensor of a fixed size and a mask, "
+    "or cut elsewhere (partition=...), so that one stage has the unit and all readers of its result"
 )
 
 OF_GRADIENTS = (
-    "A layer detaches its result by the values of its tensors, or freezes parameters in its forward, which the other "
-    "stages do not see. Let it detach always or never, and freeze and unfreeze parameters between steps"
+    "A layer detaches its result depending on tensor values, or freezes parameters in its forward, and the other "
+    "stages do not see this. Detach the result always or never, and freeze and unfreeze parameters between steps"
 )
 
 
@@ -67,7 +67,7 @@ def constants(call: Call) -> list[tuple[int, Any]]:
 
 
 def number_of(of_flow: str, deltas: tuple[int, ...]) -> int:
-    """The same on all ranks with equal ways: a number of the fingerprint of the Dataflow, and the sizes."""
+    """A number from the fingerprint of the Dataflow and the sizes, the same on all ranks with equal ways."""
     content = f"{of_flow} {deltas}".encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") % 2**NUMBER_BITS
 
@@ -86,8 +86,8 @@ def valued(ways: Sequence[Way]) -> set[str]:
 
 
 def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
-    """The small tensors of the units that all ranks of `group` have `asked` for, from the first of `ranks` that runs
-    the unit, out of `held`: buffers of other ranks may be older. Call it on all ranks of the group."""
+    """The small tensors of the units that all ranks of `group` have requested (`asked`), from the first of `ranks` that
+    runs the unit, out of `held`: buffers of other ranks may be older. Call it on all ranks of the group."""
     of_ranks = gather_objects({unit: _small(held[unit]) for unit in asked if unit in held}, group)
     lent: dict[str, dict[str, Tensor]] = {unit: {} for unit in asked}
     for rank in reversed(ranks):
@@ -111,7 +111,7 @@ class Line(NamedTuple):
 
 
 def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
-    """The values that cross each cut, in order, and the numbers and the like that units return."""
+    """The values that cross each cut, in order, and the numbers and other constants that units return."""
     flow, deltas = way
     stages = policy.partition.of_calls(flow)
     crossing = boundaries(flow, stages, len(policy.placement), outputs)
@@ -142,7 +142,7 @@ def plain(lines: Sequence[Line]) -> list[tuple[str, str]]:
 
 
 class Said(NamedTuple):
-    """What a rank reports of its ways: their numbers, the lines of each, or why there are none."""
+    """A rank's report of its ways: their numbers, the lines of each, or the reason why there are none."""
 
     numbers: list[int]
     lines: list[list[tuple[str, str]]]
@@ -151,7 +151,7 @@ class Said(NamedTuple):
 
 def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: Callable[[int], str]) -> list[int]:
     """The numbers that identify these ways from now on for the `ranks` of this pipeline; every rank of `group`
-    raises TraceError if those of one pipeline differ in a line."""
+    raises TraceError if the ways of one pipeline differ in a line."""
     told = gather_objects((said.numbers, said.lines, said.failure), group)
     every = [Said(numbers, lines, failure) for numbers, lines, failure in told]
     if failed := next((other.failure for other in every if other.failure), None):
@@ -185,6 +185,6 @@ def _differ_by_gradient(mine: Line | None, theirs: Line | None) -> bool:
 
 def _told(mine: Line | None, theirs: Line | None, here: str, there: str) -> str:
     if mine and theirs and mine.what == theirs.what:
-        return f"{mine.what} {mine.value} by the trace on {here}, but {theirs.value} on {there}"
-    shown = [f"{line.what} {line.value}" if line else "nothing more crosses" for line in (mine, theirs)]
-    return f"{shown[0]} by the trace on {here}, but {shown[1]} on {there}"
+        return f"{mine.what} {mine.value} in the trace on {here}, but {theirs.value} on {there}"
+    shown = [f"{line.what} {line.value}" if line else "no other value crosses" for line in (mine, theirs)]
+    return f"{shown[0]} in the trace on {here}, but {shown[1]} on {there}"

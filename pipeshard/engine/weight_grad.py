@@ -1,9 +1,10 @@
-"""Weight gradients: those of linear and embedding layers (dW), computed separately from the rest of a backward pass.
+"""Weight gradients: the weight gradients of linear and embedding layers (dW), computed separately from the rest of a
+backward pass.
 
 Zero bubble schedules run the backward of a microbatch in two actions, B for the gradients that the previous stage waits
-for, and W for those of weights. autograd computes both in one pass; torch.distributed.pipelining cuts its graph in two
-and runs it twice. Here layers run a forward whose backward omits dW and keeps its inputs, so that W
-is a list of matrix products. A large dW is then never materialised, but accumulated into `.grad`.
+for, and W for the weights' gradients. autograd computes both in one pass; torch.distributed.pipelining cuts its graph
+in two and runs it twice. Here layers run a forward whose backward omits dW and keeps its inputs, so that W is a list of
+matrix products. A large dW is then never materialized, but accumulated into `.grad`.
 """
 
 import inspect
@@ -83,10 +84,10 @@ class Deferral:
 
     While `installed`, a layer whose class computes exactly `nn.Linear`, `nn.Embedding` or transformers' `Conv1D`
     appends the inputs of dW to the list of the current backward pass, and `finish` accumulates it. All other
-    parameters, and weights with hooks of their own, get their gradients in the backward pass itself (the split of Qi et
-    al. 2023, arXiv:2401.10241, by layer). So do all parameters in a pass that is not between `begin` and `end`, or that
-    runs inside another one (a hook or a custom backward may call autograd, and read its result). A forward that runs
-    while `whole` is true defers only the gradients of large embeddings.
+    parameters, and weights with their own hooks, get their gradients in the backward pass itself (the split of Qi et
+    al. 2023, arXiv:2401.10241, by layer). The same holds for all parameters in a pass that is not between `begin` and
+    `end`, or that runs inside another one (a hook or a custom backward may call autograd, and read its result). A
+    forward that runs while `whole` is true defers only the gradients of large embeddings.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -120,7 +121,7 @@ class Deferral:
             self.end()
 
     def begin(self, roots: Iterable[GradientEdge] = ()) -> list[Gradients]:
-        """The list to fill from now on: by the backward pass from `roots`, or by any."""
+        """Return the list to fill from now on, by the backward pass from `roots` or by any."""
         after = (node for root in roots for node, _ in root.node.next_functions if node is not None)
         self._pending, self._within = [], next(after, None)
         return self._pending
@@ -258,7 +259,7 @@ def _no_view(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b, or x W + b by transformers' Conv1D, as in GPT-2."""
+    """y = x Wᵀ + b, or x W + b for transformers' Conv1D, as in GPT-2."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: nn.Module, deferral: Deferral) -> Tensor:

@@ -80,8 +80,8 @@ class Entries:
         """Extend a cache that grows with the layers that are called to this number."""
         if not entries:
             raise TraceError(
-                f"{type(self.cache).__name__} makes its entries in the layers alone, of which this rank has called "
-                "none, so a pipeline cannot generate with it. Pass a cache that is made of the config "
+                f"{type(self.cache).__name__} creates its entries only when layers run, and this rank has run none, so "
+                "a pipeline cannot generate with it. Pass a cache that is created from the config "
                 "(DynamicCache(config=model.config))"
             )
         while len(entries) <= last:
@@ -155,8 +155,8 @@ def _ghost(told: Any, here: Any) -> Any:
         return restore(told["value"], get, {})
     if type(here).__name__ != told["kind"]:
         raise TraceError(
-            f"an entry of the cache is a {told['kind']} on the rank that fills it, and a {type(here).__name__} here. "
-            "Make the cache alike on all ranks, before they generate"
+            f"a cache entry is a {told['kind']} on the rank that fills it, but a {type(here).__name__} on this rank. "
+            "Create the same cache on all ranks before they generate"
         )
     ghost = copy.copy(here)
     for name, item in told["of"].items():

@@ -70,7 +70,7 @@ def _output_class(module: str, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not is_output_class(found):
-        raise MessageError(f"{module}.{name}, which another rank names, is not a class of model outputs on this rank")
+        raise MessageError(f"{module}.{name}, received from another rank, is not a model output class on this rank")
     return found
 
 
@@ -83,5 +83,5 @@ def dtype_of(name: str) -> torch.dtype:
     """The dtype of this name. Raises MessageError if torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise MessageError(f"{name!r}, which another rank names, is not a dtype")
+        raise MessageError(f"{name!r}, received from another rank, is not a dtype")
     return dtype

@@ -52,8 +52,8 @@ def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     given = bound.arguments
     if any(kinds[name] in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in given):
         raise UsageError(
-            f"{getattr(forward, '__qualname__', forward)} takes arguments by place alone, so that a pipeline cannot "
-            "generate with it. Give them names"
+            f"{getattr(forward, '__qualname__', forward)} has positional-only or variadic parameters, so a pipeline "
+            "cannot generate with it. Give the parameters names"
         )
     more = {name: given.pop(name) for name in list(given) if kinds[name] is inspect.Parameter.VAR_KEYWORD}
     return dict(given) | {key: value for extra in more.values() for key, value in extra.items()}

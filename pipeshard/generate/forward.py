@@ -100,8 +100,8 @@ class Forward:
                 continue
             if self._parts:
                 raise UsageError(
-                    f"{type(self.pipeline.model).__name__} makes a cache in its forward, which cannot be put together "
-                    "for several microbatches: model.generate(..., num_microbatches=1)"
+                    f"{type(self.pipeline.model).__name__} creates a cache in its forward, which cannot be merged "
+                    "from several microbatches: call model.generate(..., num_microbatches=1)"
                 )
             if id(value) not in self._caches:
                 self._caches[id(value)] = Entries(value)  # which keeps it, so that the id stays its own
@@ -135,13 +135,13 @@ class Forward:
         numbers = gather(torch.tensor([number]), self.group)[:, 0].tolist()
         what = f"a call of {entry.entry or type(self.pipeline.model).__name__}"
         if failure:
-            raise TraceError(f"{what} cannot be made by several stages. {failure}")
+            raise TraceError(f"{what} cannot run on several stages. {failure}")
         if len(set(numbers)) > 1 and grid.dp_size == 1 and -1 not in numbers:
             found = traces.find_alike([[entry]], None, True, grid, found)
         elif len(set(numbers)) > 1:
             raise TraceError(
-                f"{what} goes another way through the model on rank {self.pipeline.rank} than on others. Give all "
-                "ranks of a pipeline the same prompts and arguments, and the same seed (torch.manual_seed)"
+                f"{what} takes a different path through the model on rank {self.pipeline.rank} than on others. Give "
+                "all ranks of a pipeline the same prompts and arguments, and the same seed (torch.manual_seed)"
             )
         assert found is not None
         return found
@@ -290,8 +290,8 @@ class Forward:
         logits = getattr(output, LOGITS, None)
         if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
             raise TraceError(
-                f"the logits of {type(self.pipeline.model).__name__} are not numbers. Either its parameters are not "
-                "finite, or it reads, while it generates, what another stage has in its cache. Cut the model elsewhere "
+                f"the logits of {type(self.pipeline.model).__name__} are NaN. Either its parameters are not finite, or "
+                "it reads cache entries of another stage during generation. Cut the model elsewhere "
                 "(the partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
             )
         return output
@@ -299,7 +299,7 @@ class Forward:
 
 def _reads_ghost(stage: int, error: Exception) -> TraceError:
     return TraceError(
-        f"a layer of stage {stage} reads what a layer of another stage has put into the cache ({summary(error)}). Cut "
+        f"a layer of stage {stage} reads a cache entry of a layer on another stage ({summary(error)}). Cut "
         "the model elsewhere (the partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
     )
 

@@ -1,9 +1,9 @@
 """Carried: state that the glue of one forward leaves to the next: counters, running statistics, generators.
 
-In one process this state is simply there. In a pipeline every stage runs the glue, so each needs to know until which
-call of a forward such a place changes, from which unit results it is computed, and what reads it in the next forward.
-Two more runs of the glue find this: one that watches the places after every call, and one that starts where that has
-ended.
+In one process this state needs no handling. In a pipeline every stage runs the glue, so each needs to know the last
+call of a forward at which such a place changes, the unit results from which it is computed, and its readers in the next
+forward. Two more runs of the glue find this: one that watches the places after every call, and one that starts where
+the first has ended.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from pipeshard.graph.tracer import Tracer
 
 
 class Held(NamedTuple):
-    """The content of a place at some time: the value, and the entries of one that can be changed itself."""
+    """The content of a place at some time: the value and, if it is mutable, its entries."""
 
     value: Any
     content: Snapshot | None
@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
 
 class Place:
-    """Where a model's code keeps a value: at the end of a path from the model."""
+    """A location where a model's code keeps a value: the end of a path from the model."""
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         self.path, self.holder = path, resolve(model, path[1:-1])
@@ -82,7 +82,7 @@ def _has_same_items(a: Any, b: Any) -> bool:
 
 
 class _Record:
-    """What the runs of the glue have found out about one place; see Carried."""
+    """The findings of the runs of the glue about one place; see Carried."""
 
     def __init__(self, name: str, place: Place, before: Before) -> None:
         self.name, self.place, self.before = name, place, before
@@ -96,11 +96,11 @@ class _Record:
 
     @property
     def is_late(self) -> bool:
-        """Whether it changes after the last call, to a value without tensors."""
+        """Whether the place changes after the last call, to a value without tensors."""
         return self.until is None and not self.held.tensors
 
     def look(self, call: int | None, is_through: bool) -> None:
-        """Record whether it has changed since the last look."""
+        """Record whether the place has changed since the last look."""
         if not self.place.has(self.held) or self.is_written:
             self._take()
             self.until = call
@@ -112,7 +112,7 @@ class _Record:
         return self._writes() != self.writes
 
     def end_first(self, tracer: Tracer) -> None:
-        """The forward that was watched has ended."""
+        """Record the end of the forward that was watched."""
         self._take()
         self.uses = Reads.of(tracer.taint.of(self.held.tensors))
         value = self.held.value
@@ -124,7 +124,7 @@ class _Record:
             self.kind = "generator" if is_generator(value) else ""
 
     def end_second(self, tracer: Tracer) -> None:
-        """The forward after it has ended."""
+        """Record the end of the next forward."""
         self.uses = self.uses.joined(Reads.of(tracer.taint.of(self.place.take().tensors)))
         if (is_array(self.held.value) or isinstance(self.held.value, int | float)) and not self.place.has(self.held):
             self.kind = "number"
@@ -191,7 +191,7 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 def _run_next(
     tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
 ) -> tuple[str, ...]:
-    """Run the next forward, and find what it reads of the places, and the decisions that no stage can make."""
+    """Run the next forward, and find the places that it reads, and the decisions that no stage can make."""
     tracer.reset = lambda: None
     tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
     with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):
@@ -204,7 +204,7 @@ def _run_next(
     for record in records:
         record.readers = readers[record.name] if is_same_way else {-1, *range(len(flow.calls))}
     refused = [r.name for r in records if r.name in tracer.taint.recalled and (r.uses.values or r.uses.hidden)]
-    return tuple(f"what {name} keeps of an earlier forward" for name in sorted(refused))
+    return tuple(f"a value that {name} keeps from an earlier forward" for name in sorted(refused))
 
 
 @contextmanager
@@ -228,7 +228,8 @@ def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> I
 
 
 def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
-    """What depends on each place, also through other places that are computed from it."""
+    """The calls (-1: the loss or an output) that depend on each place, also through other places that are computed from
+    it."""
     ends = [use for use in (flow.loss, *(use for _, use, _ in flow.outputs)) if use is not None]
     reads = [*enumerate(call.reads for call in flow.calls), *((-1, use) for use in ends)]
     readers = {name: {index for index, use in reads if name in use.kept} for name in uses}
@@ -240,7 +241,7 @@ def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
 
 
 def informed(flow: Dataflow) -> Dataflow:
-    """The same, including what depends on the inputs of a place, if they are computed before."""
+    """`flow`, in which readers of a place also depend on the inputs of the place, if these are computed before."""
     calls, loss, outputs, consulted = list(flow.calls), flow.loss, list(flow.outputs), flow.consulted
     for place in flow.carried:
         consulted |= place.uses.inputs

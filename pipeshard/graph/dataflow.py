@@ -1,4 +1,4 @@
-"""Dataflow: which unit results each unit call, the loss and the outputs depend on."""
+"""Dataflow: the unit results on which each unit call, the loss and the outputs depend."""
 
 import itertools
 from collections import defaultdict
@@ -19,8 +19,9 @@ Wanted = bool | frozenset[str]  # of the model's output: all of it, nothing but 
 
 @dataclass(frozen=True)
 class Reads:
-    """What something depends on: unit results, parameters that glue reads itself, leaves of the batch, calls whose
-    hidden state it sees, tensors whose gradient glue observes, and places with state left by an earlier forward."""
+    """The dependencies of a call, the loss or an output: unit results, parameters that glue reads itself, leaves of the
+    batch, calls whose hidden state it sees, tensors whose gradient glue observes, and places with state left by an
+    earlier forward."""
 
     values: frozenset[Value] = frozenset()
     parameters: frozenset[str] = frozenset()
@@ -41,25 +42,26 @@ class Reads:
         )
 
     def joined(self, *others: Self) -> Self:
-        """The union of this and the others."""
+        """The union of these Reads and the others."""
         uses = self, *others
         names = [part.name for part in fields(self)]
         return replace(self, **{name: frozenset().union(*(getattr(use, name) for use in uses)) for name in names})
 
     def until(self, call: int) -> Self:
-        """The part of this that exists before a call."""
+        """The part of these Reads that exists before a call."""
         values = frozenset(value for value in self.values if value.call < call)
         return replace(self, values=values, hidden=frozenset(made for made in self.hidden if made < call))
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit: what it reads, and what leaves it, the result first.
+    """One call of a unit: what it reads, and the values that leave it, the result first.
 
-    `leaves` are TensorSpecs and constants, those of all parts in their order. The gradient of leaf k flows to
+    `leaves` are the TensorSpecs and constants of all parts, in order. The gradient of leaf k flows to
     `differentiated[k]`: the read values from which it was computed differentiably. `flops` and `elements`
-    (computed by its operators) are those of one forward at the traced size; `flops` include glue with its own
-    parameters before the call. `writes` is whether it changes an argument in place, `is_cut` whether it is a CutPoint.
+    (computed by its operators) are counted for one forward at the traced size; `flops` include glue with its own
+    parameters before the call. `writes` says whether it changes an argument in place, `is_cut` whether it is a
+    CutPoint.
     """
 
     unit: str
@@ -74,8 +76,8 @@ class Call:
 
     @property
     def answered(self) -> Iterator[tuple[Part, range]]:
-        """The parts that are repeated in a run without the unit, each with the numbers of its leaves. Counts of hooks
-        inside a unit are those of runs of that unit."""
+        """The parts that are repeated in a run without the unit, each with the numbers of its leaves. Hooks inside a
+        unit that only count are omitted: they count runs of that unit."""
         start = 0
         for part in self.parts:
             numbers = range(start, start + part.tree.num_leaves)
@@ -95,9 +97,10 @@ class Carried:
 
     `path` leads to it from the model. `writers` are the unit calls that leave the state, -1 for glue. After `until`
     calls it is final for every reader except its writer; None stands for the end of the forward. `uses` are the inputs
-    from which one forward computes it, and `readers` the unit calls that depend on it in the next, -1 for the loss and
-    the outputs. `kind` is "tensor" if it is written to in place, "parameter" if it is one, "settled" for a parameter
-    that the next forward does not write to, "generator", "number" for one that differs in each forward, or "".
+    from which one forward computes it, and `readers` the unit calls that depend on it in the next forward, -1 for the
+    loss and the outputs. `kind` is "tensor" if it is written to in place, "parameter" if it is one, "settled" for a
+    parameter that the next forward does not write to, "generator", "number" for one that differs in each forward, or
+    "".
     """
 
     name: str
@@ -110,32 +113,33 @@ class Carried:
 
     @property
     def makers(self) -> frozenset[int]:
-        """The calls whose results it needs to be correct."""
+        """The calls whose results the place needs to be correct."""
         return self.unseen | {value.call for value in self.uses.values}
 
     @property
     def unseen(self) -> frozenset[int]:
-        """Those among them of which it needs more than a result that stages send."""
+        """The `makers` of which the place needs more than a result that stages send."""
         return self.uses.hidden | (self.writers if -1 not in self.writers else frozenset())
 
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The unit calls of one forward in their order, and what the loss and the outputs need of them.
+    """The unit calls of one forward in their order, and the values that the loss and the outputs need.
 
     `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
     in place after they were computed. `decisions` are lines of glue that decide in Python on an activation before the
-    last call, `late_decisions` those of the forward after it, and `has_branches` is whether it or the criterion decides
-    there. `consulted` are the leaves of the batch on which glue decides, or to which it writes (`rewritten`). `watched`
-    are those among them whose values the Dataflow is specific to: sizes of images, and masks that select. `glue_random`
-    is whether glue draws random numbers, `python_random` whether anything draws from `random` or numpy's generator.
-    `tail` are the flops of glue with its own parameters after the last call. `touched` are values that operators of
-    glue received, `questions` what glue asked of the batch's values: the Dataflow is for batches with the same answers.
-    `hooks` are those that glue puts on gradients, `carried` is the state left to the next forward. `together` are the
-    calls that the model's own checkpoints run again in the backward pass, the first and the last of each. `valued` are
-    the units that were visited with values, since they do not run on shapes alone. `deciders` are modules without
-    parameters that were running when glue decided, and could be units. `differentiated` are the values that get a
-    gradient of the loss from glue. `counts_results`: the count of the criterion's pair depends on units.
+    last call, `late_decisions` those of the forward after it, and `has_branches` says whether glue or the criterion
+    decides there. `consulted` are the leaves of the batch on which glue decides, or to which it writes (`rewritten`).
+    `watched` are those among them whose values the Dataflow is specific to: sizes of images, and masks that select.
+    `glue_random` says whether glue draws random numbers, `python_random` whether anything draws from `random` or
+    numpy's generator. `tail` are the flops of glue with its own parameters after the last call. `touched` are values
+    that operators of glue received, `questions` the Questions that glue asked about the batch's values: the Dataflow is
+    for batches with the same answers. `hooks` are those that glue puts on gradients, `carried` is the state left to the
+    next forward. `together` are the calls that the model's own checkpoints run again in the backward pass, the first
+    and the last of each. `valued` are the units that were visited with values, since they do not run on shapes alone.
+    `deciders` are modules without parameters that were running when glue decided, and could be units. `differentiated`
+    are the values that get a gradient of the loss from glue. `counts_results`: the count of the criterion's pair
+    depends on units.
     """
 
     calls: tuple[Call, ...]
@@ -170,7 +174,7 @@ class Dataflow:
 
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
-        """The calls of CutPoints, if there are any: a cut is only after one of them."""
+        """The calls of CutPoints, if there are any: cuts are then allowed only after one of them."""
         return tuple(k for k, call in enumerate(self.calls) if call.is_cut)
 
     @property
@@ -220,7 +224,8 @@ class Dataflow:
         return [*(call.reads for call in self.calls), self.needed(True)]
 
     def needed(self, outputs: Wanted = False) -> Reads:
-        """What the last stage needs: for the loss, and for the requested outputs, or all outputs without a loss."""
+        """The values that the last stage needs for the loss and the requested outputs, or for all outputs if there is
+        no loss."""
         if isinstance(outputs, frozenset):
             uses = [use for path, use, _ in self.outputs if field_of(path) in outputs]
         else:

@@ -1,4 +1,4 @@
-"""Foreign parameters: trainable tensors that a loss is computed from, and that are not the model's.
+"""Foreign parameters: trainable tensors that a loss depends on, but that do not belong to the model.
 
 Those of a criterion are found in the autograd graph of the loss, so they may be in a module, a closure, a global,
 a list or a bound method. Those of the model's own code have got a gradient in a step.
@@ -35,7 +35,7 @@ def leaves_of(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
 def refuse_foreign(
     loss: Tensor, own: Collection[Tensor], is_made: Callable[[Tensor], bool], criterion: Callable[..., Any] | None
 ) -> None:
-    """Raise ConfigurationError for a loss that trains other tensors than `own`, and than those that the forward or the
+    """Raise ConfigurationError for a loss that trains tensors other than `own` and the tensors that the forward or the
     criterion has created (`is_made`)."""
     known = {id(tensor) for tensor in own}
     foreign = [leaf for leaf in leaves_of(loss) if id(leaf) not in known and not is_made(leaf)]
@@ -45,32 +45,32 @@ def refuse_foreign(
 
 
 def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> ConfigurationError:
-    """The error of a loss that trains these."""
+    """The error for a loss that trains these tensors."""
     names = _foreign_names(foreign, criterion)
     return ConfigurationError(
-        f"the loss trains {len(foreign)} parameters that are not the model's, {names[0]} the first, but only the last "
-        "stage computes it, so that they would get no gradient on the other ranks: make what holds them a child of the "
-        "model that computes the loss in its forward, and pass the model's parameters to the optimizer; or freeze them "
-        "with requires_grad_(False)"
+        f"the loss trains {len(foreign)} parameters that the model does not contain (the first is {names[0]}), but "
+        "only the last stage computes the loss, so they would get no gradient on the other ranks: make the module that "
+        "holds them a submodule of the model, which then computes the loss in its forward, and pass the model's "
+        "parameters to the optimizer; or freeze them with requires_grad_(False)"
     )
 
 
 def kept(leaves: Iterable[Tensor], criterion: Callable[..., Any]) -> list[Tensor]:
-    """Those of these leaves that the criterion did not create in the call in which it used them."""
+    """The leaves that the criterion did not create in the same call that used them."""
     others = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
     places = _places(criterion) if others else {}
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or id(leaf) in places]
 
 
 def _places(criterion: Callable[..., Any] | None) -> dict[int, str]:
-    """Where the criterion has tensors, by their ids."""
+    """The places of the criterion's tensors, by their ids."""
     return {id(tensor): format_path(path) for path, *_, tensor, _ in Snapshot({"the criterion": criterion}).tensors}
 
 
 def _foreign_names(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> list[str]:
     """The criterion's names for these tensors, sorted; the shape of a tensor without a known name."""
     places = _places(criterion)
-    return sorted(places.get(id(leaf), f"one of shape {tuple(leaf.shape)}") for leaf in foreign)
+    return sorted(places.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}") for leaf in foreign)
 
 
 @contextmanager

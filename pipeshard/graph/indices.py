@@ -1,8 +1,8 @@
-"""Indices: a check that they are in range, before a kernel runs on a GPU.
+"""Indices: a check that indices are in range, before a kernel runs on a GPU.
 
 On a CPU an operator raises an error for an index out of range. On a GPU the kernel aborts the process's CUDA context.
 Traces and trials run the model's code with other sizes or values than the batch's, so they may pass such an index.
-There each operator that indexes runs on the CPU first.
+In traces and trials, each indexing operator therefore runs on the CPU first.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ INDEXING |= {getattr(aten, name + end) for name in WRITING for end in ("", "_")}
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """Raise what the operator would raise on a CPU, if `inputs`, its tensors, are on a GPU. Only indices and masks are
-    copied there."""
+    """Raise the error that the operator would raise on a CPU, if `inputs`, its tensors, are on a GPU. Only indices and
+    masks are copied to the CPU."""
 
     def on_cpu(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu") if tensor.is_floating_point() else tensor.cpu()
@@ -53,5 +53,5 @@ class Checking(DispatchMode):
 
 
 def checking_indices(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, what runs on this device raises an error for a wrong index."""
+    """Inside, operators on this device raise an error for an index out of range."""
     return Checking() if device.type == "cuda" else nullcontext()

@@ -1,8 +1,8 @@
-"""Kinds: which calls of units behave alike, so that a trace runs only one of them.
+"""Kinds: groups of unit calls that behave alike, so that a trace runs only one call of each.
 
-Most layers of a model do the same with inputs of one shape. One call of each kind is visited: its forward
+Most layers of a model behave the same for inputs of one shape. One call of each kind is visited: its forward
 runs on meta, where torch follows shapes, but not values that are written to Python objects, shared, or passed on; these
-are found here. Another call is of the same kind if everything that the visited one has read is equal.
+are found here. Another call is of the same kind if everything that the visited call has read is equal.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Settings:
     """Everything that code could read of a unit or an argument, except the values of tensors, for comparison.
 
     Attributes:
-        values: by place.
+        values: the values, by place.
         modules: the modules in it and their paths, by address.
     """
 
@@ -91,12 +91,12 @@ class UnitCall(NamedTuple):
 class Kind:
     """The result of the visit of one call.
 
-    `read` are the attributes of modules that it has read, among those of the modules at `watched`. `leaves` are those
-    of all `parts`. For each leaf, `reached` has the inputs that get a gradient from it, and `reached_aside` the values
-    read elsewhere that do. `shares` pairs leaves with the inputs whose memory they have,
-    `twins` with earlier leaves of the same memory. `written` are the inputs that it
-    writes to, `met` the tags of what it reads except its inputs and parameters. `own` are the values of the unit's
-    smallest tensors, if it was visited with values: sizes may depend on them.
+    `read` are the attributes of modules that it has read, among those of the modules at `watched`. `leaves` are the
+    leaves of all `parts`. For each leaf, `reached` has the inputs that get a gradient from it, and `reached_aside` the
+    values read elsewhere that do. `shares` pairs leaves with the inputs whose memory they share, `twins` with earlier
+    leaves of the same memory. `written` are the inputs that it writes to, `met` the tags of what it reads except its
+    inputs and parameters. `own` are the values of the unit's smallest tensors, if it was visited with values: sizes may
+    depend on them.
     """
 
     settings: Settings
@@ -130,9 +130,9 @@ class Kind:
 
 
 class Kinds:
-    """The known kinds of a model's units, from run to run. A `meter` observes every visit. `device` is that
-    of glue, `runs_on` that of units which do not run on meta: their GPU, wherever the model is. `lent`
-    has, by unit, values of tensors that other ranks hold.
+    """The known kinds of a model's units, kept between runs. A `meter` observes every visit. `device` is the device of
+    glue, `runs_on` the device of units that do not run on meta: their GPU, wherever the model is. `lent` has, by unit,
+    values of tensors that other ranks hold.
 
     Attributes:
         valued: the units of a kind that was visited with values.
@@ -207,8 +207,8 @@ class Kinds:
                 return replace(visited, own=self._values_of(call))
             except Exception as error:  # the model's own
                 raise TraceError(
-                    f"unit {call.unit} ({type(call.module).__name__}) does not run: {summary(error)} "
-                    f"(by shape alone: {summary(on_meta)}). Its inputs were "
+                    f"unit {call.unit} ({type(call.module).__name__}) failed: {summary(error)} "
+                    f"(on the meta device: {summary(on_meta)}). Its inputs were "
                     f"{[describe(leaf) for leaf in call.leaves]}"
                 ) from error
 
@@ -268,11 +268,11 @@ class Kinds:
         )
 
     def _spec(self, leaf: Any) -> Any:
-        """What is kept of a leaf of a visit."""
+        """The form in which a leaf of a visit is kept: a tensor becomes its spec."""
         if isinstance(leaf, torch.device) and leaf.type == "meta":
             return self.device  # a cache remembers where it is
         if isinstance(leaf, GeneratorType):
-            raise TraceError("a unit returns a generator, which runs only after it: return a list of what it yields")
+            raise TraceError("a unit returns a generator, which runs only later: return a list of its items instead")
         return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -283,7 +283,7 @@ def modes() -> tuple[Any, ...]:
 
 
 def describe(leaf: Any) -> Any:
-    """The properties that an argument shares with others for which a unit behaves alike."""
+    """The properties of an argument that determine how a unit behaves."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, PLAIN):

@@ -35,7 +35,8 @@ aten = torch.ops.aten
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention by shape as in fused kernels: they keep inputs, result and a number per row, but no scores."""
+    """Attention on shapes, as in fused kernels: these keep the inputs, the result and one number per row, but no
+    scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,11 +87,11 @@ NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # results are their
 class Work:
     """One call of a unit at the traced sizes, and the glue between the call before it and this one.
 
-    `flops` and `elements` (elements computed) are those of one forward; `by_parameter` are the flops of operators that
-    read a parameter of the unit, by its name there (the largest one: not the bias). `kept` are the bytes of each tensor
-    that autograd keeps for the backward, except parameters: a result of a unit under its `Value`, another one under a
-    key that all calls which keep it share. `temporary` are the most bytes of tensors that a backward makes,
-    gradients of the results among them, less what it has freed of `kept`.
+    `flops` and `elements` (elements computed) are counted for one forward; `by_parameter` are the flops of operators
+    that read a parameter of the unit, by its name there (the largest one: not the bias). `kept` are the bytes of each
+    tensor that autograd keeps for the backward, except parameters: a result of a unit under its `Value`, another tensor
+    under a key that is the same for all calls that keep it. `temporary` are the most bytes of tensors that a backward
+    makes, gradients of the results among them, less what it has freed of `kept`.
     """
 
     flops: int
@@ -139,7 +140,7 @@ class Meter(DispatchMode):
     its real sizes costs neither time nor memory. Attention runs as one fused operator, as on a device.
 
     Attributes:
-        works: of each unit call.
+        works: the Work of each unit call.
         tail: the work of the glue after the last call, including the loss, as far as memory goes.
         same: for results that are an unchanged argument, its key in `Work.kept`.
     """
@@ -227,7 +228,8 @@ class Meter(DispatchMode):
         return entry.tensor
 
     def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
-        """One more call, of this kind, with these leaves (of `tree`) as arguments and stand-ins as result."""
+        """Add one more call, of the kind that was visited, with these leaves (of `tree`) as arguments and stand-ins as
+        result."""
         index = len(self.works)
         tensors = [arguments[k] for k in visit.inputs] + [result[k] for k in visit.results]
         kept: dict[Hashable, int] = {("made by", index): sum(visit.own.values())} if visit.own else {}
@@ -286,8 +288,8 @@ class Meter(DispatchMode):
 
 
 def _computes(func: Any) -> bool:
-    """Whether an operator can be skipped if there are no values. A view cannot be skipped, and a tensor that takes
-    only its shape from another has its own values."""
+    """Whether an operator can be skipped if there are no values. A view cannot be skipped, nor can an operator that
+    takes only the shape of its input, since its result has its own values."""
     changes_shape = torch.Tag.inplace_view in func.tags
     return not (_is_view(func) or changes_shape or func._overloadpacket in SHAPED)
 

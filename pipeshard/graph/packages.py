@@ -1,4 +1,4 @@
-"""Packages: the modules whose code a walk of Python state enters, and those that it skips.
+"""Packages: the modules whose code a walk of Python state enters, and the modules that it skips.
 
 A model of a package (diffusers, timm) reaches tens of thousands of objects through that package's registries, loaders
 and dependencies, none of which a forward changes. The walk is limited to the user's own code, and to the files of a
@@ -36,15 +36,15 @@ def is_users(module: str | None) -> bool:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether an installer has put this package where it is; an editable one is elsewhere."""
+    """Whether the package is in a folder of installed packages; an editable package is not."""
     of = sys.modules.get(package)
     folders = [getattr(of, "__file__", None), *getattr(of, "__path__", ())]
     return any(name in str(folder) for folder in folders for name in INSTALLED)
 
 
 def _is_of_directory(package: str) -> bool:
-    """Whether it was installed from a folder on this machine (`pip install .`), as the user's own is, not from an
-    index."""
+    """Whether it was installed from a folder on this machine (`pip install .`), as the user's own package is, not from
+    an index."""
     for distribution in _distributions().get(package, ()):
         origin = importlib.metadata.distribution(distribution).read_text("direct_url.json")
         if origin is not None and "dir_info" in json.loads(origin):

@@ -1,4 +1,4 @@
-"""Places: where Python code can keep a value, and how it is read and restored.
+"""Places: the locations where Python code can keep a value, and functions that read and restore them.
 
 A model's code leaves values in attributes, slots, lists, dicts, closures, globals, classes and random generators. Torch
 only knows registered parameters and buffers. Here each of these is a holder with a content that can be listed, compared
@@ -255,8 +255,8 @@ def _text(state: Any) -> bytes:
 def _set_state(generator: Any, state: Any) -> None:
     if _is_iterator(generator):
         raise TraceError(
-            f"a forward takes from a {type(generator).__name__}, an iterator that cannot be wound back, so that no two "
-            "stages could read the same: count in an attribute (self.step += 1), and index a list by it"
+            f"a forward reads from a {type(generator).__name__}, an iterator that cannot be rewound, so several "
+            "stages cannot read the same items: count in an attribute (self.step += 1), and index a list with it"
         )
     if isinstance(generator, ContextVar):
         generator.set(None if state is MISSING else state)

@@ -1,7 +1,8 @@
-"""Preserving a model: it can be run, and is restored afterwards.
+"""Preserving a model: run the model, and restore it afterwards.
 
-A copy would do for a small model, but not for one that fills the machine, or is on meta. So the model itself is run.
-Python state is restored from a Snapshot; only tensors that an operator is about to write to are copied.
+Copying the model would work for a small model, but not for one that fills the machine's memory, or is on meta. So the
+model itself is run. Python state is restored from a Snapshot; only tensors that an operator is about to write to are
+copied.
 """
 
 import contextlib
@@ -24,10 +25,10 @@ def preserving(
     model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False, before: "Before | None" = None
 ) -> Iterator["Before"]:
     """Undo the changes of runs in the modules and in everything that their code, or the criterion, reaches: cached
-    tensors, counters, statistics, generators, hooks, and tensors that are written to, including parameters. No caches
-    inside.
+    tensors, counters, statistics, generators, hooks, and tensors that are written to, including parameters. Caches of
+    the model are disabled inside.
 
-    If it is `timed`, nothing is observed in between, and only buffers get their values back. `before` is
+    With `timed`, nothing is observed during the runs, and only buffers get their values back. `before` is
     the yield of an earlier call, if nothing has changed the model since: a snapshot of a large model takes long.
     """
     cached = disable_caches(model)
@@ -110,7 +111,7 @@ class Writes(DispatchMode):
             self._kept[key] = storage, storage.clone()
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        """Whether it has no real values of its own."""
+        """Whether the tensor has no real values of its own."""
         return storage_of(tensor) in self.storages and tensor.numel() > 1 and not any(tensor.stride())
 
     def undo(self) -> None:

@@ -1,4 +1,4 @@
-"""Questions: what glue asks of a batch's values in Python (`if mask.all():`), evaluated again for every other batch.
+"""Questions: Python decisions of glue on a batch's values (`if mask.all():`), evaluated again for every other batch.
 
 If the answer differs, the model may take a different path, which needs another Dataflow. torch.export fails
 at such a branch, or specializes to one path. Here the operators that led from the batch to the question are kept;
@@ -54,14 +54,14 @@ class Number:
 
 
 class Operator(NamedTuple):
-    """One operator of a question; `leaves` are those of its arguments."""
+    """One operator of a question; `leaves` are the leaves of its arguments."""
 
     func: Any
     leaves: tuple[Any, ...]
     tree: TreeSpec
 
     def is_as(self, other: "Operator") -> bool:
-        """Whether they differ at most in integers."""
+        """Whether the two operators differ at most in integers."""
         same = self.func is other.func and self.tree == other.tree and len(self.leaves) == len(other.leaves)
         return same and all(map(_are_alike, self.leaves, other.leaves))
 
@@ -76,7 +76,8 @@ def _are_alike(a: Any, b: Any) -> bool:
 @dataclass(frozen=True)
 class Question:
     """Operators on the leaves with these `paths`, the last of which gives the `answer` for the traced batch;
-    None if no other batch can be asked, so that the answer is valid only for these very values."""
+    `steps` is None if the question cannot be evaluated for other batches, so that the answer is valid only for these
+    values."""
 
     steps: tuple[Operator, ...] | None
     answer: Any
@@ -88,7 +89,7 @@ class Question:
         return self.ask(tensors, deltas) == (True, self.answer)
 
     def ask(self, tensors: Mapping[str, Tensor], deltas: Sequence[int] = ()) -> tuple[bool, Any]:
-        """Whether these leaves of a batch can be asked, and their answer."""
+        """Whether the question can be evaluated on these leaves of a batch, and the answer."""
         if self.steps is None:
             return False, None
         results: list[Any] = []
@@ -110,7 +111,7 @@ class Question:
         return True, results[-1]
 
     def is_as(self, other: "Question") -> bool:
-        """Whether it is the same except for integers, with the same answer."""
+        """Whether the other question is the same except for integers, with the same answer."""
         if self.steps is None or other.steps is None or len(self.steps) != len(other.steps):
             return False
         return self.answer == other.answer and all(a.is_as(b) for a, b in zip(self.steps, other.steps, strict=True))
@@ -121,7 +122,7 @@ class Question:
         return (leaf for step in self.steps or () for leaf in step.leaves if type(leaf) in (int, Number))
 
     def with_numbers(self, numbers: Iterator[Any]) -> "Question":
-        """The same with these numbers, in the order of `numbers`, from the iterator."""
+        """The same question with these numbers, taken from the iterator in the order of `numbers`."""
         steps = [
             Operator(func, tuple(next(numbers) if type(leaf) in (int, Number) else leaf for leaf in leaves), tree)
             for func, leaves, tree in self.steps or ()
@@ -152,7 +153,7 @@ class Recipes:
         self._results[id(output)] = _Result(output, output._version, func, args, kwargs)
 
     def ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Question:
-        """Keep the question that `func` asks; its answer, yes or no, is that of the real batch."""
+        """Keep the question that `func` asks; its answer, yes or no, comes from the real batch."""
         steps: list[Operator] = []
         is_known = self._follow(func, args, kwargs, steps, {})
         question = Question(tuple(steps) if is_known else None, answer, self.device, paths)
@@ -190,7 +191,7 @@ class Recipes:
 
 
 def _products(batch: Batch, real: Batch) -> dict[int, int]:
-    """Maps the sizes of a batch, and products of two of them, to those of the real batch."""
+    """Map the sizes of a batch, and products of two of them, to those of the real batch."""
     sizes = {size: of for path, leaf in batch.tensors.items() for size, of in zip(leaf.shape, real.tensors[path].shape)}
     sizes = {size: of for size, of in sizes.items() if size > 1}
     return {a * b: sizes[a] * sizes[b] for a, b in combinations(sizes, 2)} | sizes
@@ -199,8 +200,8 @@ def _products(batch: Batch, real: Batch) -> dict[int, int]:
 def general_questions(
     questions: Sequence[Question], others: Sequence[tuple[int, Sequence[Question]]], sizes: Sequence[int]
 ) -> tuple[Question, ...]:
-    """`questions` with the numbers that follow from the sizes of the batch. `others` has for each group of axes by how
-    much it was larger than its entry in `sizes`, and what was asked then."""
+    """`questions` with the numbers that follow from the sizes of the batch. For each group of axes, `others` has by how
+    much it was larger than its entry in `sizes`, and the questions asked then."""
     runs = [(delta, [number for question in asked for number in question.numbers]) for delta, asked in others]
 
     def numbers() -> Iterator[Any]:

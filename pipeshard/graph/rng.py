@@ -45,7 +45,7 @@ class Randomness:
             _restore(self.generators, states)
 
     def microbatch(self, i: int) -> None:
-        """The next places are of microbatch i."""
+        """The next places belong to microbatch i."""
         self._key = (*self._key[:2], self._first + i)
 
     def at(self, place: int) -> Callable[[], None]:
@@ -123,7 +123,7 @@ def _restore(generators: Generators, states: Any) -> None:
 
 
 def _number(key: bytes) -> int:
-    """A seed of 32 bits, the most that numpy takes."""
+    """A 32-bit seed, the largest that numpy accepts."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
 
 
@@ -151,7 +151,7 @@ def own_checkpoint() -> object:
 
 
 class CheckpointSpans:
-    """The calls that such checkpoints run again, the first and the last of each."""
+    """The calls that such checkpoints run again: the first and the last call of each checkpoint."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
@@ -168,8 +168,8 @@ class CheckpointSpans:
 
 @dataclass(slots=True)
 class Repeat:
-    """What a second run of a call needs: functions that restore the generators to before the first run and to after it,
-    and its result if another stage ran it, which may be a stage of the same rank."""
+    """The state that a second run of a call needs: functions that restore the generators to before the first run and to
+    after it, and its result if another stage ran it, which may be a stage of the same rank."""
 
     before: Callable[[], object] = tuple
     after: Callable[[], object] = tuple
@@ -179,7 +179,7 @@ class Repeat:
 
 class Repeats:
     """The repeats of the calls of the current forward. A checkpoint restores torch's generators to its start, and each
-    microbatch reaches a unit with another state of them, so this state tells which call of a `stage` is repeated:
+    microbatch reaches a unit with a different state of them, so this state identifies the repeated call of a `stage`:
     several stages of a rank reach it with the same state."""
 
     def __init__(self, randomness: Randomness) -> None:
@@ -188,8 +188,8 @@ class Repeats:
         self._kept: dict[tuple[int, str, bytes], Repeat] = {}
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
-        """The repeat of the current call of `unit`, to be filled. A `reentrant` checkpoint may be around it, too: it
-        disables gradients, and all calls from there on are on one stage."""
+        """An empty repeat of the current call of `unit`, for the caller to fill. A `reentrant` checkpoint may be around
+        it, too: it disables gradients, and all calls from there on are on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat
@@ -252,7 +252,8 @@ def torch_states() -> list[Tensor]:
 
 
 def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
-    """The part for the first samples, or for the last ones: that end of each dimension in which it is smaller."""
+    """The part of `full` for the first samples, or for the last ones: that end of each dimension in which `shape` is
+    smaller."""
     for dim, size in enumerate(shape):
         if size != full.shape[dim]:
             full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)

@@ -1,4 +1,4 @@
-"""Shapes: as affine functions of the sizes that may change from step to step, and placeholder tensors of them."""
+"""Shapes: tensor shapes as affine functions of the sizes that may change between steps, and placeholder tensors."""
 
 import math
 import mmap
@@ -98,13 +98,13 @@ class Axes:
         )
 
     def pin(self, pinned: set[int]) -> Self:
-        """The same with these groups' sizes fixed."""
+        """The same axes with the sizes of these groups fixed."""
         keep = [g for g in range(len(self.groups)) if g not in pinned]
         groups, sizes = tuple(self.groups[g] for g in keep), tuple(self.sizes[g] for g in keep)
         return type(self)(groups, sizes, self.tensors, self.others)
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
-        """How the groups' sizes differ from the traced ones, or None if `batch` has another structure."""
+        """How the groups' sizes differ from the traced ones, or None if `batch` has a different structure."""
         tensors = batch.tensors
         if len(tensors) != len(self.tensors) or len(batch.leaves) != len(self.tensors) + len(self.others):
             return None
@@ -168,7 +168,8 @@ class _StandIn(torch.autograd.Function):
 
 
 def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Zeros whose memory the system allocates only if glue touches it: those of a large model are mostly passed on."""
+    """Zeros whose memory the system allocates only if glue touches it: most placeholders of a large model are only
+    passed on."""
     if device.type != "cpu" or 0 in spec.shape:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     size = math.prod(spec.shape) * spec.dtype.itemsize
@@ -184,21 +185,22 @@ def placeholder(spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same kind of tensor there, with its values: masks and positions that no unit computed are correct."""
+    """A placeholder on `device` with the values of `tensor`, so that masks and positions that no unit computed are
+    correct."""
     copied = placeholder(TensorSpec.of(tensor), device)
     copied.data.copy_(tensor)
     return copied
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a unit's own tensor has them here: neither on meta, nor released, nor shared out among ranks."""
+    """Whether a unit's own tensor has values here: it is neither on meta, nor released, nor sharded across ranks."""
     values = getattr(tensor, "pipeshard_values", tensor)
     return not (values.is_meta or hasattr(tensor, "pipeshard_trainable") or isinstance(tensor, DTensor))
 
 
 def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """A unit's own tensors where it runs, tied ones tied: what has values there keeps them, `lent` are those that
-    another rank has, the rest are zeros."""
+    """A unit's own tensors on the device where it runs, with ties kept. Tensors with values keep them, `lent` ones have
+    the values of another rank, and the rest are zeros."""
     lent = lent or {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     blanks: dict[Tensor, Tensor] = {}
@@ -213,5 +215,5 @@ def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tens
 
 
 def is_trainable(tensor: Tensor) -> bool:
-    """Whether a parameter is trained, on this stage or, where this one released it, on another."""
+    """Whether a parameter is trained, on this stage or, if this stage has released it, on another one."""
     return getattr(tensor, "pipeshard_trainable", tensor.requires_grad)

@@ -1,11 +1,11 @@
 """Snapshot: everything that code can reach from some objects and change, and how it has changed since.
 
 The state that a unit or the glue leaves behind is found by difference: everything within reach is walked before, and
-compared after. So no list of the ways in which models do that is needed. Copies would not do: hooks, generators and
-shared objects must stay the same objects.
+compared after. So no list of the ways in which models leave state is needed. Copies would not work: hooks, generators
+and shared objects must stay the same objects.
 
 A Dataflow is valid for the flags it was traced with. torch.compile guards what its trace has read; here the reads of
-glue and units are not all known, so every step compares the whole Python state, and a known state is recognised by its
+glue and units are not all known, so every step compares the whole Python state, and a known state is recognized by its
 number.
 """
 
@@ -70,8 +70,8 @@ class Holder(NamedTuple):
 
 
 class Snapshot:
-    """The current state of everything reached from `roots`, except through those of `without`. Paths begin with the
-    name of their root.
+    """The current state of everything reached from `roots`, except through the objects in `without`. Paths begin with
+    the name of their root.
 
     Attributes:
         paths: where each holder is, by its address.
@@ -97,7 +97,7 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The places that have another value now. Fast if nothing differs: every step compares a whole model.
+        """The places whose value has changed. Fast if nothing differs: every step compares a whole model.
 
         `same` says whether two values that are not the same object count as equal.
         """
@@ -115,7 +115,7 @@ class Snapshot:
                     yield Change((*path, _step(how, key)), holder, key, old, new)
 
     def restore(self) -> None:
-        """Restore what every place held, except the values of tensors."""
+        """Restore the content of every place, except the values of tensors."""
         for change in list(self.replaced()):
             undo(change)
 
@@ -152,7 +152,7 @@ class Snapshot:
         return constants_of(value)
 
     def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
-        """Record what `holder` has at `key`: a tensor, or an object to walk."""
+        """Record the entry of `holder` at `key`: a tensor, or an object to walk."""
         if not isinstance(entry, Tensor):
             if not isinstance(entry, PLAIN):
                 queue.append((path, entry))
@@ -170,7 +170,7 @@ def _live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
 
 
 def undo(change: Change) -> None:
-    """Restore what a place held."""
+    """Restore the value that a place held."""
     if change.is_of_list:
         put_content(change.holder, change.before)
     else:
@@ -217,8 +217,8 @@ class Flags:
     """Numbers the states of the Python side of a model, or of something `beside` it.
 
     Changes by the forwards themselves (counters, caches, lists that they fill) do not count: they are found by
-    comparing a state before and after a step. Beside a model the values of tensors count, too, if the user changes
-    them, except those of nonzero numbers (weights that are annealed from step to step).
+    comparing a state before and after a step. For something beside a model, the values of tensors count, too, if the
+    user changes them, except those of nonzero numbers (weights that are annealed from step to step).
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:

@@ -1,8 +1,8 @@
-"""Taint: which values every tensor was computed from, kept by storage.
+"""Taint: the values from which every tensor was computed, kept by storage.
 
-Autograd's graph shows what floating-point results were computed from, but not integers and masks, in-place
-writes, or values that Python has read and branched on. So every operator of glue passes a dispatch mode that propagates
-tags from its inputs to its outputs; tags belong to storages, so that views have those of their base.
+Autograd's graph shows the inputs of floating-point results, but not those of integers and masks, in-place writes, or
+values that Python has read and branched on. So every operator of glue passes a dispatch mode that propagates tags from
+its inputs to its outputs; tags belong to storages, so that views have those of their base.
 """
 
 import inspect
@@ -88,14 +88,14 @@ class Hook(NamedTuple):
 class Taint(DispatchMode):
     """Propagates tags from tensor to tensor through every operator, including integers, views and in-place writes.
 
-    Outside units (`inside is None`) results have the tags of what they were computed from. Inside unit call c every
+    Outside units (`inside is None`) results have the tags of their inputs. Inside unit call c every
     new storage is marked Hidden(c), tags met there are collected in `met`, and work is counted in `flops` and
-    `elements`. Glue never computes on meta tensors: an operator that receives one (a parameter of a model on meta)
-    runs on shapes only, and its result is zeros.
+    `elements`. Glue never computes on meta tensors: an operator that receives a meta tensor (a parameter of a model on
+    meta) runs on shapes only, and its result is zeros.
     """
 
     def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
-        """Pass `recipes` if glue should decide by the values of another batch than it runs on."""
+        """Pass `recipes` if glue should decide by the values of a different batch than the one it runs on."""
         super().__init__()
         self.device = device
         self.recipes = recipes or Recipes(device)
@@ -183,8 +183,8 @@ class Taint(DispatchMode):
         """The result of an operator and its tags."""
         if any(tensor.is_nested for tensor in inputs):
             raise TraceError(
-                f"{_where()} computes with a nested tensor, whose rows have lengths that other stages do not know. "
-                "Pass padded tensors from layer to layer, and make nested ones inside of the forward of each"
+                f"{_where()} uses a nested tensor, whose row lengths are unknown to other stages. "
+                "Pass padded tensors between layers, and create nested tensors inside the forward of each layer"
             )
         packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
         if tags and (deciding := self.of(_deciding(func, args))):
@@ -209,9 +209,9 @@ class Taint(DispatchMode):
         assert self.inside is not None
         if any(t.is_meta for t in inputs):
             if kwargs.get("generator") is not None:
-                raise RuntimeError("by shape alone nothing is drawn from a generator")  # which is to be seen to move
+                raise RuntimeError("on meta, a generator produces no random numbers")  # which is to be seen to move
             if func._overloadpacket in SCALAR:
-                raise RuntimeError("by shape alone no value is known")  # not everywhere an error: libraries make it 0
+                raise RuntimeError("on meta, tensors have no values")  # not everywhere an error: libraries make it 0
         result, hidden = func(*args, **kwargs), frozenset({Hidden(self.inside)})
         self.met |= tags - hidden
         self.flops += _flops(func, args, kwargs, result)
@@ -237,8 +237,8 @@ class Taint(DispatchMode):
     def decide(
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
     ) -> None:
-        """Python, or a shape, depends on values with these tags; inside a unit this is ignored. `is_for_all`: not even
-        the last stage can make the decision."""
+        """Record that Python, or a shape, depends on values with these tags; inside a unit this is ignored.
+        `is_for_all`: not even the last stage can make the decision."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
@@ -254,7 +254,7 @@ class Taint(DispatchMode):
 
     @contextmanager
     def inside_call(self, inputs: Mapping[int, int]) -> Iterator[set[int]]:
-        """Inside, operators are those of the next unit call, with `inputs` by storage: yields the numbers of
+        """Inside, operators belong to the next unit call, with `inputs` by storage: yields the numbers of
         those that it writes to."""
         homes, written = self.homes, self.written
         self.homes, self.written = {storage: Value(-1, number) for storage, number in inputs.items()}, set()
@@ -267,13 +267,13 @@ class Taint(DispatchMode):
             self.inside, self.homes, self.written = None, homes, written
 
     def hook(self, tensor: Tensor) -> None:
-        """Glue observes the gradient of a tensor."""
+        """Record that glue observes the gradient of a tensor."""
         if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
             self._add(tensor, frozenset({Hooked(len(self.hooks))}))
             self.hooks.append(Hook(self.calls, self.homes.get(storage_of(tensor)), _where()))
 
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
-        """A tensor is changed in place by a value with these tags."""
+        """Record that a tensor is changed in place by a value with these tags."""
         self._add(tensor, tags)
         reached, waiting = {storage_of(tensor)}, [storage_of(tensor)]
         while waiting:
@@ -287,8 +287,8 @@ class Taint(DispatchMode):
                     waiting.append(storage_of(other))
 
     def alias(self, one: Tensor, other: Tensor, unseen: frozenset[Tag]) -> None:
-        """Two tensors really share memory, though not in the trace: if one is written to, the other changes as
-        a value with these tags."""
+        """Record that two tensors share memory in a real run, though not in the trace: a write to one changes the
+        other, which then has these tags."""
         for a, b in ((one, other), (other, one)):
             self._alive.append(_address(a))
             self.aliases.setdefault(storage_of(a), []).append((b, unseen))
@@ -301,12 +301,13 @@ class Taint(DispatchMode):
 
 
 def casting() -> str | None:
-    """The kind of device that torch.autocast is on for."""
+    """The device type for which torch.autocast is enabled."""
     return next((kind for kind in CASTING if torch.is_autocast_enabled(kind)), None)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A key for a tensor's memory; a sparse tensor has none of its own, and one of torch.func that of another."""
+    """A key for a tensor's memory; a sparse tensor has no memory of its own, and a torch.func wrapper has that of
+    another tensor."""
     if tensor.layout is not torch.strided:
         return -id(tensor)
     try:
@@ -380,7 +381,7 @@ def _where() -> str:
 
 
 def _is_model_code(file: str) -> bool:
-    """Whether a file is neither pipeshard's, torch's nor Python's own, unlike a decorator of contextlib."""
+    """Whether a file is neither pipeshard's, torch's nor Python's own (as that of a contextlib decorator is)."""
     package, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
     if file.startswith((package + os.sep, library + os.sep, "<")):
         return False

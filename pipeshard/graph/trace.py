@@ -45,10 +45,10 @@ def trace(
     Only glue runs; each unit is replaced by the shapes of its result, which one unit of a kind (class, parameter
     shapes, input shapes) determines on meta. The model does not change, and the user's random generators are not
     used. The trace is repeated with other batch and sequence sizes, so that shapes are known for all of them;
-    with `exact` it is run once, on the batch as it is, and is valid only for its sizes. Works for a model on meta.
-    Modules named in `cuts` are units, wherever they are. A unit that does not run on meta (it needs
-    values, or its kernels need memory) runs once on `device`, by default the model's, with its own values: the `lent`
-    ones, those of this rank, and zeros for the rest.
+    with `exact`, the model is traced once, on the batch as it is, and the Dataflow is valid only for the sizes of this
+    batch. Works for a model on meta. Modules named in `cuts` are units, wherever they are. A unit that does not run on
+    meta (it needs values, or its kernels need memory) runs once on `device`, by default the model's, with its own
+    values: the `lent` ones, those of this rank, and zeros for the rest.
 
     A module without parameters whose code decides on activations is a unit as well.
 
@@ -187,7 +187,7 @@ def _numbers(flow: Dataflow) -> Iterator[Any]:
 
 
 def _constant(leaf: Any) -> Any:
-    """What must be the same for all sizes."""
+    """The properties of a leaf that must be the same for all sizes."""
     if isinstance(leaf, TensorSpec):
         return leaf.dtype, leaf.requires_grad
     return type(leaf), leaf if is_comparable(leaf) and not _is_count(leaf) else None

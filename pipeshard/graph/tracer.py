@@ -1,7 +1,7 @@
-"""Tracer: runs a model's glue with placeholders for its units, and watches what depends on what.
+"""Tracer: runs a model's glue with placeholders for its units, and tracks the dependencies between values.
 
 torch.fx and torch.export need a graph of the whole model, which much of the code in transformers does not allow: it
-reads values in Python, changes objects, calls libraries. A pipeline only needs to know what happens between units. So
+reads values in Python, changes objects, calls libraries. A pipeline only needs the dependencies between units. So
 the model's own forward runs, on the values of a small batch; a unit's call returns zeros of the shapes of its kind, and
 a Taint propagates dependencies from there. Reading reports what glue does outside torch's dispatcher.
 """
@@ -37,12 +37,12 @@ SMALL = 4  # numbers per sample, at most, in an input of sizes (of images, patch
 
 
 class _SeenOutside(Exception):
-    """A tensor created inside a unit was met outside of it, so no unit may be skipped as one of a known kind."""
+    """A tensor created inside a unit was used outside of it, so no unit may be skipped as one of a known kind."""
 
 
 class Tracer:
-    """Runs the glue of one model; caches the kinds of its units from run to run, which are visited on `device` if
-    they need one. A `meter` observes every run.
+    """Runs the glue of one model; caches the kinds of its units between runs. Units that need a device are visited on
+    `device`. A `meter` observes every run.
 
     Attributes:
         reset: called before every run.
@@ -73,8 +73,8 @@ class Tracer:
         self.kept: Mapping[str, Sequence[Tensor]] = {}
 
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
-        """One run of the glue; shapes are those of `batch`, without slopes. If glue asks for values in Python, it
-        gets the answers of `real`."""
+        """One run of the glue; shapes are for the sizes of `batch`, without slopes. If glue asks for values in Python,
+        it gets the answers of `real`."""
         batch = batch.to(self.device)
         try:
             return self._run(batch, real)
@@ -136,8 +136,8 @@ class Tracer:
             last = f" after unit {self.calls[-1].unit}" if self.calls else ""
             raise TraceError(
                 f"tracing {type(self.model).__name__} failed{last}: {summary(error)}. "
-                f"The batch has {shapes}; if that is not what the model takes, pass dry_run_input=<a batch>, and "
-                "where another dimension than the first counts the samples, batch_dims={<name>: <dimension>}"
+                f"The batch has {shapes}. If the model takes other inputs, pass dry_run_input=<a batch>. If an "
+                "input's batch dimension is not the first, pass batch_dims={<name>: <dimension>}"
             ) from error
 
     def _refuse_packed(self, error: Exception) -> None:
@@ -149,17 +149,17 @@ class Tracer:
             return
         raise TraceError(
             f"unit {call.unit} ({type(self.units[call.unit]).__name__}) returns a PackedSequence, whose lengths "
-            f"{type(self.model).__name__} reads outside of the unit, where other stages do not have them "
+            f"{type(self.model).__name__} reads outside the unit, but other stages do not have them "
             f"({summary(error)}). Call pack_padded_sequence, {call.unit} and pad_packed_sequence(..., "
             "total_length=x.shape[1]) in the forward of one module of your own, which takes and returns padded "
-            "tensors, and put that into the nn.ModuleList"
+            "tensors, and put that module into the nn.ModuleList"
         ) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
         with explained(
             lambda error: TraceError(
-                f"tracing the criterion failed: {summary(error)}. It got an output of "
-                f"{type(self.model).__name__} for {batch.rows} samples, with the batch that they are of"
+                f"tracing the criterion failed: {summary(error)}. It was called with an output of "
+                f"{type(self.model).__name__} for {batch.rows} samples, and with the batch of these samples"
             ),
             but=(PipeshardError,),
         ):
@@ -261,12 +261,12 @@ class Tracer:
         if seed != self.seed and torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.get_rng_state()):
             raise TraceError(
                 f"{type(self.model).__name__} seeds torch in its forward (torch.manual_seed), and calls unit {unit} "
-                "before it draws, but stages reseed what is drawn in a unit and after it: draw from a "
-                "torch.Generator of your own, seed in the unit, or draw before the call"
+                "before it generates random numbers, but stages reseed torch in and after each unit: use your own "
+                "torch.Generator, seed in the unit, or generate the numbers before the call"
             )
 
     def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:
-        """What tensors, and values with the tags `others`, depend on."""
+        """The dependencies of tensors, and of values with the tags `others`."""
         use = Reads.of(self.taint.of(tensors) | others)
         if use.hidden and self.kinds.reuse:
             raise _SeenOutside
@@ -295,13 +295,12 @@ class Tracer:
 
 
 class Reading(TorchFunctionMode):
-    """Reports to a Taint what happens to a tensor outside all operators.
-
-    A tensor is read by `tolist`, `numpy`, `np.asarray`, or as a number in a sequence that becomes a tensor or an index;
-    a mere check is not a decision. Its gradient is observed. Glue computes gradients itself, which
-    is a decision, since each stage has only a part of the graph through units: here they are zeros. Inside a unit on
-    meta it raises where autocast would cast, since meta tensors are not cast, and where the address of a tensor is
-    taken, which is 0 there: a kernel that receives it (Triton's) would read and write at that address.
+    """Reports to a Taint what happens to tensors outside all operators: a tensor is read with `tolist`, `numpy` or
+    `np.asarray`, or as a number in a sequence that becomes a tensor or an index (a mere check is not a decision); its
+    gradient is observed; or glue computes gradients itself (a decision, since each stage has only a part of the graph
+    through units; these gradients are zeros here). Inside a unit on meta, it raises an error if autocast would cast,
+    since meta tensors are not cast. It also raises one if the address of a tensor is taken: on meta this is 0, and a
+    kernel that receives it (Triton's) would read and write at that address.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
@@ -329,7 +328,7 @@ class Reading(TorchFunctionMode):
             nested = [item for item in items if isinstance(item, list | tuple)]
             self.taint.decide(self.taint.of(tensors_in(nested)), shaping=True)
         elif self.taint.inside is not None and casting() and any(t.is_meta for t in tensors_in(args)):
-            raise RuntimeError("by shape alone torch.autocast casts nothing")
+            raise RuntimeError("on meta, torch.autocast casts nothing")
         classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
         self.taint.is_checking = classes > (0,)  # else their number is the largest value
         try:

@@ -1,9 +1,9 @@
 """Unit outputs: all paths by which values leave a unit call: its result, hooks inside it, and places it writes to.
 
-A stage that does not run a unit must leave behind what the unit would have. Its result alone is not enough: models
-leave auxiliary losses in attributes, lists and contexts, and transformers collects router logits with forward hooks.
-Places are found by difference (`Snapshot`). Each output is a pytree whose tensors can be sent; objects of the user's
-classes are nodes of it that need not be registered with torch's pytree.
+A stage that does not run a unit must leave behind everything that the unit would have left. The unit's result alone is
+not enough: models leave auxiliary losses in attributes, lists and contexts, and transformers collects router logits
+with forward hooks. Places are found by difference (`Snapshot`). Each output is a pytree whose tensors can be sent;
+objects of the user's classes are nodes of the pytree, and need not be registered with torch.
 """
 
 import itertools
@@ -34,12 +34,12 @@ UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 
 
 class Source(NamedTuple):
-    """Where a tree of values leaves a unit call.
+    """The place where a tree of values leaves a unit call.
 
     The result of the unit itself (neither `module` nor `place`); the result of a module inside the unit in its call
-    number `occurrence`, which its forward hooks collect (attentions, router logits); or what the unit left at a
-    `place`, a path from the unit or from its arguments: it was "set" there, "added" to a list, is "all" of one, or was
-    "written" into the tensor that is there.
+    number `occurrence`, which its forward hooks collect (attentions, router logits); or a value that the unit left at a
+    `place`, a path from the unit or from its arguments: it was "set" there, "added" to a list, is "all" of a list, or
+    was "written" into the tensor that is there.
     """
 
     module: str = ""
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
     @property
     def by_hook(self) -> bool:
-        """Whether a hook inside the unit has left it, which may only count its runs."""
+        """Whether a hook inside the unit has left it; such a hook may only count its runs."""
         return any(str(step.key).endswith("_hooks") for step in self.place)
 
 
@@ -67,20 +67,20 @@ logger = logging.getLogger("pipeshard")
 
 @dataclass(frozen=True)
 class Known:
-    """In place of an object that was reachable before the call, at `path`."""
+    """Stands in for an object that was reachable before the call, at `path`."""
 
     path: Path
 
 
 @dataclass(frozen=True)
 class OldEntry:
-    """In a list, the entry that was at this index before the call."""
+    """Stands in for the entry of a list that was at this index before the call."""
 
     index: int
 
 
 class _Opened:
-    """An object of the user's, or a mapping, as a node of a tree: its class, and its content."""
+    """A user's object, or a mapping, as a node of a tree: its class and its content."""
 
     def __init__(self, kind: Any, content: Mapping[Any, Any], known: Mapping[int, Path]) -> None:
         self.kind, self.names = kind, tuple(content)
@@ -88,7 +88,7 @@ class _Opened:
 
 
 def _rebuilt_node(values: Iterable[Any], context: tuple[Any, tuple[Any, ...]]) -> Any:
-    """Another such object or mapping."""
+    """A new object or mapping of the same class."""
     kind, names = context
     if issubclass(kind, Mapping):
         return kind(dict(zip(names, values, strict=True)))
@@ -132,7 +132,8 @@ def resolve_from(path: Path, unit: nn.Module, arguments: Any) -> Any:
 
 
 def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], arguments: Any) -> Any:
-    """Return the result made of `leaves`, once hooks and places have received what the unit would have given them."""
+    """Return the result made of `leaves`, after giving hooks and places the values that the unit would have left
+    there."""
     result, remaining = None, iter(leaves)
     for source, tree in parts:
         of_part = itertools.islice(remaining, tree.num_leaves)
@@ -148,7 +149,8 @@ def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], argume
 
 
 def changed(snapshot: Snapshot, but: Iterable[Tensor] = ()) -> Iterator[tuple[Source, Any]]:
-    """What a call has left at places since the snapshot of UNIT and ARGUMENTS, except the tensors of `but`."""
+    """The values that a call has left at places since the snapshot of UNIT and ARGUMENTS, except the tensors in
+    `but`."""
     known, skipped = snapshot.paths, {id(tensor) for tensor in but}
     for change in snapshot.changes():
         if change.is_of_list and _grows(change.before, change.now):
@@ -177,9 +179,9 @@ def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> Non
         target = resolve_from(source.place, unit, arguments)
         if target.is_leaf and target.requires_grad:
             raise TraceError(
-                f"a {type(unit).__name__} writes to {format_path(source.place[1:])}, which is trained, in its forward; "
-                "the backward of an earlier microbatch needs it as it was. Change weights after optimizer.step(), or "
-                "compute others of them in the forward (torch.nn.utils.parametrize)"
+                f"a {type(unit).__name__} modifies {format_path(source.place[1:])}, which is trained, in its forward, "
+                "but the backward of an earlier microbatch needs the old values. Modify weights after "
+                "optimizer.step(), or compute new ones from them in the forward (torch.nn.utils.parametrize)"
             )
         target.copy_(content)
     elif source.how == "added":
@@ -202,10 +204,11 @@ def run_collecting(
     places: Sequence[Source] = (),
     silent: bool = False,
 ) -> list[tuple[Source, Any]]:
-    """Run one call of `unit` with its positional and keyword `arguments`, and return what leaves it, the result first.
+    """Run one call of `unit` with its positional and keyword `arguments`, and return the values that leave it, the
+    result first.
 
-    `modules` are those inside whose results count; with `silent` their hooks are not called. `places` are the
-    sources to read afterwards.
+    `modules` are the modules inside the unit whose results count; with `silent` their hooks are not called. `places`
+    are the sources to read afterwards.
     """
     args, kwargs = arguments
     heard: list[tuple[Source, Any]] = []
@@ -249,7 +252,7 @@ def listened(unit: nn.Module) -> list[str]:
 
 
 def flattened(result: Any, known: Mapping[int, Path]) -> tuple[list[Any], TreeSpec]:
-    """The leaves of what a unit returned, and their tree, as in a trace."""
+    """The leaves of a unit's result, and their tree, as in a trace."""
     return tree_flatten(opened(result, known))
 
 

@@ -24,29 +24,29 @@ _handling = 0  # contexts in which units are handled: all CutPoints that are cal
 
 
 class CutPoint(nn.Module):
-    """Call it on the value that flows past a place where the model may be cut: `x = self.cut(x)` (Varuna, Athlur et al.
-    2022, arXiv:2111.04007). It returns its argument, the very same object.
+    """Marks a place where the model may be cut. Call it on the value that crosses this place: `x = self.cut(x)`
+    (Varuna, Athlur et al. 2022, arXiv:2111.04007). It returns the same object that it receives.
 
-    A model with CutPoints is cut only after some of them; p stages need p - 1. Each is for one place: in a
-    loop use an `nn.ModuleList` of them. `x` is a tensor (b, ...) whose dimension 0 counts the samples, or a tuple, list
-    or dict that contains tensors. Other values that are used on both sides of a cut (skip connections, numbers,
-    masks) need no mark: they are found.
+    A model with CutPoints is cut only after some of them; p stages need p - 1. Each CutPoint marks one place: in a
+    loop, use an `nn.ModuleList` of CutPoints. `x` is a tensor (b, ...) whose dimension 0 counts the samples, or a
+    tuple, list or dict that contains tensors. Other values that are used on both sides of a cut (skip connections,
+    numbers, masks) need no CutPoint: the trace finds them.
 
-    Raises UsageError for a value without a tensor. A CutPoint that is not a module of the model is a TraceError at
-    boost.
+    Raises UsageError for a value without a tensor. boost raises TraceError for a CutPoint that is not a module of the
+    model.
     """
 
     def forward(self, value: T) -> T:
         """Return the value itself."""
         if _handling and "forward" not in self.__dict__:  # no Interception has found it
             raise TraceError(
-                "a CutPoint is called that is not a module of the model (one of a plain list or dict?), so that "
-                "nothing would be cut there: make it an attribute, and several of them an nn.ModuleList"
+                "the model calls a CutPoint that is not one of its modules (is it in a plain list or dict?), so it "
+                "would not be cut there: make the CutPoint an attribute, or use an nn.ModuleList for several"
             )
         if not isinstance(value, Tensor) and not tree_tensors(value):
             raise UsageError(
-                f"a CutPoint got {type(value).__name__} {value!r:.60}, which has no tensor: call it on the activations "
-                "that flow on there, x = cut(x)"
+                f"a CutPoint got {type(value).__name__} {value!r:.60}, which contains no tensor: call it on the "
+                "activations at that point, x = cut(x)"
             )
         return value
 
@@ -56,26 +56,26 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
     samples in dimension 0."""
     if any(call.unit == name for call in calls):
         raise TraceError(
-            f"CutPoint {name} is called twice: use one for each place, and in a loop an nn.ModuleList of them"
+            f"CutPoint {name} is called twice: use a separate CutPoint for each place (in a loop, an nn.ModuleList)"
         )
     value = args[0] if args else None
     if isinstance(value, Tensor) and value.shape[:1] != (rows,):
         raise TraceError(
             f"CutPoint {name} got a tensor of shape {tuple(value.shape)}, whose dimension 0 does not count the {rows} "
-            "samples of the batch: call it where it does, or as `(x,) = cut((x,))`"
+            "samples of the batch: call it where dimension 0 counts the samples, or as `(x,) = cut((x,))`"
         )
 
 
 def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Reads"]) -> None:
-    """Refuse writing to the output of a CutPoint if its input may be used later: at a cut, one is a copy of the other.
-    `written` is what is changed in place, `final` what the loss and the outputs need."""
+    """Refuse writing to the output of a CutPoint if its input may be used later: at a cut, the output is a copy of the
+    input. `written` are the values that are changed in place, `final` those that the loss and the outputs need."""
     changed = {value.call for value in written}
     for index in [k for k, call in enumerate(calls) if call.is_cut and k in changed]:
         given, later = calls[index].reads.values, [*(call.reads for call in calls[index + 1 :]), *final]
         if any(use.values & given for use in later):
             raise TraceError(
-                f"what CutPoint {calls[index].unit} returns is changed in place, and what it was given may be used "
-                "further on, where the change would be missed: compute a new tensor (x = x + y, not x += y)"
+                f"the output of CutPoint {calls[index].unit} is modified in place, and a later use of its input would "
+                "not see the change: compute a new tensor (x = x + y, not x += y)"
             )
 
 
@@ -84,7 +84,7 @@ Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 
 def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """The units of `model` by name, in the order of registration; those of a model that was cut do not change.
+    """The units of `model` by name, in the order of registration; for a model that was already cut, they do not change.
 
     A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
     member that is itself a list is cut into its members, as any `nn.ModuleDict` is, and so is a stage of a hierarchy
@@ -140,7 +140,7 @@ def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
     full = [full_name(model, name) for name in names]
     for name in full:
         if name in ("", without_adapters(model)[0].rstrip(".")):
-            raise PartitionError(f"partition names the whole {type(model).__name__}: name modules inside of it")
+            raise PartitionError(f"partition names the whole {type(model).__name__}: name modules inside it")
         if name not in known:
             raise PartitionError(unknown("partition", name, type(model).__name__, known, "modules"))
     return full
@@ -199,18 +199,18 @@ def _is_hierarchy(layers: nn.ModuleList) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """Whether it has parameters, or running statistics, which one stage must keep."""
+    """Whether the module has parameters or running statistics, which one stage must keep."""
     if next(module.parameters(), None) is not None:
         return True
     return any(getattr(inner, "track_running_stats", False) for inner in module.modules())
 
 
 class Interception:
-    """Replaces one unit's `forward`; whoever sets `handler` decides what a call of the unit does.
+    """Replaces one unit's `forward`; a call of the unit runs `handler`, if one is set.
 
-    It is set on the instance, so the unit keeps its class, its hooks and its activation checkpointing. Checkpointing is
-    inside `forward` since transformers 5; before, it is around the call of the unit, and `Recomputation` moves it.
-    `compiled`, if given, runs instead of the original.
+    It is set on the instance, so the unit keeps its class, its hooks and its activation checkpointing. In transformers
+    5, checkpointing is inside `forward`; in earlier versions it is around the call of the unit, and `Recomputation`
+    moves it. `compiled`, if given, runs instead of the original.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -231,8 +231,8 @@ class Interception:
         return self.handler(self.name, forward, args, kwargs)
 
     def _fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the arguments match the forward. A call with others raises TypeError before anything runs;
-        a model may catch it and call the unit differently. Such a call is not answered."""
+        """Whether the arguments match the forward. Other arguments raise TypeError before anything runs; a model may
+        catch it and call the unit differently. Such a call is not answered."""
         form = len(args), tuple(kwargs)
         if form not in self._fitting:
             self._fitting[form] = _binds(self.original, args, kwargs)
@@ -315,7 +315,7 @@ def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
 
 
 class Sliced:
-    """The forward of a module whose parameters are sliced; traced as it was before."""
+    """The forward of a module whose parameters are sliced; a trace uses the module's original forward."""
 
     tracing = False
 
@@ -328,7 +328,7 @@ class Sliced:
 
 @contextmanager
 def unsliced() -> Iterator[None]:
-    """Inside, modules run with whole parameters, which the caller puts there."""
+    """Inside, modules run with whole parameters, which the caller sets."""
     before, Sliced.tracing = Sliced.tracing, True
     try:
         yield

@@ -86,10 +86,10 @@ class StageModule(nn.Module):
         route = microbatch.route
         if len(received) != len(route.enters.values):
             raise UsageError(
-                f"stage {self.index} got {len(received)} tensors where it takes {len(route.enters.values)}: pass what "
-                f"stage {self.index - 1} returned for this microbatch, and the microbatch itself by keywords"
+                f"stage {self.index} got {len(received)} tensors, but takes {len(route.enters.values)}: pass what "
+                f"stage {self.index - 1} returned for this microbatch, and the microbatch itself as keyword arguments"
                 if self.index
-                else f"stage 0 got {len(received)} tensors: pass the microbatch by keywords, stage(**batch)"
+                else f"stage 0 got {len(received)} tensors: pass the microbatch as keyword arguments, stage(**batch)"
             )
         randomness = policy.replay.randomness
         with randomness.step(torch.initial_seed() % 2**63, self._forwards):
@@ -169,7 +169,7 @@ class Target:
 
     def take(self, split: Split) -> Any:
         """Return the result of `build`."""
-        raise ConfigurationError(f"{type(self).__name__} has no method take(split)")
+        raise ConfigurationError(f"{type(self).__name__} does not implement take(split)")
 
 
 TargetClass = TypeVar("TargetClass", bound=type[Target])
@@ -179,10 +179,12 @@ _KINDS: dict[str | None, type[Target]] = {}
 def register_target(name: str | None, kind: TargetClass) -> TargetClass:
     """Let `build(..., target=name)` use this class; raises ConfigurationError for a used name, or for another class."""
     if not (isinstance(kind, type) and issubclass(kind, Target)):
-        raise ConfigurationError(f"register_target({name!r}, ...) wants a subclass of Target, not {kind!r}")
+        raise ConfigurationError(f"register_target({name!r}, ...) requires a subclass of Target, got {kind!r}")
     importlib.import_module(SHIPPED_TARGETS)  # whose names are taken
     if _KINDS.get(name, kind) is not kind:
-        raise ConfigurationError(f"there is a target {name!r} already, {_KINDS[name].__name__}: choose another name")
+        raise ConfigurationError(
+            f"the target {name!r} is already registered, as {_KINDS[name].__name__}: choose a different name"
+        )
     _KINDS[name] = kind
     return kind
 
@@ -193,8 +195,8 @@ def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
     if name not in _KINDS:
         names = sorted(known for known in _KINDS if known is not None)
         close = get_close_matches(str(name), names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(map(repr, names))} and None"
-        raise ConfigurationError(f"target={name!r} is unknown: {hint} (others are added by pipeshard.register_target)")
+        hint = f"did you mean {close[0]!r}?" if close else f"use {', '.join(map(repr, names))} or None"
+        raise ConfigurationError(f"target={name!r} is unknown: {hint} (add others with pipeshard.register_target)")
     kind = _KINDS[name]
     try:
         inspect.signature(kind).bind(**options)
@@ -250,7 +252,7 @@ def partition(
 ) -> tuple[Dataflow, Policy]:
     """The stage that runs each unit call, and the process of each stage."""
     if isinstance(cuts, str) or (isinstance(cuts, int) and cuts < 1):
-        raise ConfigurationError(f"cuts={cuts!r}: give the names of the modules to cut after, or a number of stages")
+        raise ConfigurationError(f"cuts={cuts!r}: pass the names of the modules to cut after, or a number of stages")
     names = [] if isinstance(cuts, int) else named_modules_of(cuts)
     parts = cuts if isinstance(cuts, int) else len(cuts) + bool(names or not cuts)
     flow = trace(model, sample, criterion, cuts=names)

@@ -161,7 +161,7 @@ class Torch(Target):
             raise ConfigurationError(
                 f"target='torch' got {num_stages} stages with num_model_chunks={self.num_model_chunks}, and "
                 f"{'a' if dist.is_initialized() else 'no'} process group. Call torch.distributed.init_process_group "
-                "first, and give each rank num_model_chunks stages"
+                "first, and use num_model_chunks stages per rank"
             )
         self.grid = Grid(p, 1)
         placement = [*range(p), *reversed(range(p))] if self.style == "v" else [s % p for s in range(num_stages)]
@@ -170,15 +170,14 @@ class Torch(Target):
     def take(self, split: Split) -> TorchStages:
         if split.flow.loss is None:
             raise UsageError(
-                "found no loss to train on, and gradients are sent back only for a loss that the last stage "
-                "computes: add labels to the batch, or pass criterion= to build, and loss_fn=built.loss_fn to the "
-                "schedule"
+                "found no loss to train on, and gradients are sent back only for a loss on the last stage: add labels "
+                "to the batch, or pass criterion= to build and loss_fn=built.loss_fn to the schedule"
             )
         batch = as_keywords(split.model, split.sample.data)
         if taken := STEP_ARGUMENTS & set(batch):
             raise BatchError(
-                f"the batch's {min(taken)} cannot be distinguished from that of torch's "
-                f"schedule.step(..., {min(taken)}=): name the model's argument otherwise"
+                f"the batch's {min(taken)} cannot be distinguished from the argument of torch's "
+                f"schedule.step(..., {min(taken)}=): rename the model's argument"
             )
         device = split.policy.replay.device
         holdings = HeldParameters(split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
@@ -267,8 +266,8 @@ class Deepspeed(Target):
         size = dist.get_world_size() if dist.is_initialized() else 0
         if not size or size % num_stages:
             raise ConfigurationError(
-                f"{num_stages} stages and a world of {size} processes: call deepspeed.init_distributed first, in a "
-                "world that is a multiple of the stages"
+                f"the world size must be a multiple of the number of stages, {num_stages}, but is {size}: call "
+                "deepspeed.init_distributed first, in a world of a suitable size"
             )
         return range(num_stages), dist.get_rank() // (size // num_stages)
 
@@ -315,16 +314,16 @@ def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:
         if not isinstance(value, Tensor) or (value.is_floating_point() and split.num_stages > 1):
             what = f"a {type(value).__name__}" if not isinstance(value, Tensor) else f"a tensor of {value.dtype}"
             raise BatchError(
-                f"the batch's {name} is {what}: between DeepSpeed's stages only tensors of whole numbers can go along "
-                "with activations. Use target='torch' or 'colossalai'"
+                f"the batch's {name} is {what}: DeepSpeed sends only integer tensors together with activations. Use "
+                "target='torch' or 'colossalai'"
             )
     for stage, boundary in enumerate(split.live):
         for value in boundary.values:
             spec, unit = split.flow.spec(value), split.flow.calls[value.call].unit
             if spec.dtype.is_floating_point and value not in boundary.gradients:
                 raise TraceError(
-                    f"what unit {unit} makes enters stage {stage} and gets no gradient, but DeepSpeed sends one back "
-                    "for every floating tensor: cut elsewhere, or use target='torch' or 'colossalai'"
+                    f"the output of unit {unit} that stage {stage} receives gets no gradient, but DeepSpeed sends one "
+                    "back for every floating-point tensor: cut elsewhere, or use target='torch' or 'colossalai'"
                 )
 
 

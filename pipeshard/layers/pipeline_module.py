@@ -121,7 +121,9 @@ class PipelineModule(nn.Module):
         Raises UsageError for a stage of a pipeline, ConfigurationError for a layer that differs from its form on meta.
         """
         if self._is_cut:
-            raise UsageError("this is one stage of a pipeline: pipeshard.to_sequential(model) has all layers built")
+            raise UsageError(
+                "this is one stage of a pipeline: call pipeshard.to_sequential(model) for a model with all layers"
+            )
         for module in skeletons(self):
             build(module, torch.initial_seed() % 2**63)
         return self
@@ -181,13 +183,13 @@ def _layer_entries(layers: Any) -> list[Any]:
         if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
             raise ConfigurationError(
                 f"the {type(layers).__name__} has {'hooks' if hooked else 'a forward'} of its own, which would not "
-                "run, as its members become the layers. Make it a layer itself: PipelineModule([...])"
+                "run, because its members become the layers. Pass it as one layer: PipelineModule([...])"
             )
     iterable = isinstance(layers, Iterable) and not isinstance(layers, str | Mapping | nn.ModuleDict | Tensor)
     entries = list(layers) if iterable else []
     if not entries:
         raise ConfigurationError(
-            f"PipelineModule needs one layer or more, in a list or another iterable, got {layers!r}"
+            f"PipelineModule requires a list or another iterable of at least one layer, got {layers!r}"
         )
     return entries
 
@@ -196,16 +198,16 @@ def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any
     """Refuse DeepSpeed's arguments that are not supported, or mean something else here."""
     if topology is not None:
         raise ConfigurationError(
-            f"topology={topology!r}: which rank does what is said by PipelinePlugin(pp_size=, dp_size=, tp_size=). "
-            "Leave it out (loss_fn is the fourth argument, as in DeepSpeed)"
+            f"topology={topology!r} is not supported: set PipelinePlugin(pp_size=, dp_size=, tp_size=) instead, and "
+            "omit topology (loss_fn is the fourth argument, as in DeepSpeed)"
         )
     if checkpoint_func is not None:
         raise ConfigurationError(
-            f"activation_checkpoint_func={checkpoint_func!r}: layers are recomputed by pipeshard itself, to the same "
-            "bits. Leave it out"
+            f"activation_checkpoint_func={checkpoint_func!r} is not supported: pipeshard recomputes layers itself, bit "
+            "for bit. Omit this argument"
         )
     if isinstance(checkpointable, str) or not all(isinstance(name, str) for name in checkpointable or ()):
-        raise ConfigurationError(f"checkpointable_layers={checkpointable!r}: give a list of names of classes")
+        raise ConfigurationError(f"checkpointable_layers must be a list of class names, got {checkpointable!r}")
 
 
 def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
@@ -216,10 +218,10 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
         return entry
     if isinstance(entry, type) and issubclass(entry, nn.Module):
         name = entry.__name__
-        raise ConfigurationError(f"layer {place} is the class {name}: give LayerSpec({name}, ...) or {name}(...)")
+        raise ConfigurationError(f"layer {place} is the class {name}: pass LayerSpec({name}, ...) or {name}(...)")
     if not callable(entry):
         raise ConfigurationError(
-            f"layer {place} is a {type(entry).__name__}: give a module, a LayerSpec, or a function of one argument"
+            f"layer {place} is a {type(entry).__name__}: pass a module, a LayerSpec, or a function of one argument"
         )
     return Function(entry, place)
 

@@ -22,13 +22,13 @@ class LayerSpec:
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename):
-            raise ConfigurationError(f"LayerSpec({typename!r}): give a class of modules, and then its arguments")
+            raise ConfigurationError(f"LayerSpec({typename!r}): pass a module class, followed by its arguments")
         modules = [value for value in (typename, *module_args, *module_kwargs.values()) if isinstance(value, nn.Module)]
         if built := next((module for module in modules if module is typename or module.state_dict()), None):
             raise UsageError(
-                f"LayerSpec got a {type(built).__name__} that is built already, but it builds a layer on the rank "
-                "that holds it: give the class and its arguments, LayerSpec(nn.Linear, 8, 8), or put the built layer "
-                "itself into the list of layers"
+                f"LayerSpec got a {type(built).__name__} instance, but it builds the layer itself, on the rank that "
+                "holds the layer: pass the class and its arguments, LayerSpec(nn.Linear, 8, 8), or put the instance "
+                "directly into the list of layers"
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
         self.builds = 0
@@ -103,8 +103,8 @@ class Function(nn.Module):
         hidden = [value for value in _closed_over(fn) if isinstance(value, nn.Module | nn.Parameter)]
         if bare or hidden:
             raise ConfigurationError(
-                f"layer {place}, the function {_function_name(fn)}, brings a {type([*bare, *hidden][0]).__name__} "
-                f"along {'in its closure or defaults' if hidden else 'as an argument'}, where it cannot be followed: "
+                f"layer {place}, the function {_function_name(fn)}, uses a {type([*bare, *hidden][0]).__name__} "
+                f"{'in its closure or defaults' if hidden else 'as an argument'}, where pipeshard cannot track it: "
                 "use a method of the module, functools.partial with the module as an argument, or "
                 "TiedLayerSpec(..., forward_fn=...)"
             )

@@ -48,7 +48,8 @@ class Cutter:
         return (0, *itertools.accumulate(counts))
 
     def moved(self, edges: Edges) -> Edges:
-        """One block of calls moved from a stage to another, with all cuts between; or the same if that has failed."""
+        """The `edges` after moving one block of calls from one stage to another, with all cuts between them; unchanged
+        if this fails."""
         if len(edges) < 3:
             return edges
         places = [self.starts.index(edge) for edge in edges]
@@ -102,7 +103,8 @@ class Cutter:
         return [(size(each), size(each & flow.receiving)) for each in live]
 
     def cuts(self) -> set[Edges]:
-        """Cuts to start from, with memory for a microbatch: those of named schedules, and those of least estimates."""
+        """Cuts to start from, with memory for a microbatch: those of named schedules, and those with the lowest
+        estimates."""
         initial = self.initial()
         values = [partial(self.estimate, tightness) for tightness in TIGHTNESS]
         leasts = [climb(initial, value(initial), value, self.moved, ESTIMATES)[1] for value in values]
@@ -118,7 +120,7 @@ class Cutter:
         return found
 
     def search(self, start: Choice, time: float, actions: int) -> Found:
-        """The best that is found from there by scheduling so many actions."""
+        """The best choice found from `start` by scheduling this many actions."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
         return *climb(start, time, self.time, self.change, tries), self
 
@@ -136,7 +138,7 @@ class Cutter:
 
 
 def placements(p: int) -> Iterator[tuple[int, ...]]:
-    """One stage a rank, two in a V, and several in turn."""
+    """One stage per rank, two stages per rank in a V, and several stages per rank in turn."""
     yield tuple(range(p))
     yield (*range(p), *reversed(range(p)))
     for chunks in CHUNKS:
@@ -145,7 +147,7 @@ def placements(p: int) -> Iterator[tuple[int, ...]]:
 
 def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | None:
     """The fastest searched program of m microbatches that fits in the memory of each rank, proven to end, and the
-    model cut for it; None if none fits."""
+    model cut for it; None if no program fits."""
     found: list[Found] = []
     for placement in placements(p):
         with suppress(PartitionError):  # too few units

@@ -86,18 +86,18 @@ def layouts(
     microbatches, rest = divmod(global_batch, microbatch_size)
     if rest:
         raise ConfigurationError(
-            f"global_batch={global_batch} must be a multiple of microbatch_size={microbatch_size}: the microbatches of "
-            "a step, which are dealt out to the replicas, have to be whole"
+            f"global_batch={global_batch} must be a multiple of microbatch_size={microbatch_size}: replicas receive "
+            "only whole microbatches"
         )
     stages = [p for p in range(min(ranks, most), 0, -1) if ranks % p == 0]
     legal = [p for p in stages if microbatches % (ranks // p) == 0]
     if not legal:
         tried = ", ".join(f"{ranks // p} of {p} stages" for p in stages)
         raise ConfigurationError(
-            f"{ranks} ranks cannot train with pp_size={most} or less: the replicas they would make ({tried}) do not "
-            f"divide the {microbatches} microbatches of a step (global_batch={global_batch}, microbatch_size="
-            f"{microbatch_size}). Choose a global_batch that more numbers divide, such as 12 or 24 microbatches, or "
-            "another number of ranks"
+            f"{ranks} ranks cannot train with pp_size={most} or less: the {microbatches} microbatches of a step "
+            f"(global_batch={global_batch}, microbatch_size={microbatch_size}) are not divisible by the number of "
+            f"replicas ({tried}). "
+            "Choose a global_batch with more divisors, such as 12 or 24 microbatches, or a different number of ranks"
         )
     return [Layout(p, ranks // p, global_batch, microbatch_size, tp_size=tp_size) for p in legal]
 
@@ -123,9 +123,9 @@ class Considered:
 class AutoConfig(Layout):
     """The layout and the schedule with the fastest step that fits in memory, as returned by `AutoConfig.choose`.
 
-    `partition` has how many unit calls each stage gets. `time` is a step's in `unit`: "seconds" if units were
+    `partition` has how many unit calls each stage gets. `time` is the time of a step in `unit`: "seconds" if units were
     measured, otherwise "relative": 1 is a step without idle time on all the ranks. `considered` lists all layouts
-    that were compared, by their time; those that cannot be cut are last.
+    that were compared, by their time; layouts that cannot be cut are last.
     """
 
     schedule: str
@@ -168,19 +168,19 @@ class AutoConfig(Layout):
     ) -> Self:
         """Simulate a step of `global_batch` samples for each legal number of stages on `ranks`.
 
-        The model and the other arguments are those of `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
+        The model and the other arguments are as for `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
         or is None. Among steps that are at most 3 % slower than the fastest, the one with the fewest stages is chosen,
-        then the simplest schedule. Without `link` messages take no time, and the reduction over replicas never does:
-        without `device_memory`, replicas of the whole model are fastest.
+        then the simplest schedule. Without `link` messages take no time, and the reduction over replicas is never
+        counted: without `device_memory`, replicas of the whole model are fastest.
 
         Args:
-            microbatch_size: its samples, or several sizes to choose from. Only measured times show the benefit of a
-                larger one: `partition="profile"` times units at each of them.
-            schedules: the ones to choose from.
+            microbatch_size: the samples of a microbatch, or several sizes to choose from. Only measured times show the
+                benefit of a larger one: `partition="profile"` times units at each of them.
+            schedules: the schedules to choose from.
             pp_size: the largest number of stages; by default the number of ranks.
-            device_memory: one value for all `ranks`, or one for each, and so are `device_speed` and `link`. A stage has
+            device_memory: one value for all `ranks`, or one for each, like `device_speed` and `link`. A stage has
                 the least memory and speed of its ranks in all replicas, and the slowest of their links.
-            tp_size: ranks that slice each stage; stages and replicas divide `ranks / tp_size`.
+            tp_size: the number of ranks that slice each stage; stages and replicas divide `ranks / tp_size`.
 
         Raises ConfigurationError if no layout is legal, PartitionError if none can be cut or fits in
         `device_memory`, with the numbers; otherwise as `pipeshard.plan`.
@@ -194,7 +194,7 @@ class AutoConfig(Layout):
             legal = layouts(ranks, global_batch, size, pp_size, tp_size)
             microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
             if microbatch.rows != size:
-                raise ConfigurationError(f"microbatch_size={size}: the batch has {microbatch.rows} samples only")
+                raise ConfigurationError(f"microbatch_size={size}, but the batch has only {microbatch.rows} samples")
             subject = study(model, microbatch, criterion, policy, partition, training, profile, tp_plan)
             subject = timed(subject, tflops, link)
             measured = subject.in_seconds
@@ -225,7 +225,7 @@ def _simulated(
 ) -> Iterator[Considered]:
     unknown = [name for name in names if name not in SCHEDULES]
     if unknown or not names:
-        raise ConfigurationError(f"schedules={list(names)!r}: name one or more of {', '.join(SCHEDULES)}")
+        raise ConfigurationError(f"schedules={list(names)!r}: pass one or more of {', '.join(SCHEDULES)}")
     subject = subject.replicated(layout.dp_size).on(layout.stages(devices))
     for name, v in schedules():
         if name in names:
@@ -236,7 +236,7 @@ def _simulated(
 def _best(considered: Sequence[Considered], devices: Devices) -> Considered:
     possible = [each for each in considered if not each.estimate.problem]
     if not possible:
-        raise PartitionError(f"the model cannot be cut for any of them: {considered[0].estimate.problem}")
+        raise PartitionError(f"the model cannot be cut for any layout: {considered[0].estimate.problem}")
     fitting = [each for each in possible if each.estimate.fits is not False]
     if not fitting:
         nearest = min(possible, key=lambda each: max(each.layout.stages(devices).excess(each.estimate.memory)))
@@ -244,10 +244,10 @@ def _best(considered: Sequence[Considered], devices: Devices) -> Considered:
         excess = layout.stages(devices).excess(estimate.memory)
         rank = excess.index(max(excess))
         raise PartitionError(
-            f"no layout of {layout.ranks} ranks fits in device_memory={devices.limits}: the nearest, "
+            f"no layout of {layout.ranks} ranks fits in device_memory={devices.limits}: the closest layout, "
             f"pp_size={layout.pp_size} with microbatches of {layout.microbatch_size} and schedule {estimate.name}, "
-            f"needs {format_bytes(estimate.memory[rank].total)} on rank {rank} of a pipeline. What would help: "
-            "more ranks, a smaller microbatch_size, or activation recompute (model.gradient_checkpointing_enable())"
+            f"needs {format_bytes(estimate.memory[rank].total)} on rank {rank} of a pipeline. Use more ranks, a "
+            "smaller microbatch_size, or activation recompute (model.gradient_checkpointing_enable())"
         )
     fastest = min(each.estimate.time for each in fitting)
     near = [each for each in fitting if each.estimate.time <= fastest * (1 + NEAR)]

@@ -46,8 +46,8 @@ def metered(
 ) -> tuple[Dataflow, Meter]:
     """A trace for exactly the sizes of `microbatch`, and its costs; only shapes are computed.
 
-    For a model in evaluation mode, it is nevertheless that of training. Without `recompute`, recomputed units
-    count as ordinary ones. Modules named in `cuts` are units.
+    Even for a model in evaluation mode, the trace is that of training. Without `recompute`, recomputed units count as
+    ordinary units. Modules named in `cuts` are units.
     """
     meter = meter or Meter()
     with preserving(model, criterion):
@@ -121,7 +121,7 @@ def unit_cost(unit: nn.Module, work: Work) -> Cost:
 
 
 def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """The first call of each stage, and the one after its last."""
+    """The first call of each stage, and the call after its last."""
     return list(itertools.pairwise([0, *itertools.accumulate(counts)]))
 
 
@@ -205,8 +205,8 @@ def _heaviest(
 class Subject:
     """The subject of a plan: the cost of each unit call, and the memory of runs of calls.
 
-    `forms` are those that parameters have in `training`. `in_seconds` says whether costs are, `recomputed` whether a
-    unit recomputes its activations. `devices` are the ranks of the pipeline.
+    `forms` are the forms of parameters in `training`. `in_seconds` says whether costs are in seconds, `recomputed`
+    whether a unit recomputes its activations. `devices` are the ranks of the pipeline.
     """
 
     model: nn.Module
@@ -232,12 +232,12 @@ class Subject:
         return self.training.takes(parameters, self.forms)
 
     def replicated(self, dp_size: int) -> "Subject":
-        """The same with this many replicas, and the same policies."""
+        """The subject with this many replicas, and the same policies."""
         training = replace(self.training, dp_size=dp_size)
         return replace(self, training=training, footprint=self.footprint.trained(training))
 
     def on(self, devices: Devices) -> "Subject":
-        """The same on these devices; a partition by cost becomes one by their speeds, if these differ."""
+        """The subject on these devices; a partition by cost becomes one by their speeds, if these differ."""
         by_cost = self.partition == "auto" or is_profile(self.partition)
         partition = devices.partition if by_cost and len({*devices.speeds}) > 1 else self.partition
         return replace(self, devices=devices, partition=partition)
@@ -335,7 +335,7 @@ class Candidate:
 
     @cached_property
     def enters(self) -> list[tuple[Crossing, ...]]:
-        """What enters each stage."""
+        """The values that enter each stage."""
         return [crossings(self.subject.flow, each) for each in self.boundaries]
 
     def sent(self, stage: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ class Link:
             _quantity(text, "latency", latency, LATENCIES) if comma else 0.0,
         )
         if link.bandwidth <= 0 or link.latency < 0:
-            raise ConfigurationError(f"link={text!r}: the bandwidth must be positive, and the latency not negative")
+            raise ConfigurationError(f"link={text!r}: the bandwidth must be positive, and the latency non-negative")
         return link
 
     def time(self, size: float) -> float:
@@ -56,7 +56,7 @@ def _quantity(link: Any, name: str, text: str, units: Mapping[str, float]) -> fl
 
 
 def _joined(links: Sequence[Link]) -> Link:
-    """These links, one after the other, as one."""
+    """One link that stands for these links in sequence."""
     return Link(min(link.bandwidth for link in links), sum(link.latency for link in links))
 
 
@@ -104,15 +104,15 @@ class Devices:
 
     @property
     def limits(self) -> str:
-        """The memory of each rank, or once if it is the same."""
+        """The memory of each rank, or one value if all ranks have the same."""
         return ", ".join(map(format_bytes, self.memory if len({*self.memory}) > 1 else self.memory[:1]))
 
     def excess(self, memory: Sequence[Memory]) -> list[int]:
-        """The bytes by which each rank exceeds its limit; without a limit, all that it takes."""
+        """The bytes by which each rank exceeds its limit; without a limit, all the memory that it takes."""
         return [each.total - limit for each, limit in zip(memory, self.memory or (0,) * len(memory), strict=True)]
 
     def transfers(self, placement: Sequence[int], sizes: Iterable[tuple[float, float]]) -> dict[str, list[float]]:
-        """The arguments of `simulate` for messages: the seconds of the one to each stage, and of the one back.
+        """The arguments of `simulate` for messages: the seconds of the message to each stage, and of the message back.
 
         `sizes` has the bytes of both. A message passes all ranks between its two ends.
         """
@@ -147,7 +147,7 @@ def _each(name: str, given: Any, ranks: int, parse: Callable[[Any], T]) -> tuple
     values = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
     if len(values) not in (1, ranks):
         raise ConfigurationError(
-            f"{name}={given!r} has {len(values)} values for {ranks} ranks: give one for all ranks, or one for each"
+            f"{name}={given!r} has {len(values)} values for {ranks} ranks: pass one for all ranks, or one for each"
         )
     return tuple(map(parse, values)) * (ranks // len(values))
 
@@ -168,6 +168,6 @@ def _links(given: Any, ranks: int) -> tuple[Link, ...]:
     links = tuple(map(Link.parse, [given] if isinstance(given, str) else given))
     if len(links) not in (1, ranks - 1):
         raise ConfigurationError(
-            f"{len(links)} links for {ranks} ranks: give one for all ranks, or {ranks - 1}, from each rank to the next"
+            f"{len(links)} links for {ranks} ranks: pass one for all ranks, or {ranks - 1}, from each rank to the next"
         )
     return links

@@ -107,21 +107,21 @@ class Forms:
     packed: Mapping[nn.Parameter, Packed] = field(default_factory=dict)
 
     def count(self, parameters: Iterable[nn.Parameter]) -> int:
-        """The numbers that these parameters are, unpacked and whole."""
+        """The number of elements of these parameters, unpacked and unsliced."""
         return sum(math.prod(self.packed[p].whole_shape) if p in self.packed else p.numel() for p in parameters)
 
 
 @dataclass(frozen=True)
 class Training:
     """How parameters are trained, as far as it affects memory: the plugin's arguments of the same names, and the
-    optimizer: "adamw" has two states per parameter, "sgd" (with momentum) one, "none" none; "adamw_8bit" and
-    "lion_8bit" are those of bitsandbytes.
+    optimizer: "adamw" has two states per parameter, "sgd" (with momentum) has one, and "none" has none; "adamw_8bit"
+    and "lion_8bit" are those of bitsandbytes.
 
     With `precision` "bf16" or "fp16" parameters have 16 bits, with fp32 gradients, values and states.
-    `zero_stage=1` divides the states and these values among `dp_size` replicas, `fsdp` the values (or instead the
+    `zero_stage=1` shards the states and these values across `dp_size` replicas, `fsdp` the values (or instead the
     parameters) and the states: within a step the parameters of a stage are whole, and so are their gradients.
-    `tp_size` ranks divide the parameters that a tensor parallel plan slices, and `ep_size` ranks those of experts. With
-    `offload`, a rank keeps the activations of two microbatches at most.
+    `tp_size` ranks share the parameters that a tensor-parallel plan slices, and `ep_size` ranks share the parameters of
+    experts. With `offload`, a rank keeps the activations of two microbatches at most.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
     """
@@ -158,7 +158,8 @@ class Training:
     def config(
         self, schedule: Schedule, pp_size: int, num_microbatches: int, num_model_chunks: int = 1
     ) -> PipelineConfig:
-        """The plugin's arguments for it under a schedule; raises ConfigurationError if the plugin refuses them."""
+        """The plugin's arguments for this training under a schedule; raises ConfigurationError if the plugin refuses
+        them."""
         return PipelineConfig(
             pp_size=pp_size,
             num_microbatches=num_microbatches,
@@ -196,12 +197,12 @@ class Training:
 
     @property
     def slices(self) -> int:
-        """The number of ranks that divide the weights of a stage."""
+        """The number of ranks across which the weights of a stage are sharded."""
         return self.tp_size * self.ep_size
 
     @property
     def parts(self) -> int:
-        """The number of replicas that divide the states."""
+        """The number of replicas across which the states are sharded."""
         return self.dp_size if self.fsdp or self.zero_stage else 1
 
     def takes(self, parameters: Collection[nn.Parameter], forms: Forms) -> Memory:
@@ -222,7 +223,7 @@ class Training:
         return Memory(sizes, gradients, states, values=values, update=self.update(gradients))
 
     def states(self, count: int, trained: int) -> int:
-        """The bytes of the states of so many numbers, whose gradients take `trained` bytes."""
+        """The bytes of the states of `count` elements, whose gradients take `trained` bytes."""
         if self.optimizer in OPTIMIZERS:
             return OPTIMIZERS[self.optimizer] * trained
         each = FULL * count if count < SMALL else count + FULL * -(-count // BLOCK)
@@ -253,7 +254,7 @@ class Footprint:
     the activations of a microbatch.
 
     Memory that several calls share (tied parameters, masks, a result that two units keep) counts once in a run of
-    calls. `plain` is a meter of the same calls without recomputation, if there is any with it.
+    calls. `plain` is a meter of the same calls without recomputation, if any calls are recomputed.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ class Footprint:
         self._temporary = [w.temporary + a - b for w, a, b in zip(works[0], whole, left, strict=True)]
 
     def trained(self, training: Training) -> "Footprint":
-        """The same in another training."""
+        """The same calls under a different training."""
         other = copy.copy(self)
         other._count(training)
         return other
@@ -325,7 +326,7 @@ class Footprint:
         return self._gradients.total(start, self._end(end))
 
     def activations(self, start: int, end: int) -> int:
-        """Bytes that one microbatch keeps between its forward and its backward there, including its inputs."""
+        """Bytes that one microbatch keeps between its forward and its backward in these calls, including its inputs."""
         end = self._end(end)
         entered = 0
         for value, size in self._entering[start].items():

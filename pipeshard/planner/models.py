@@ -55,12 +55,14 @@ def build(
     if quantize is not None and quantize not in QUANTIZATIONS:
         raise ConfigurationError(f"quantize={quantize!r} is unknown: {hint(quantize, QUANTIZATIONS)}")
     if quantize and not lora:
-        raise ConfigurationError(f"quantize={quantize!r} freezes the base weights: give adapters a rank with --lora")
+        raise ConfigurationError(
+            f"quantize={quantize!r} freezes the base weights: set the rank of the adapters to train with --lora"
+        )
     chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"), _quiet():
         model: Any = _class_of(config)._from_config(config, dtype=chosen)
         if recompute and not can_recompute(model):
-            raise ConfigurationError(f"{type(model).__name__} has no activation recompute: leave --recompute out")
+            raise ConfigurationError(f"{type(model).__name__} does not support activation recompute: omit --recompute")
         if recompute:
             model.gradient_checkpointing_enable()
         if quantize:
@@ -77,7 +79,7 @@ def _adapted(model: Any, rank: int) -> nn.Module:
     try:
         return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     except ValueError as error:
-        raise ConfigurationError(f"{type(model).__name__} cannot have adapters: {error}") from error
+        raise ConfigurationError(f"adapters cannot be added to {type(model).__name__}: {error}") from error
 
 
 def precision_of(model: nn.Module) -> str:
@@ -123,17 +125,17 @@ def _of_hub(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     except (OSError, ValueError):
         raise ConfigurationError(
-            f"{name} is not there: pass a folder, a config.json or a model type, or, of a model of the Hugging Face "
-            f"hub, download its config once by huggingface_hub.hf_hub_download({name!r}, 'config.json')"
+            f"{name} does not exist: pass a folder, a config.json or a model type, or download the config of a model "
+            f"of the Hugging Face Hub once with huggingface_hub.hf_hub_download({name!r}, 'config.json')"
         ) from None
 
 
 def _what(source: str, path: Path, error: Exception) -> str:
     if path.exists():
-        return f"{source} has no config of a model: {summary(error)}"
+        return f"{source} does not contain a valid model config: {summary(error)}"
     types = list(transformers.CONFIG_MAPPING.keys())
     if source in types:
-        return f"{source} cannot have these fields: {summary(error)}"
+        return f"the config of {source} does not support these fields: {summary(error)}"
     close = difflib.get_close_matches(source, types, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "llama, gpt2, t5, vit, ..."
     return f"{source} is not a folder, a config.json or a model type of transformers ({hint})"
@@ -142,7 +144,7 @@ def _what(source: str, path: Path, error: Exception) -> str:
 def _field(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
-        raise ConfigurationError(f"{text!r} is not a field of a config: write key=value, such as hidden_size=4096")
+        raise ConfigurationError(f"{text!r} is not a config field: write key=value, such as hidden_size=4096")
     try:
         return key, json.loads(value)
     except ValueError:
@@ -161,7 +163,7 @@ def _class_of(config: Any) -> Any:
         if type(config) in mapping:
             return mapping[type(config)]
     raise ConfigurationError(
-        f"transformers has no model with a loss for {type(config).__name__}: name one in its architectures, or call "
+        f"transformers has no model with a loss for {type(config).__name__}: set architectures in the config, or call "
         "pipeshard.plan(model, batch, ..., criterion=...)"
     )
 

@@ -1,4 +1,4 @@
-"""Plan: how a model would run as a pipeline, as data."""
+"""Plan: a description, as data, of how a model would run as a pipeline."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from pipeshard.split.boundary import Boundary
 
 @dataclass(frozen=True)
 class Crossing:
-    """One value that enters a stage with every microbatch; if `gradient`, one of its size is sent back."""
+    """One value that enters a stage with every microbatch; if `gradient`, a gradient of the same size is sent back."""
 
     unit: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Crossing:
 
 
 def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
-    """The values that enter a stage there."""
+    """The values that enter a stage at this boundary."""
     crossings = []
     for value in boundary.values:
         spec, unit = flow.spec(value), flow.calls[value.call].unit
@@ -88,7 +88,7 @@ def in_short(names: Sequence[str]) -> str:
     return ", ".join(shown)
 
 
-UNUSABLE = "cannot be cut so"  # what is shown of an estimate with a problem
+UNUSABLE = "cannot be cut this way"  # what is shown of an estimate with a problem
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Plan:
     "relative": the total time of one microbatch, divided by p (by the sum of the ranks' speeds), is 1, so a step
     without idle time takes `num_microbatches`. `stages` are those of `schedule`, which is the `recommended`
     one (for the `reason` given) unless another was requested. `counts` may be passed to the plugin as `partition`.
-    `training` is what is counted in addition to the parameters, `devices` what was given of the ranks and their links.
+    `training` describes what is counted in addition to the parameters, `devices` the ranks and their links.
     `searched` is the program of a searched schedule.
     """
 
@@ -227,7 +227,7 @@ class Plan:
         draw_timeline([(label, self.simulate().spans)], path, f"{self.model}, simulated", relative)
 
     def to_json(self) -> str:
-        """All of it as JSON text."""
+        """The plan as JSON text."""
         content = vars(self) | {"counts": self.counts, "optimizer": self.optimizer}
         return json.dumps(content, default=_fields, indent=2)
 

@@ -106,30 +106,29 @@ def plan(
     link: str | Sequence[str] | None = None,
     device_speed: str | Sequence[float] | None = None,
 ) -> Plan:
-    """How `model` would train on `pp_size` ranks with each schedule, and which one to use.
-
-    Needs no process group and no GPU, and accepts any model that `pipeshard.trace` accepts, also on meta: only shapes
-    are computed. `batch` has the real sizes, cut by `num_microbatches` or `microbatch_size` (pass only
-    one) as in the plugin; without a batch, one is made of `num_microbatches` with `microbatch_size` samples
-    (by default 1) each, of `seq_len` tokens (by default as many as the model accepts, at most 2048).
+    """How `model` would train on `pp_size` ranks with each schedule, and the recommended schedule. Needs no process
+    group and no GPU, and accepts any model that `pipeshard.trace` accepts, also on meta: only shapes are computed.
+    `batch` has the real sizes, cut by `num_microbatches` or `microbatch_size` (pass only one) as in the plugin; without
+    a batch, one is created from `num_microbatches` microbatches of `microbatch_size` samples (by default 1) each, of
+    `seq_len` tokens (by default as many as the model accepts, at most 2048).
 
     Args:
-        schedule: the one whose stages are shown, with its `num_model_chunks`; by default the recommended one. "auto"
-            searches for one within `device_memory`, by default the memory of 1F1B's fullest rank. If a known schedule
-            is as fast, that one is shown.
+        schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended one.
+            "auto" searches for one within `device_memory`, by default the memory of the rank that takes most with 1F1B.
+            If a known schedule is as fast, that one is shown.
         partition: as for the plugin. By name, it is changed if a rank would exceed `device_memory`.
         device_memory: the memory of a rank, such as "80GB" or a number of bytes, or of each rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
             parameter's gradient. "adamw_8bit" and "lion_8bit" are those of bitsandbytes.
-        precision: as for the plugin: "bf16" and "fp16" need fp32 gradients, values and states besides parameters of 16
-            bits.
-        dp_size: as for the plugin, and so are the next two.
-        zero_stage: 1 divides the optimizer's state among the replicas.
-        fsdp: True divides the persistent memory of a unit among the replicas.
-        tp_size: as for the plugin. Sliced parameters are divided, with their gradients and states; times and
-            activations are those of whole units.
-        tp_plan: as for the plugin, and so are the next two.
-        ep_size: divides the experts' parameters in the same way.
+        precision: as for the plugin: "bf16" and "fp16" need fp32 gradients, values and states in addition to the 16-bit
+            parameters.
+        dp_size: as for the plugin, like the next two.
+        zero_stage: 1 shards the optimizer's state across the replicas.
+        fsdp: True shards the persistent memory of a unit across the replicas.
+        tp_size: as for the plugin. Sliced parameters count with their slice, and so do their gradients and states;
+            times and activations are those of whole units.
+        tp_plan: as for the plugin, like the next two.
+        ep_size: shards the experts' parameters in the same way.
         ep_plan: a custom plan.
         offload: as for the plugin. Copies to the host and back take no time here.
         profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them
@@ -140,11 +139,12 @@ def plan(
             then in seconds.
         link: bandwidth and latency between two ranks, such as "50GB/s,10us" or "10Gbit/s"; or a list, from each rank
             to the next. Without it messages take no time. Requires times in seconds.
-        device_speed: the relative speed of each rank, such as "1.0,0.6", where times are those of speed 1. With
-            `partition="auto"` or "profile", stages are cut by it; by default the speeds in `partition="speed:1.0,0.6"`.
+        device_speed: the relative speed of each rank, such as "1.0,0.6", where the given times are those of speed 1.
+            With `partition="auto"` or "profile", stages are cut by it; by default the speeds in
+            `partition="speed:1.0,0.6"`.
 
-    Raises PartitionError if the requested schedule, or every one, is impossible or needs more than `device_memory`;
-    ConfigurationError for arguments that cannot work; TraceError for a model that cannot be cut.
+    Raises PartitionError if the requested schedule, or every schedule, is impossible or needs more than
+    `device_memory`; ConfigurationError for arguments that cannot work; TraceError for a model that cannot be cut.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
         raise ConfigurationError(f"pp_size, the number of stages, must be a positive integer, got {pp_size!r}")
@@ -176,9 +176,9 @@ def plan(
     if shown.fits is False:
         rank = max(range(pp_size), key=devices.excess(shown.memory).__getitem__)
         raise PartitionError(
-            f"with schedule {shown.program.name!r}, rank {rank} of {pp_size} needs {shown.memory[rank]}, and "
-            f"its device_memory is {format_bytes(devices.memory[rank])}: no partition was found that fits. What "
-            f"would help: {what_would_help(shown, estimates)}"
+            f"with schedule {shown.program.name!r}, rank {rank} of {pp_size} needs {shown.memory[rank]}, but its "
+            f"device_memory is {format_bytes(devices.memory[rank])}: no partition was found that fits. Possible "
+            f"remedies: {what_would_help(shown, estimates)}"
         )
     return Plan(
         model=type(model).__name__,
@@ -211,8 +211,8 @@ class Automatic(NamedTuple):
 def automatic(subject: Subject, p: int, m: int) -> Automatic:
     """The model cut for the fastest program of m microbatches.
 
-    Ranks have the memory of the subject's devices, or otherwise that of the rank which takes most with 1F1B. Raises
-    PartitionError if nothing fits.
+    Ranks have the memory of the subject's devices, or otherwise the memory of the rank that takes most with 1F1B.
+    Raises PartitionError if nothing fits.
     """
     if not subject.devices.memory:
         one = attempt(subject, "1f1b", p, m, 1)
@@ -227,7 +227,7 @@ def automatic(subject: Subject, p: int, m: int) -> Automatic:
     found: list[tuple[Candidate, Schedule]] = [each for each in (known, searched) if each]
     if not found:
         raise PartitionError(
-            f"schedule={AUTO!r}: no program was found that fits in {subject.devices.limits} on each of {p} ranks. Use "
+            f"schedule={AUTO!r}: no program that fits in {subject.devices.limits} on each of {p} ranks was found. Use "
             "more memory, more stages, or activation recompute"
         )
     return Automatic(*min(found, key=_time), known and known[0])
@@ -248,7 +248,7 @@ def study(
     tp_plan: Mapping[str, str] | None = None,
     ep_plan: Mapping[str, str] | None = None,
 ) -> Subject:
-    """The properties of a model and its microbatch before the cut; arguments and errors are those of `plan`."""
+    """The properties of a model and its microbatch before the cut; arguments and errors are as for `plan`."""
     tie_on_meta(model)
     refuse_sharded_packing(model, training.fsdp, training.slices)
     cuts = named_modules_of(partition)
@@ -286,16 +286,16 @@ def study(
 
 
 def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
-    """The same with times in seconds, on a device that sustains this many 10^12 operations per second."""
+    """The subject with times in seconds, on a device that sustains this many 10^12 operations per second."""
     if tflops is not None:
         if isinstance(tflops, bool) or not isinstance(tflops, int | float) or not 0 < tflops < math.inf:
             raise ConfigurationError(f"tflops must be a positive number, got {tflops!r}")
         if subject.in_seconds:
-            raise ConfigurationError("tflops and a profile both say how long a unit takes: give one of the two")
+            raise ConfigurationError("tflops and a profile both determine how long a unit takes: pass only one of them")
         costs = [Cost(*(part / (tflops * 1e12) for part in cost)) for cost in subject.costs]
         subject = replace(subject, costs=costs, in_seconds=True)
     if link is not None and not subject.in_seconds:
-        raise ConfigurationError("link needs times in seconds: give tflops, or a profile")
+        raise ConfigurationError("link requires times in seconds: pass tflops, or a profile")
     return subject
 
 
@@ -322,13 +322,13 @@ def first_microbatch(
     check_positive(**{name: size for name, size in sizes.items() if size is not None})
     if batch is None:
         if num_microbatches is None:
-            raise ConfigurationError("without a batch, num_microbatches says how many microbatches a step has")
+            raise ConfigurationError("without a batch, num_microbatches is required")
         config = getattr(model, "config", None)
         length = seq_len or min(getattr(config, "max_position_embeddings", None) or LENGTH, LENGTH)
         return read_batch(model, dummy_inputs(model, microbatch_size or 1, length)), num_microbatches
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigurationError(
-            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: with a batch, give exactly "
+            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: with a batch, pass exactly "
             "one of the two"
         )
     microbatches = read_batch(model, batch).split(num_microbatches, microbatch_size)

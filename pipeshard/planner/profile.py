@@ -46,7 +46,8 @@ class Stopwatch:
         self.unit, self.capture, self.device = unit, capture, device
 
     def median(self, repeats: int) -> Cost:
-        """Median seconds of forward, backward without the weight gradients that can wait, and these."""
+        """Median seconds of forward, backward without the weight gradients that can be deferred, and these weight
+        gradients."""
         state = blank_state(self.unit, self.device)
         own = (*self.unit.named_parameters(remove_duplicate=False), *self.unit.named_buffers(remove_duplicate=False))
         for name, tensor in own:
@@ -176,7 +177,7 @@ class Profile:
         self._refuse("microbatches", self.microbatch, shapes_of(microbatch))
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the profile as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
@@ -195,14 +196,14 @@ class Profile:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
-                f"{path} is not a profile ({summary(error)}): make one with "
+                f"{path} is not a profile ({summary(error)}): create one with "
                 "pipeshard.planner.profile_units(...).save(path)"
             ) from error
 
     def _refuse(self, what: str, measured: Any, now: Any) -> None:
         if measured != now:
             raise ConfigurationError(
-                f"the profile does not fit: its {what} differ ({_first_difference(measured, now)}). It was measured "
+                f"the profile does not match: its {what} differ ({_first_difference(measured, now)}). It was measured "
                 f"on {self.device} with torch {self.torch}. Profile this model with microbatches of this size"
             )
 
@@ -221,9 +222,9 @@ def profile_units(
     training mode. Its inputs are random numbers in the shapes of the trace, and masks and positions as the
     model computes them; parameters that are not on `device` are random too. A kind that does not run on such values
     gets its estimated share of the others' time, with a warning. Only one unit is on the device at a time. The last
-    call includes the loss that comes after it, the model's own or that of `criterion`.
+    call includes the loss that comes after it, the model's own loss or the loss of `criterion`.
 
-    Raises ConfigurationError if the batch makes other unit calls than `flow`, UsageError if no unit could be timed.
+    Raises ConfigurationError if the batch leads to other unit calls than `flow`, UsageError if no unit could be timed.
     """
     microbatch = batch if isinstance(batch, Batch) else read_batch(model, batch)
     device = torch.device(device)
@@ -260,7 +261,7 @@ def profile_units(
 def find_profile(
     file: str, model: nn.Module, flow: Dataflow, microbatch: Batch, device: torch.device, criterion: Criterion | None
 ) -> Profile:
-    """The profile in `file`, if it exists, or else a new one; raises an error if it is of something else."""
+    """The profile in `file`, if it exists, or else a new one; raises an error if the file's profile does not match."""
     known = bool(file) and Path(file).exists()
     profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device, criterion=criterion)
     profile.check(model, flow, microbatch)
@@ -273,8 +274,8 @@ def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
     except Exception as error:  # whatever a unit raises on such values
         name = next(name for name, module in model.named_modules() if module is stopwatch.unit)
         warnings.warn(
-            f"unit {name} ({type(stopwatch.unit).__name__}) does not run on made-up values, so its time is estimated "
-            f"from that of the other units ({summary(error)})",
+            f"unit {name} ({type(stopwatch.unit).__name__}) failed on synthetic inputs, so its time is estimated from "
+            f"the times of the other units ({summary(error)})",
             stacklevel=3,
         )
         return None
@@ -294,7 +295,7 @@ def _completed(measured: Sequence[Cost | None], estimates: Sequence[Cost]) -> li
 
 
 def shapes_of(microbatch: Batch) -> dict[str, tuple[int, ...]]:
-    """The shapes of its tensors, by name."""
+    """The shapes of the microbatch's tensors, by name."""
     return {path: tuple(tensor.shape) for path, tensor in microbatch.tensors.items()}
 
 

@@ -21,10 +21,11 @@ _DIGIT = 0.078  # the width of a digit in inches
 
 
 def draw_text(program: Program | Simulation) -> str:
-    """One line per rank, time to the right, in cells of equal time; `..` is idle and `--` continues the last action.
+    """One line per rank, with time running to the right in cells of equal length; `..` is idle and `--` continues the
+    last action.
 
     In a Program every compute action takes one cell and messages take no time. A Simulation is drawn with its own
-    times, rounded to its shortest span. If a rank holds several stages, cells name theirs as in `F0@3`.
+    times, rounded to its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`.
 
         rank 0  F0 F1 .. .. B0 -- B1 --
         rank 1  .. F0 B0 -- F1 B1 -- ..
@@ -102,7 +103,7 @@ def _backward(actions: Set[Action]) -> str:
 
 
 def _extent(rows: Rows) -> tuple[float, float]:
-    """When the first span starts, and how long it is from there to the end of the last."""
+    """The start of the first span, and the time from there to the end of the last span."""
     start = min((span.start for row in rows for span in row), default=0.0)
     return start, max((span.end for row in rows for span in row), default=start) - start
 
@@ -112,12 +113,13 @@ def _stages(row: Sequence[Span]) -> list[int]:
 
 
 def _shade(kind: Kind, chunk: int) -> str:
-    """The colour of `kind` for a rank's chunk: each is two thirds as light as the one before."""
+    """The colour of `kind` for a rank's chunk: each chunk is two thirds as light as the previous one."""
     return "#" + "".join(f"{int(int(_COLOURS[kind][k : k + 2], 16) * (2 / 3) ** chunk):02X}" for k in (1, 3, 5))
 
 
 def _draw_panel(axes: "Axes", rows: Rows, scale: float, inch: float, row_height: float) -> None:
-    """Bars, numbers and names of rows; an inch shows the time `inch`, and a row is `row_height` inches high."""
+    """Draw the bars, numbers and names of rows; an inch shows the time `inch`, and a row is `row_height` inches
+    high."""
     start, length = _extent(rows)
     axes.barh(range(len(rows)), length * scale, height=0.84, color="#F1F1EE", zorder=0)
     for rank, row in enumerate(rows):

@@ -18,7 +18,9 @@ def check(program: Program) -> None:
     messages, if there are any, are those that the placement requires."""
     outside = sorted({r for r in program.placement if not 0 <= r < len(program.ranks)})
     if outside:
-        raise ConfigurationError(f"{program.name}: stages are placed on ranks {outside} of {len(program.ranks)}")
+        raise ConfigurationError(
+            f"{program.name}: stages are placed on ranks {outside}, but there are only {len(program.ranks)} ranks"
+        )
     kinds = _kinds(program)
     for rank, actions in enumerate(program.ranks):
         expected = _expected(program, rank, kinds)
@@ -62,9 +64,9 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     """The training program of a schedule for `p` ranks, `m` microbatches and `v` chunks per rank, without
     communication.
 
-    A Program serves its own number of microbatches and fewer; a function is called with (p, m, v). Raises
-    ConfigurationError for a program that is incomplete, illegal, or for other numbers, DeadlockError for one that
-    cannot finish.
+    A Program can be used for its own number of microbatches or fewer; a function is called with (p, m, v). Raises
+    ConfigurationError for a program that is incomplete, illegal, or made for other numbers, and DeadlockError for one
+    that cannot finish.
     """
     if isinstance(schedule, str):
         return make_program(schedule, p, m, v)
@@ -72,7 +74,9 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
         raise ConfigurationError(f"schedule must be a name, a Program or a function of (p, m, v), got {schedule!r}")
     program = schedule if isinstance(schedule, Program) else schedule(p, m, v)
     if not isinstance(program, Program):
-        raise ConfigurationError(f"{name_of(schedule)}({p}, {m}, {v}) returned a {type(program).__name__}, no Program")
+        raise ConfigurationError(
+            f"{name_of(schedule)}({p}, {m}, {v}) returned a {type(program).__name__}, not a Program"
+        )
     program = _first(program, m)
     _check(program, p)
     return program
@@ -80,12 +84,12 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
 
 def chunks_of(schedule: Schedule, p: int, v: int = 1) -> int:
     """The number of model chunks that each of the `p` ranks holds if `v` are requested; raises ConfigurationError if
-    the schedule cannot have `v`."""
+    the schedule does not support `v`."""
     if isinstance(schedule, str):
         return num_chunks(schedule, v)
     chunks = len(program_of(schedule, p, 1, v).placement) // p
     if v not in (1, chunks):
-        raise ConfigurationError(f"schedule {name_of(schedule)!r} has num_model_chunks={chunks}, got {v}")
+        raise ConfigurationError(f"schedule {name_of(schedule)!r} requires num_model_chunks={chunks}, got {v}")
     return chunks
 
 
@@ -104,8 +108,8 @@ def _first(program: Program, m: int) -> Program:
     """The program of its first m microbatches, which is legal if the whole one is."""
     if m > program.num_microbatches:
         raise ConfigurationError(
-            f"schedule {program.name!r} is a program of {program.num_microbatches} microbatches, but there are {m}: "
-            "give one of as many, or a function of (p, m, v)"
+            f"schedule {program.name!r} is for {program.num_microbatches} microbatches, but the step has {m}: pass a "
+            "program for this number, or a function of (p, m, v)"
         )
     ranks = (tuple(action for action in actions if action.microbatch < m) for actions in program.ranks)
     return Program(program.name, m, program.placement, tuple(ranks))
@@ -116,24 +120,24 @@ def _check(program: Program, p: int) -> None:
     if len(program.ranks) != p or rest:
         raise ConfigurationError(
             f"schedule {program.name!r} is for {len(program.ranks)} ranks and {len(program.placement)} stages, but "
-            f"pp_size={p}: give a program of {p} ranks with equally many stages on each"
+            f"pp_size={p}: pass a program for {p} ranks with the same number of stages on each"
         )
     if program.placement != tuple(range(p)) * v and not is_v(program.placement, p):
         raise ConfigurationError(
-            f"schedule {program.name!r} has its stages on ranks {program.placement}: stage s has to be on rank s % p, "
-            "or, with two stages a rank, in a V (0, 1, ..., p-1, p-1, ..., 1, 0)"
+            f"schedule {program.name!r} places its stages on ranks {program.placement}: stage s must be on rank s % p, "
+            "or, with two stages per rank, in a V (0, 1, ..., p-1, p-1, ..., 1, 0)"
         )
     if program.has_communication or Kind.B not in program.kinds:
         raise ConfigurationError(
-            f"schedule {program.name!r} has {'messages' if program.has_communication else 'no backward passes'}: give "
-            "the F, B and W of a training step alone, messages are added"
+            f"schedule {program.name!r} has {'messages' if program.has_communication else 'no backward passes'}: pass "
+            "only the F, B and W of a training step; pipeshard adds the messages"
         )
     check(program)
     forwards = [action for actions in program.ranks for action in actions if action.kind is Kind.F]
     for earlier, later in pairwise(sorted(forwards, key=lambda action: action.stage)):  # in their order otherwise
         if earlier.stage == later.stage and earlier.microbatch > later.microbatch:
             raise ConfigurationError(
-                f"schedule {program.name!r} has {later} after {earlier}: forwards of a stage have to be in the order "
-                "of the microbatches, as a model may carry state (running statistics) from one to the next"
+                f"schedule {program.name!r} has {later} after {earlier}: forwards of a stage must run in microbatch "
+                "order, because a model may carry state (running statistics) from one microbatch to the next"
             )
     simulate(program)

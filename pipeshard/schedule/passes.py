@@ -14,8 +14,8 @@ Positions = Mapping[tuple[Kind, int, int], int]  # of actions, each among those 
 def add_communication(program: Program) -> Program:
     """`program` with a send after each compute action that feeds another rank, and a receive before the one it feeds.
 
-    A receive is posted and does not block. It is posted one compute action early (a B and its W are one), so that the
-    transfer overlaps that action; or earlier still if the order of messages requires it (see `_posts`). Rank 1 of
+    A receive is posted and does not block. It is posted one compute action early (a B and its W count as one), so that
+    the transfer overlaps that action; or earlier still if the order of messages requires it (see `_posts`). Rank 1 of
     1F1B, p=3:
 
         RecvF0 RecvF1 F0 SendF0 RecvB0 F1 SendF1 RecvF2 B0 SendB0 RecvB1 F2 SendF2 ...
@@ -23,7 +23,7 @@ def add_communication(program: Program) -> Program:
     Raises ConfigurationError if the program already has communication.
     """
     if program.has_communication:
-        raise ConfigurationError(f"program {program.name!r} has communication already")
+        raise ConfigurationError(f"program {program.name!r} already has communication")
     position: Positions = {action: k for actions in program.ranks for k, action in enumerate(actions)}
     ranks = tuple(_with_messages(program, actions, position) for actions in program.ranks)
     return dataclasses.replace(program, ranks=ranks)

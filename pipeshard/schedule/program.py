@@ -11,7 +11,7 @@ from pipeshard.errors import ConfigurationError
 
 
 class Kind(enum.StrEnum):
-    """What an action does: compute (F, B, W), or one end of a message between ranks."""
+    """The kind of an action: compute (F, B, W), or one end of a message between ranks."""
 
     F = "F"
     B = "B"
@@ -94,16 +94,16 @@ class Program:
         for rank, actions in enumerate(rows):
             for _, (_, _, stage) in actions:
                 if (first := placement.setdefault(stage, rank)) != rank:
-                    raise ConfigurationError(f"{path}: stage {stage} is on ranks {first}, {rank}")
+                    raise ConfigurationError(f"{path}: stage {stage} is on more than one rank: {first}, {rank}")
         if sorted(placement) != [*range(len(placement))] or not placement:
-            raise ConfigurationError(f"{path}: the stages are {sorted(placement)}, not 0 to p*v-1")
+            raise ConfigurationError(f"{path}: the stages must be 0 to p*v-1, got {sorted(placement)}")
         found = [each for actions in rows for each in actions]
         split = {(i, stage) for letter, (_, i, stage) in found if letter == "W"}
         for letter, (kind, i, stage) in found:
             if kind is Kind.B and (letter == "I") != ((i, stage) in split):
                 weights = f"{stage}W{i}"
                 problem = f"{stage}I{i} without {weights}" if letter == "I" else f"{weights} together with {stage}B{i}"
-                raise ConfigurationError(f"{path}: {problem}. B is the whole backward, I and W are its two parts")
+                raise ConfigurationError(f"{path}: {problem}. B is the whole backward; I and W are its two parts")
         m = 1 + max(action.microbatch for _, action in found)
         ranks = tuple(tuple(action for _, action in actions) for actions in rows)
         return Program(path.stem, m, tuple(placement[stage] for stage in sorted(placement)), ranks)
@@ -164,7 +164,7 @@ def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
         if match is None:
             raise ConfigurationError(
                 f"{path}: {text!r} is not a compute action, such as 0F0, 1B2, 1I2 or 1W2: write the file "
-                'by format="compute_only"'
+                'with format="compute_only"'
             )
         kind = Kind.B if match[2] == "I" else Kind(match[2])  # I is a B with a W
         found.append((match[2], Action(kind, int(match[3]), int(match[1]))))

@@ -1,7 +1,7 @@
 """Residence: the activations on a rank's device while each action runs, if all others are offloaded to the host.
 
-There are those of two microbatches at most: what the action computes with, and what the next B needs, or the next W. If
-it is not there already, it is copied back while the action runs.
+These are the activations of at most two microbatches: those that the action uses, and those that the next B or W needs.
+If the latter are not on the device yet, they are copied back while the action runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,8 @@ Holding = tuple[int, int]  # the activations of a microbatch on a stage
 
 class Residence(NamedTuple):
     """While an action runs, the activations of the action itself and those of the `next` B or W are on the device (None
-    if its F has yet to run). `stays`: the action that follows has this one's there too."""
+    if its F has yet to run). `stays` says that this action's activations are also on the device during the following
+    action."""
 
     next: Holding | None
     stays: bool
@@ -46,7 +47,7 @@ def resident(actions: Sequence[Action]) -> Iterator[set[Holding]]:
 
 
 def most_on_host(actions: Sequence[Action], sizes: Sequence[int]) -> int:
-    """The most that is on the host at a time."""
+    """The largest total of activations on the host at any time."""
     return max(sum(sizes[stage] for _, stage in away) for _, away in _moments(actions))
 
 

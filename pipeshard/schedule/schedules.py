@@ -151,7 +151,7 @@ def _next(time: int, x: int) -> int:
 
 
 def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterable[StageStep]]) -> Program:
-    """The program in which each rank's steps each take their next microbatch, up to the m-th.
+    """The program in which each step of a rank takes its next microbatch, up to the m-th.
 
     So microbatches come in ascending order, and additional steps do no harm: a program stays legal, and free of
     deadlock, if all actions of some microbatches are omitted.
@@ -175,7 +175,7 @@ def make_program(name: str, p: int, m: int, v: int = 1) -> Program:
     """The training program of schedule `name` for `p` ranks and `m` microbatches, without communication.
 
     `v` is the requested number of model chunks, as in `num_chunks`. Raises ConfigurationError for an unknown name, a
-    `v` that the schedule cannot have, `p < 1` or `m < 1`.
+    `v` that the schedule does not support, `p < 1` or `m < 1`.
     """
     v = num_chunks(name, v)
     if p < 1 or m < 1:
@@ -186,8 +186,8 @@ def make_program(name: str, p: int, m: int, v: int = 1) -> Program:
 def num_chunks(name: str, v: int = 1) -> int:
     """The chunks of the model that a rank holds under schedule `name`; 1 requests the schedule's own number.
 
-    That is 2 for "interleaved", which accepts any other above 1, and for the schedules in a V, and 1 for the others.
-    Raises ConfigurationError for another `v`, or an unknown name.
+    This number is 2 for "interleaved" (which accepts any number above 1) and for the schedules in a V, and 1 for all
+    others. Raises ConfigurationError for another `v`, or an unknown name.
     """
     if name not in SCHEDULES:
         close = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1)
@@ -196,4 +196,6 @@ def num_chunks(name: str, v: int = 1) -> int:
     own = 2 if name in ("interleaved", *IN_A_V) else 1
     if v in (1, own) or (name == "interleaved" and v > 1):
         return max(v, own)
-    raise ConfigurationError(f"schedule {name!r} has num_model_chunks={own}, got {v}; 'interleaved' takes others")
+    raise ConfigurationError(
+        f"schedule {name!r} requires num_model_chunks={own}, got {v}; 'interleaved' supports other numbers"
+    )

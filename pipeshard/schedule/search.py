@@ -1,8 +1,8 @@
 """Search: an order of F, B and W for stages of any costs, within the memory of each rank.
 
 The schedules in `schedules.py` are made for stages of equal costs. Here a list scheduler follows the clock of
-`simulate`: a rank that is free takes the best action that can run. A `Rule` says which one that is, and `climb` changes
-rules, and where the model is cut, as long as this helps. Everything is deterministic.
+`simulate`: a rank that is free takes the best action that can run. A `Rule` selects this action, and `climb` changes
+the rule and the cuts of the model as long as this helps. Everything is deterministic.
 """
 
 import heapq
@@ -38,12 +38,12 @@ class Work(NamedTuple):
 
 
 def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
-    """About how long a step of m microbatches takes, on the slowest rank, and the sum of squares over the ranks.
+    """An estimate of the time of a step of m microbatches on the slowest rank, and the sum of squares over the ranks.
 
-    A rank idles until its first input comes, until that of a later stage or the first gradient comes and other work is
-    done, and from its last B to the end. Memory limits this other work, and how many microbatches are on their way:
-    `tightness` is how much of it these take, relative to those of a step in which nothing waits. If a rank has no
-    memory for one microbatch, the time is infinite, and the second number is what is missing.
+    A rank idles until its first input arrives, then, once other work is done, until the input of a later stage or the
+    first gradient arrives, and from its last B to the end. Memory limits this other work and the number of microbatches
+    in flight: `tightness` is the memory that these take, relative to a step in which nothing waits. If a rank has no
+    memory for one microbatch, the time is infinite, and the second number is the missing memory.
     """
     _, forward, backward, weight, sizes, rooms, latency, returned = work
     starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # of a microbatch's F's
@@ -85,8 +85,8 @@ class Rule(NamedTuple):
 
 
 def rules(work: Work, m: int) -> Iterator[Rule]:
-    """Rules to start from. They differ most in how many microbatches a stage has alive: as many as are on their way in
-    a step without idle time, some more, or all for which there is memory."""
+    """Rules to start from. They differ most in how many microbatches a stage has alive: as many as are in flight in a
+    step without idle time, some more, or as many as fit in memory."""
     stages = range(len(work.placement))
     busy = [0.0] * len(work.room)
     for s in stages:
@@ -158,8 +158,9 @@ def scheduled(
     rows: list[list[tuple[Kind, int, int]]] = [[] for _ in room]
 
     def takes_kept(rank: int, s: int, i: int) -> bool:
-        """Whether this F takes memory that is kept for the first microbatch whose F's on this rank are not all done:
-        that of a whole one, besides those behind it, as it gets what the earlier ones leave when they end."""
+        """Whether this F takes memory that is reserved for the first microbatch whose F's on this rank are not all
+        done: room for a whole microbatch, besides those behind it, since it gets the memory that earlier ones free when
+        they end."""
         mine = of_rank[rank]
         first = min([forwards[other] for other in mine])
         if i == first:
@@ -253,7 +254,7 @@ class Searched:
     __name__ = "auto"
 
     def __call__(self, p: int, m: int, v: int = 1) -> Program:
-        """The program of m microbatches; for another number than it was found for, by the best rule to start from."""
+        """The program of m microbatches; for a different number than in the search, it uses the best starting rule."""
         return _program(self.work, m, self.rule if m == self.num_microbatches else None)
 
 

@@ -69,8 +69,8 @@ def simulate(
     `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one per stage. In a program with
     W, a B without its own W costs `backward` and `weight` together. A rank computes one action at a time, in
     order, once its input has arrived. Messages never block the rank that posts them, but they are rendezvous: a
-    transfer begins when both ends are posted and the earlier ones of its directed edge are complete. `latency` is the
-    time that it then takes to bring a stage its input, and `returned` the time for the gradients that a stage sends
+    transfer begins when both ends are posted and the earlier transfers of its directed edge are complete. `latency` is
+    the time that it then takes to bring a stage its input, and `returned` the time for the gradients that a stage sends
     back (by default `latency`): one number, or one per stage. `sizes` has a factor for the costs of each microbatch.
 
     Raises DeadlockError, which lists the waiting ranks and their messages, if the program cannot finish or if the two
@@ -78,7 +78,9 @@ def simulate(
     stage, or sizes that are not one per microbatch.
     """
     if len(sizes) not in (0, program.num_microbatches):
-        raise ConfigurationError(f"sizes has {len(sizes)} factors for {program.num_microbatches} microbatches")
+        raise ConfigurationError(
+            f"sizes has {len(sizes)} factors for {program.num_microbatches} microbatches: pass one for each microbatch"
+        )
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
     returned = latency if returned is None else returned
@@ -133,9 +135,9 @@ def _collector_paused() -> Iterator[None]:
 def _per_stage(name: str, cost: ActionCost, num_stages: int) -> tuple[float, ...]:
     values = tuple(map(float, cost)) if isinstance(cost, Sequence) else (float(cost),) * num_stages
     if len(values) != num_stages:
-        raise ConfigurationError(f"{name} has {len(values)} costs for {num_stages} stages: give one, or one a stage")
+        raise ConfigurationError(f"{name} has {len(values)} costs for {num_stages} stages: pass one, or one per stage")
     if not all(0 <= value < math.inf for value in values):
-        raise ConfigurationError(f"{name} must be finite and not negative, got {cost}")
+        raise ConfigurationError(f"{name} must be finite and non-negative, got {cost}")
     return values
 
 
@@ -166,8 +168,8 @@ class _Edge:
 class _Run:
     """The state of a simulation: each rank is a coroutine that runs until something that it needs is missing.
 
-    The order in which ranks are visited does not matter, so no clock orders the events: every time follows from
-    the times of what an action needed. On each edge the k-th send matches the k-th receive.
+    The order in which ranks are visited does not matter, so no clock orders the events: every time follows from the
+    times of the steps that an action needed. On each edge the k-th send matches the k-th receive.
     """
 
     def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], sizes: Sequence[float]) -> None:
@@ -184,7 +186,7 @@ class _Run:
         self.routes = {kind: [self._route(kind, stage) for stage in stages] for kind in PARTNER}
 
     def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[StageStep, Times]], Times, list[float] | None]:
-        """For an action: what it needs, with their times; its own times; its costs, or None for a message."""
+        """For an action: the steps that it needs, with their times; its own times; its costs, or None for a message."""
         needed = self.program.needs(kind, stage)
         if not self.has_communication:  # what would be received is there once it is made
             needed = [(kind, at + PARTNER[k][1]) if k.is_receive else (k, at) for k, at in needed]
@@ -230,14 +232,14 @@ class _Run:
             for send, _ in edge.sends:
                 stuck.append(f"rank {edge.source} posts {send}, which rank {edge.target} does not receive")
             for receive, _ in edge.receives:
-                stuck.append(f"rank {edge.target} posts {receive}, for which rank {edge.source} does not send")
+                stuck.append(f"rank {edge.target} posts {receive}, which rank {edge.source} does not send")
         return stuck
 
     def _has(self, action: Action) -> bool:
         return self.times[action.kind][action.stage][action.microbatch] < math.inf
 
     def _rank(self, rank: int) -> Iterator[tuple[Action, Action]]:
-        """Run one rank; yield an action and what is missing, each time that it must wait."""
+        """Run one rank; yield an action and the step that is missing, each time that it must wait."""
         clock, never, spans, steps, post = 0.0, math.inf, self.spans[rank], self.steps, self._post
         for action in self.program.ranks[rank]:
             kind, i, stage = action
@@ -258,7 +260,7 @@ class _Run:
         kind, i, stage = message
         route = self.routes[kind][stage]
         if route is None:
-            raise DeadlockError(f"rank {rank} posts {message}, but no other rank has the other end of it")
+            raise DeadlockError(f"rank {rank} posts {message}, but no other rank posts the matching message")
         edge, mine, theirs, (other, at), arrivals, took = route
         if not theirs:
             mine.append((message, time))
@@ -268,7 +270,7 @@ class _Run:
             send, receive = (post, message) if kind.is_receive else (message, post)
             raise DeadlockError(
                 f"message {edge.transfers} from rank {edge.source} to rank {edge.target}: rank {edge.source} posts "
-                f"{send}, but rank {edge.target} posts {receive}; both must post the messages of an edge in one order"
+                f"{send}, but rank {edge.target} posts {receive}; both must post their messages in the same order"
             )
         edge.transfers += 1
         edge.free = arrivals[i] = max(time, posted, edge.free) + took
@@ -277,7 +279,7 @@ class _Run:
         actions = self.program.ranks[rank]
         line = f"rank {rank} waits in {action} for {lacking}"
         if lacking not in actions[: actions.index(action)]:
-            return f"{line}, which it has {'only later' if lacking in actions else 'not at all'}"
+            return f"{line}, which it {'runs only later' if lacking in actions else 'never runs'}"
         source = self.program.placement[lacking.partner.stage]
-        state = "has not reached it" if lacking.partner in self.program.ranks[source] else "does not have it"
+        state = "has not reached it" if lacking.partner in self.program.ranks[source] else "never runs it"
         return f"{line}: {lacking.partner} from rank {source}, which {state}"

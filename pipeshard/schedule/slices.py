@@ -24,7 +24,7 @@ SLICED = ("1f1b", "gpipe", "zb-h1")  # schedules with one stage a rank
 def refuse_unsliced(name: str) -> None:
     """Raise ConfigurationError for a schedule that has no program for slices."""
     if name not in SLICED:
-        raise ConfigurationError(f"schedule {name!r} has no program for slices: use one of {', '.join(SLICED)}")
+        raise ConfigurationError(f"schedule {name!r} does not support slices: use one of {', '.join(SLICED)}")
 
 
 def sliced(name: str, p: int, m: int, n: int) -> Program:
@@ -77,5 +77,5 @@ def check_slices(program: Program, n: int) -> None:
                 text = " ".join(f"{kind}{s}" for kind, s in found)
                 raise ConfigurationError(
                     f"{program.name}: rank {rank} runs the slices of microbatch {i} on stage {stage} in the order "
-                    f"{text}: forwards from the first to the last, then backwards from the last to the first"
+                    f"{text}, but forwards must run from first to last, and then backwards from last to first"
                 )

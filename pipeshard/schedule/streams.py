@@ -23,7 +23,7 @@ Node = tuple[str, Action]  # "starts" or "ends"; of a message, which both ends e
 
 
 class Lanes(NamedTuple):
-    """Which messages share a communicator, and therefore a stream on each rank.
+    """The messages that share a communicator, and therefore a stream on each rank.
 
     Attributes:
         per: "edge" (messages from one rank to another), "pair" (messages between two ranks) or "world" (all).
@@ -48,7 +48,8 @@ class Device(NamedTuple):
     Attributes:
         in_order: kernels start in the order in which the host queued them, on all streams
             (CUDA_DEVICE_MAX_CONNECTIONS=1).
-        resident: how many message kernels fit at the same time; each one waits for the one `resident` before it.
+        resident: how many message kernels fit at the same time; each kernel waits for the one that is `resident` places
+            before it.
         synchronizes: the host waits for the whole device in each compute action.
     """
 
@@ -68,7 +69,7 @@ def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> Non
         TopologicalSorter(_graph(program, lanes, device)).prepare()
     except CycleError as error:
         lines = _circle_lines(program, error.args[1])
-        raise DeadlockError(f"program {program.name!r} never ends with {lanes}:\n  " + "\n  ".join(lines)) from None
+        raise DeadlockError(f"program {program.name!r} deadlocks with {lanes}:\n  " + "\n  ".join(lines)) from None
 
 
 def add_ordered_communication(program: Program) -> Program:
@@ -76,15 +77,16 @@ def add_ordered_communication(program: Program) -> Program:
 
     Each rank runs its part of that order. So for all lanes, and even if an action waits for the device, the earliest
     unfinished action can always complete. `add_communication` does not guarantee this: it posts receives early, so an
-    action that waits for the device waits for them. The order is that of time, if F = B = W and messages take none: a
-    receive is placed where its message is sent, after the rank's computation at that time. Rank 1 of 1F1B, p=3:
+    action that waits for the device waits for them. Actions are ordered by time, assuming F = B = W and messages that
+    take no time: a receive is placed where its message is sent, after the rank's computation at that time. Rank 1 of
+    1F1B, p=3:
 
         RecvF0 F0 RecvF1 SendF0 F1 RecvF2 SendF1 RecvB0 B0 SendB0 F2 SendF2 RecvB1 B1 ...
 
     Raises ConfigurationError if the program already has communication, DeadlockError if it cannot finish.
     """
     if program.has_communication:
-        raise ConfigurationError(f"program {program.name!r} has communication already")
+        raise ConfigurationError(f"program {program.name!r} already has communication")
     events: list[tuple[float, bool, int, Action]] = []  # messages before what is computed from the same time on
     for rank, row in enumerate(simulate(program, 1, 1, 1).spans):
         for action, start, end in row:
@@ -119,12 +121,12 @@ def _check_ends(program: Program, lanes: Lanes) -> None:
             if here is None or there is None or here.partner != there:
                 raise DeadlockError(
                     f"program {program.name!r} with {lanes}: message {number} between ranks {a} and {b} is "
-                    f"{here or 'none'} on rank {a}, but {there or 'none'} on rank {b}, which do not belong together"
+                    f"{here or 'none'} on rank {a}, but {there or 'none'} on rank {b}, which do not match"
                 )
 
 
 def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[Node]]:
-    """What each end of a message, each message and each compute action waits for."""
+    """The nodes that each end of a message, each message and each compute action waits for."""
     place = program.placement
     receive = crossing(program, RECEIVE)
     graph: defaultdict[Node, list[Node]] = defaultdict(list)
@@ -162,7 +164,8 @@ def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[No
 
 
 def _circle_lines(program: Program, circle: list[Node]) -> list[str]:
-    """A line for each node of a cycle, in which a node comes after what it waits for; a message waits at both ends."""
+    """A line for each node of a cycle, in which a node comes after the node that it waits for; a message waits at both
+    ends."""
     lines, place = [], program.placement
     for (what, before), (state, action) in pairwise(circle):
         if state == "starts" or action.kind.is_compute:

@@ -33,7 +33,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
         cache = DynamicCache(config=config_of(without_adapters(model)[1]))
     except AttributeError as error:
         raise ConfigurationError(
-            f"num_slices: the config of {type(model).__name__} does not tell the layers of its cache ({error}). Use "
+            f"num_slices: the config of {type(model).__name__} does not define the layers of its cache ({error}). Use "
             "num_slices=1"
         ) from None
     for number, layer in enumerate(cache.layers):
@@ -41,7 +41,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
         if kind is None:
             raise ConfigurationError(
                 f"num_slices: layer {number} of {type(model).__name__} keeps a {type(layer).__name__} in its cache, "
-                "which is not known to pass from slice to slice. Use num_slices=1"
+                "which slices do not support. Use num_slices=1"
             )
         if kind is not DummyLayer:
             cache.layers[number] = kind(now, number, layer)

@@ -56,8 +56,8 @@ def sequence_of(batch: Batch) -> int:
         if leaf is not None and leaf.ndim > 1:
             return leaf.shape[1 if leaf.is_floating_point() else -1]
     raise BatchError(
-        f"num_slices: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so its sequence is not "
-        "known. Give the batch as a dict of the forward's arguments, or use num_slices=1"
+        f"num_slices: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so its sequence is "
+        "unknown. Pass the batch as a dict of the forward's arguments, or use num_slices=1"
     )
 
 
@@ -67,7 +67,7 @@ def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     total, ends = sequence_of(batch), list(accumulate(sizes))
     for path in batch.paths:
         if media_kind(path) is not None and not is_mask(path):
-            raise BatchError(f"num_slices: {path} has no positions to cut. Use num_slices=1 for batches with media")
+            raise BatchError(f"num_slices: {path} has no positions to slice. Use num_slices=1 for batches with media")
     _refuse_packed(batch)
 
     def slice_of(start: int, end: int) -> Batch:
@@ -94,8 +94,8 @@ def _refuse_packed(batch: Batch) -> None:
         return
     if bool((positions.diff(dim=-1) != 1).any()):
         raise BatchError(
-            f"num_slices: {POSITIONS} begin again within a sample, so it is several documents in a row. With a cache, "
-            "transformers attends across them. Give an attention_mask of four dimensions, or use num_slices=1"
+            f"num_slices: {POSITIONS} restart within a sample, so the sample contains several documents. With a cache, "
+            "transformers attends across them. Pass a four-dimensional attention_mask, or use num_slices=1"
         )
 
 

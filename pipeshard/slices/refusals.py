@@ -29,8 +29,8 @@ def refuse_unsliceable(model: nn.Module) -> None:
     name = type(base).__name__
     if config_of(base) is None or cache_argument(model) is None:
         raise ConfigurationError(
-            f"num_slices: the forward of {name} takes no {' or '.join(LAYER_CACHES)}, so a slice cannot read what the "
-            "slices before it have computed. Use num_slices=1"
+            f"num_slices: the forward of {name} takes no {' or '.join(LAYER_CACHES)}, so a slice cannot read the "
+            "results of earlier slices. Use num_slices=1"
         )
     if is_encoder_decoder(base):
         raise ConfigurationError(
@@ -64,7 +64,7 @@ def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None
         if is_padded or (mask is None and token is not None and ids is not None and bool((ids == token).any())):
             raise BatchError(
                 f"num_slices: this batch has padding, and slices of {type(model).__name__} with padding do not train "
-                f"as whole sequences do: {why}. Use batches of samples of one length, or num_slices=1"
+                f"the same as whole sequences: {why}. Use samples of equal length in each batch, or num_slices=1"
             )
 
 

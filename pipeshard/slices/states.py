@@ -115,8 +115,8 @@ class Slice:
         count = new.shape[dim]
         if count != self.end - self.start:
             raise TraceError(
-                f"num_slices: layer {name[0]} puts {count} positions into its cache in a slice of "
-                f"{self.end - self.start}, so what it keeps is not by position. Use num_slices=1"
+                f"num_slices: layer {name[0]} adds {count} positions to its cache in a slice of "
+                f"{self.end - self.start}, so its cache is not indexed by position. Use num_slices=1"
             )
         if name not in self.states:
             self.states[name] = Grown(new, dim, self.total)

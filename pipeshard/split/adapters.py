@@ -43,7 +43,7 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     refuse_far(config)
     if needs_weights(config) and is_quantized(model):
         raise ConfigurationError(
-            "DoRA, PiSSA and OLoRA begin with what is computed from the weights, which this model has quantized. "
+            "DoRA, PiSSA and OLoRA are initialized from the weights, but the weights of this model are quantized. "
             "Use plain LoRA, or load the model without quantization_config"
         )
     how, by_weights = getattr(config, "init_lora_weights", True), needs_weights(config)
@@ -83,16 +83,16 @@ def refuse_far(config: Any) -> None:
     is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
     if kind not in KINDS:
         raise ConfigurationError(
-            f"the model is on meta, and peft needs its weights for adapters of the kind {kind}. {WITH_WEIGHTS}"
+            f"the model is on meta, but peft needs its weights for {kind} adapters. {WITH_WEIGHTS}"
         )
     if not is_known:
         raise ConfigurationError(
-            f"init_lora_weights={how!r} is not computed for a model on meta. {WITH_WEIGHTS}, or use True, False, "
+            f"init_lora_weights={how!r} is not supported for a model on meta. {WITH_WEIGHTS}, or use True, False, "
             "'gaussian', 'orthogonal', 'olora' or 'pissa'"
         )
     if getattr(config, "trainable_token_indices", None):
         raise ConfigurationError(
-            f"trainable_token_indices begin with rows of the embedding, and the model is on meta. {WITH_WEIGHTS}"
+            f"trainable_token_indices are initialized from the embedding, but the model is on meta. {WITH_WEIGHTS}"
         )
 
 

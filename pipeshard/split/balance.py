@@ -16,13 +16,12 @@ def balance(
     ranks: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[int]:
-    """How many consecutive calls each stage gets, minimising the largest cost of a stage, then the sum of squares.
-
-    No cut is before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls from start to
-    end (exclusive); if a run of calls does not fit, no larger one does. `ranks` has the rank of each stage. If they are
-    in a V, single calls then move between stages as long as this reduces the cost of the most expensive rank, then the
-    sum of squares over the ranks, then that over the stages. `speeds` has the relative speed of each stage's rank,
-    which divides the cost of the stage.
+    """How many consecutive calls each stage gets, minimizing the largest cost of a stage, then the sum of squares.
+    There is never a cut before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls
+    from start to end (exclusive); if a run of calls does not fit, no larger one does. `ranks` has the rank of each
+    stage. If they are in a V, single calls then move between stages as long as this reduces the cost of the most
+    expensive rank, then the sum of squares over the ranks, then that over the stages. `speeds` has the relative speed
+    of each stage's rank, which divides the cost of the stage.
 
     Raises PartitionError if there are fewer separable parts than stages, or nothing fits.
     """
@@ -35,11 +34,11 @@ def balance(
         asked, remedy = f"pp_size={num_stages}", f"pp_size <= {len(starts)}"
         chunks = num_stages // len(set(ranks or range(num_stages)))
         if chunks > 1:
-            asked = f"pp_size={num_stages // chunks} times {chunks} stages a rank"
-            remedy += " with schedule='1f1b', which has one stage a rank"
+            asked = f"pp_size={num_stages // chunks} times {chunks} stages per rank"
+            remedy += " with schedule='1f1b', which has one stage per rank"
         raise PartitionError(
-            f"the model makes {len(costs)} unit calls in {len(starts)} parts that can be cut apart, fewer than "
-            f"{asked}{why}. Use {remedy}, or name modules inside of units to cut after, partition=[...]"
+            f"the model makes {len(costs)} unit calls, which can be split into at most {len(starts)} stages, fewer "
+            f"than {asked}{why}. Use {remedy}, or name modules inside units to cut after, partition=[...]"
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]
@@ -62,7 +61,7 @@ def balance(
 def _level(cuts: list[int], ranks: Sequence[int], cost: Callable[[int, int, int], float]) -> list[int]:
     """The cuts after single blocks have moved from one stage to another, best move first, while this helps the ranks.
 
-    In a V the last stage shares its rank with the first, so an expensive head leaves little room in front.
+    In a V the last stage shares its rank with the first, so an expensive head leaves little room for the first stage.
     """
 
     def value(cuts: Sequence[int]) -> tuple[float, float, float]:

@@ -1,7 +1,7 @@
-"""Boundary: the values that enter a stage, and where none may be.
+"""Boundary: the values that enter a stage, and the calls before which no cut is allowed.
 
-Skip connections, masks and labels go past the neighbouring stage. What crosses follows from what each unit call, the
-loss and the outputs read.
+Skip connections, masks and labels may be read beyond the next stage. The values that cross a cut follow from what each
+unit call, the loss and the outputs read.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,8 @@ from pipeshard.graph.taint import Value
 
 @dataclass(frozen=True)
 class Boundary:
-    """What enters a stage: `values` in the order they are sent, `gradients` the values whose gradient is sent back."""
+    """The values that enter a stage: `values` in the order in which they are sent, `gradients` those whose gradient is
+    sent back."""
 
     values: tuple[Value, ...]
     gradients: tuple[Value, ...]
@@ -23,18 +24,19 @@ class Boundary:
 def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: Wanted = False) -> list[Boundary]:
     """The values that cross into each stage (none into stage 0).
 
-    A value crosses every boundary between the stage of its call and that of its last reader; the last stage reads for
-    the loss, and for wanted outputs. A gradient is returned for values that get one from a reader there or later.
+    A value crosses every boundary between the stage of its call and the stage of its last reader; the last stage reads
+    for the loss, and for requested outputs. A gradient is returned for values that get one from a reader there or
+    later.
     """
     everything = flow.needed(outputs)
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
-    for name, use, stage in [*readers, ("the loss or an output that is asked for", everything, num_stages - 1)]:
+    for name, use, stage in [*readers, ("the loss or a requested output", everything, num_stages - 1)]:
         for maker in use.hidden:
             if stages[maker] != stage:
                 raise TraceError(
-                    f"with this batch {name} (stage {stage}) uses a value that leaves unit {flow.calls[maker].unit} "
-                    f"(stage {stages[maker]}) by a way that cannot be followed, so it cannot get there. If it is an "
-                    "output that was asked for (output_attentions, ...), do not ask for it"
+                    f"with this batch {name} (stage {stage}) uses a value that escapes unit {flow.calls[maker].unit} "
+                    f"(stage {stages[maker]}) untracked, so it cannot be sent to stage {stage}. If it is a requested "
+                    "output (output_attentions, ...), do not request it"
                 )
     for first, last in flow.together:
         if stages[first] != stages[last]:
@@ -45,7 +47,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
 
 
 def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
-    """The values that cross into each stage; `final` are the values read at the end of the last one."""
+    """The values that cross into each stage; `final` are the values read at the end of the last stage."""
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
     return _crossing([*readers, (final.values, num_stages - 1)], stages, num_stages)
 
@@ -64,22 +66,22 @@ def _crossing(
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
     """Calls before which no cut is allowed, each with the reason: a hidden value would have to cross it, or the model
-    has CutPoints and none is there. The number of calls stands for the end of the model."""
+    has CutPoints, but not at this call. The number of calls stands for the end of the model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
-        reason = f"the model is cut at its CutPoints alone, of which it calls {len(flow.cut_points)}"
+        reason = f"the model is cut only at its CutPoints, and it calls {len(flow.cut_points)}"
         allowed = {k + 1 for k in flow.cut_points}
         forbidden.update((k, reason) for k in range(1, len(flow.calls) + 1) if k not in allowed)
 
     def keep_together(use: Reads, reader: int, name: str) -> None:
         for maker in use.hidden:
-            reason = f"{name} uses a value that leaves unit {flow.calls[maker].unit} by a way that cannot be followed"
+            reason = f"{name} uses a value that escapes unit {flow.calls[maker].unit} untracked"
             forbidden.update(dict.fromkeys(range(maker + 1, min(reader, len(flow.calls) - 1) + 1), reason))
 
     for place in flow.carried:
         late = max(place.makers, default=0)
         for reader in place.readers - {-1}:
-            what = f"unit {flow.calls[reader].unit} reads {place.name}, which the forward before has computed from"
+            what = f"unit {flow.calls[reader].unit} reads {place.name}, which the previous forward computed from"
             reason = f"{what} the result of a later unit, {flow.calls[late].unit}"
             forbidden.update(dict.fromkeys(range(reader + 1, late + 1), reason))
     for reader, call in enumerate(flow.calls):
@@ -93,7 +95,7 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
 
 def _recomputed_together(flow: Dataflow, first: int, last: int) -> str:
     return (
-        f"a torch.utils.checkpoint of the model's own runs units {flow.calls[first].unit} to {flow.calls[last].unit} "
-        "again in the backward pass, which one stage has to do: call it for each of them alone, or leave it out and "
-        "pass recompute=True to PipelinePlugin"
+        f"the model's own torch.utils.checkpoint reruns units {flow.calls[first].unit} to {flow.calls[last].unit} in "
+        "the backward pass, which a single stage must do: checkpoint each of them separately, or remove the checkpoint "
+        "and pass recompute=True to PipelinePlugin"
     )

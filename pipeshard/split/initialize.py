@@ -40,12 +40,12 @@ InitWeights = bool | Callable[..., Any]
 def initialize(
     model: nn.Module, parameters: Collection[str], buffers: Mapping[str, bool], rule: InitWeights, seed: int
 ) -> None:
-    """Initialise the parameters with these (first) names and set these buffers, and nothing else of the model.
+    """Initialize the parameters with these (first) names and set these buffers, and nothing else of the model.
 
     `rule` True stands for the `_init_weights` of the PreTrainedModel around a module, then its `reset_parameters`. The
     values of a parameter depend only on the seed and its name, not on other parameters. The user's random generators
-    do not change. `buffers` is what `allocate` returned. Packed weights are omitted: a checkpoint has their values.
-    Raises ConfigurationError for a tensor without values.
+    do not change. `buffers` is the result of `allocate`. Packed weights are omitted: a checkpoint has their values.
+    Raises ConfigurationError for a tensor that is left without values.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
     by_architecture = set(buffers)
@@ -60,9 +60,9 @@ def initialize(
         first = min(missing)
         why = "no _init_weights of a PreTrainedModel sets it, and its module has no reset_parameters()"
         raise ConfigurationError(
-            f"{len(missing)} tensors on meta got no values, {first} of "
-            f"{type(model.get_submodule(first.rpartition('.')[0])).__name__} the first: "
-            f"{'init_weights=fn did not write to it' if callable(rule) else why}. Give the module one, pass "
+            f"{len(missing)} tensors on meta were not initialized (the first is {first} of "
+            f"{type(model.get_submodule(first.rpartition('.')[0])).__name__}): "
+            f"{'init_weights=fn did not write to it' if callable(rule) else why}. Add a reset_parameters(), pass "
             "PipelinePlugin(init_weights=fn) with an fn(module, name) that fills all of a module's own tensors, or "
             "init_weights=False to load them all with booster.load_model"
         )
@@ -134,7 +134,7 @@ class _SeededWrites(DispatchMode):
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """While the module at `path` is initialised."""
+        """While the module at `path` is initialized."""
         self.path = path
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number(self.seed, path))
@@ -166,7 +166,7 @@ def give(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def number(seed: int, text: str) -> int:
-    """A seed derived from `text`."""
+    """A seed derived from `seed` and `text`."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")
 
 
@@ -178,7 +178,7 @@ MODULE_ATTRIBUTES = frozenset(
 
 @dataclass
 class Blueprint:
-    """How a module is built, and its state as a skeleton: attributes changed since then are the user's, and stay.
+    """How a module is built, and its state as a skeleton: attributes that the user has changed since then are kept.
 
     `place` seeds its values. `before` has its modules by path, each with its plain attributes at that time.
     """
@@ -196,8 +196,8 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     """
     refusal = explained(
         lambda error: ConfigurationError(
-            f"layer {place}, {name}, cannot be built on meta, where its shapes are found: {summary(error)}. Give "
-            "device='cpu' to tensors that its constructor reads, or put the module itself into the list"
+            f"layer {place}, {name}, cannot be built on meta, which is required to find its shapes: {summary(error)}. "
+            "Pass device='cpu' for tensors that its constructor reads, or put the module itself into the list"
         )
     )
     with refusal, Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"), _Unread():
@@ -226,7 +226,7 @@ def build(module: nn.Module, seed: int) -> None:
     blueprint: Blueprint = vars(module)[BLUEPRINT]
     with explained(  # of the user's constructor, too
         lambda error: ConfigurationError(
-            f"layer {blueprint.place}, a {type(module).__name__}, was built on meta, but not in the same way with "
+            f"layer {blueprint.place}, a {type(module).__name__}, was built differently on meta than with "
             f"memory: {summary(error)}"
         )
     ):
@@ -240,7 +240,7 @@ def build(module: nn.Module, seed: int) -> None:
 
 
 class _Unread(DispatchMode):
-    """Make reading a number on meta an error everywhere: ColossalAI makes torch return 0."""
+    """Make reading a number from a meta tensor an error everywhere: ColossalAI patches torch to return 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -249,7 +249,8 @@ class _Unread(DispatchMode):
 
 
 def blank_buffers(module: nn.Module) -> None:
-    """Allocate the buffers of a skeleton that is not built here, as the trace of a batch and checkpoints need them."""
+    """Allocate the buffers of a skeleton that is not built here, since the trace of a batch and checkpoints need
+    them."""
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -258,11 +259,12 @@ def blank_buffers(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
-    """Take the values, buffers and attributes of `built`; references to its parts become those to parts of `module`."""
+    """Take the values, buffers and attributes of `built`; references to parts of `built` become references to parts of
+    `module`."""
     parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, _ in blueprint.before}
     paths, built_paths = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
     if paths != built_paths:
-        raise ValueError(f"it has other modules, {min(paths ^ built_paths)} the first")
+        raise ValueError(f"the modules differ (the first is {min(paths ^ built_paths)})")
     values = dict(built.named_parameters(remove_duplicate=False))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in values:
@@ -284,7 +286,7 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
 
 def _like(value: Tensor, skeleton: Tensor, name: str) -> Tensor:
     if value.shape != skeleton.shape:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, on meta it had {tuple(skeleton.shape)}")
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, but {tuple(skeleton.shape)} on meta")
     return value.to(skeleton.dtype)
 
 

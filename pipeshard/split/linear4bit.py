@@ -1,4 +1,4 @@
-"""Linear in 4 bits: bitsandbytes' layer, packed from the beginning. Imports bitsandbytes."""
+"""Linear in 4 bits: bitsandbytes' layer, packed from the start. Imports bitsandbytes."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
 
     Attributes:
         options: how bitsandbytes packs the values.
-        unloaded: what `quant_state` is until there are values. A trace then has throw-away weights.
+        unloaded: the value of `quant_state` until there are values. Until then, a trace uses temporary weights.
     """
 
     layer_class, weight_class, mark = bitsandbytes.nn.Linear4bit, Params4bit, "is_loaded_in_4bit"
@@ -79,7 +79,7 @@ CHUNK = 1 << 20  # values, a multiple of every size of a block
 def quantize_4bit(
     value: Tensor, blocksize: int, compress_statistics: bool, quant_type: str, quant_storage: torch.dtype
 ) -> tuple[Tensor, Any]:
-    """The result of bitsandbytes' function of this name, bit for bit, in chunks: on a CPU that function takes some
+    """The result of bitsandbytes' function of this name, bit for bit, in chunks: on a CPU that function needs about
     thirty times the memory of its result."""
     parts = [
         functional.quantize_4bit(chunk, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage)

@@ -12,8 +12,8 @@ from pipeshard.split.packed_linear import PackedLinear
 
 
 class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
-    """A linear layer in 8 bits, with a scale for each output: None until there are values, when a trace has throw-away
-    weights."""
+    """A linear layer in 8 bits, with one scale per output. The scales are None until there are values; until then, a
+    trace uses temporary weights."""
 
     layer_class, weight_class = bitsandbytes.nn.Linear8bitLt, bitsandbytes.nn.Int8Params
     mark = "is_loaded_in_8bit"
@@ -45,8 +45,8 @@ CHUNK = 1 << 20  # values
 
 
 def quantize_8bit(value: Tensor) -> tuple[Tensor, Tensor]:
-    """What bitsandbytes makes of a weight, to the bit, and its scales; some rows at a time, of which it makes copies in
-    higher precision."""
+    """A weight as bitsandbytes packs it, bit for bit, and its scales. Rows are packed in chunks, since bitsandbytes
+    copies them in higher precision."""
     rows = value.split(len(value) if value.is_meta else max(1, CHUNK // value.shape[1]))
     parts = [functional.int8_vectorwise_quant(some.to(torch.float16)) for some in rows]
     return torch.cat([packed for packed, *_ in parts]), torch.cat([scales for _, scales, _ in parts])

@@ -67,7 +67,7 @@ def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
 def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
     """Let torch.compile compile each unit separately; units of one class share the compiled code.
 
-    In a unit that is a single operation there is nothing to fuse, and calling compiled code takes longer.
+    A unit with a single operation is not compiled: there is nothing to fuse, and calling compiled code takes longer.
     """
     single = (nn.Linear, nn.Embedding)  # themselves: a class made of them may do more
     fusible = {name: u for name, u in units.items() if type(u) not in single and not isinstance(u, CutPoint)}
@@ -76,23 +76,23 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
 
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
-    """Refuse options of torch.compile that units of a pipeline cannot support; `by_whole_batch`: it compiles, and
-    batch norm should wait for the whole batch."""
+    """Refuse options of torch.compile that units of a pipeline cannot support; `by_whole_batch` says that units are
+    compiled although batch norm is to use the whole batch."""
     if by_whole_batch:
         raise ConfigurationError(
-            "deferred_batch_norm=True does not go with compile: what a compiled unit normalizes is not seen"
+            "deferred_batch_norm=True does not support compile: the inputs of batch norm in a compiled unit are hidden"
         )
     if "units" in options:
         raise ConfigurationError(
-            f'compile={options!r}: consecutive units are no longer compiled as one function. Drop "units", '
-            "and make layers that should be fused one module of the model"
+            f'compile={options!r}: consecutive units are no longer compiled as one function. Remove "units", '
+            "and combine layers that should be fused into one module of the model"
         )
     modes = ("reduce-overhead", "max-autotune")
     graphs = options.get("mode") in modes or "triton.cudagraphs" in options.get("options", {})
     if graphs and pp_size > 1:
         raise ConfigurationError(
-            f"compile={options!r}: CUDA graphs write the results of each microbatch where those of the one before are, "
-            "which is still to go backward. Drop them, or use mode='max-autotune-no-cudagraphs'"
+            f"compile={options!r}: CUDA graphs overwrite the results of the previous microbatch, whose backward pass "
+            "has not run yet. Turn them off, or use mode='max-autotune-no-cudagraphs'"
         )
 
 
@@ -131,7 +131,7 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
 
 def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Models rebuilt from the configurations of the outermost PreTrainedModels in `model`, and the prefix of the names
-    of each; their parameters take no memory and no time. In this dtype, if one is given."""
+    of each; their parameters take no memory and no time. The models have this dtype, if one is given."""
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
 
@@ -149,8 +149,8 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         refusal = explained(
             lambda error: ConfigurationError(
                 f"the buffers of {type(module).__name__} are on meta, and the model cannot be built again to get their "
-                f"values ({summary(error)}). Build it under accelerate's init_empty_weights() instead of "
-                "torch.device('meta'): that leaves buffers their values"
+                f"values ({summary(error)}). Build it under accelerate's init_empty_weights(), which keeps "
+                "the values of buffers, instead of torch.device('meta')"
             )
         )
         with refusal, torch.device("cpu"), empty[0], empty[1], empty[2], _default(dtype, module.config) as config:

@@ -20,7 +20,7 @@ UNWRITTEN = (
     "the base weights of this model are quantized, and cannot be saved as a model folder. "
     "Save the adapters with booster.save_lora_as_pretrained, or the training state with "
     "pipeshard.save_training_state. To merge them, load the checkpoint in one process without "
-    "quantization_config, PeftModel.from_pretrained(model, <folder>), and merge_and_unload()"
+    "quantization_config, then call PeftModel.from_pretrained(model, <folder>) and merge_and_unload()"
 )
 
 
@@ -28,7 +28,7 @@ class Packed(nn.Module, ABC):
     """A layer whose weight is packed.
 
     Attributes:
-        mark: the attribute by which peft knows a model with such layers.
+        mark: the attribute by which peft recognizes a model with such layers.
         whole_shape: the shape that the weight has in a checkpoint.
     """
 
@@ -47,7 +47,7 @@ class Packed(nn.Module, ABC):
 
     @abstractmethod
     def like(self, linear: nn.Module) -> "Packed":
-        """The values of another linear layer, packed like this one."""
+        """A layer with the values of another linear layer, packed like this one."""
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, Packed]]:

@@ -1,7 +1,6 @@
-"""Packed linear: what the linear layers of 4 and of 8 bits share; each is bitsandbytes' own, packed from the beginning.
-
-Computes as bitsandbytes' layer does, and changes nothing of itself as it runs: bitsandbytes' own casts its bias in
-place, and some replace their weight.
+"""Packed linear: the common base of the 4-bit and 8-bit linear layers; each is bitsandbytes' own, packed from the
+start. A layer computes what bitsandbytes' layer computes, but does not modify itself in a forward: bitsandbytes' layers
+cast their bias in place, and some replace their weight.
 """
 
 from abc import abstractmethod
@@ -19,10 +18,10 @@ class PackedLinear(Packed):
     """A layer of bitsandbytes whose weight is packed.
 
     Attributes:
-        layer_class: the layer that it is made of.
-        weight_class: of its weight, which can be copied on meta.
+        layer_class: the bitsandbytes class that it is made from.
+        weight_class: the class of its weight, which can be copied on meta.
         is_transposed: whether a checkpoint has the weight as (in, out).
-        values_dtype: of the values before they are packed.
+        values_dtype: the dtype of the values before they are packed.
     """
 
     layer_class: ClassVar[type[nn.Module]]
@@ -33,25 +32,26 @@ class PackedLinear(Packed):
 
     @abstractmethod
     def blank(self, *sizes: Any) -> Any:
-        """A layer of bitsandbytes on meta, of these numbers of inputs and outputs, and with a bias or not, that packs
-        as this one."""
+        """A bitsandbytes layer on meta that packs like this one, with these numbers of inputs and outputs, and with or
+        without a bias."""
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
-        """What the layer computes of its input."""
+        """The output of the layer for the input `x`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self._shaped(x.dtype), self.bias) if self.weight.is_meta else self.product(x)
 
     def _shaped(self, dtype: torch.dtype) -> Tensor:
-        """A weight on meta as it is unpacked, in the same storage: a trace counts its flops, and nothing kept."""
+        """A weight on meta with its unpacked shape, in the packed storage: a trace counts its flops, but no memory for
+        it."""
         one = self.weight.data.flatten().view(torch.uint8)[: dtype.itemsize].view(dtype)
         return one.expand(self.whole_shape[:: -1 if self.is_transposed else 1])
 
     @classmethod
     def take_over(cls, module: nn.Module, dtype: torch.dtype) -> None:
-        """Make one of a layer of bitsandbytes, on meta, whose values have this dtype before they are packed. The module
-        stays the same object."""
+        """Turn a bitsandbytes layer on meta, whose values have this dtype before they are packed, into a layer of this
+        class. The module stays the same object."""
         if type(module) is not cls.layer_class:
             return
         layer: Any = module
@@ -65,10 +65,10 @@ class PackedLinear(Packed):
             give(layer.bias, layer.bias.data.to(dtype))
 
     def begin(self) -> None:
-        """Remember what is needed to pack."""
+        """Record what packing needs."""
 
     def like(self, linear: nn.Module) -> Self:
-        """The values of another linear layer, which has some, packed as those of this one."""
+        """A layer with the values of another linear layer, which has values, packed like this one."""
         values: Any = linear
         sizes = tuple(values.weight.shape)[:: 1 if isinstance(linear, Conv1D) else -1]
         made: Any = self.blank(*sizes, values.bias is not None)
@@ -85,5 +85,5 @@ class PackedLinear(Packed):
         return (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The parameters alone, by their own names: what a stage holds of them is found by these."""
+        """Save only the parameters, under their own names: these names identify the parameters that a stage holds."""
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)

@@ -1,7 +1,7 @@
-"""Partition: which stage runs each unit call, and by which criterion.
+"""Partition: the assignment of unit calls to stages, and its criteria.
 
-Cutting a list of layers into equal parts balances neither embeddings nor heads. Here the calls of a Dataflow are cut
-where the most expensive stage costs least.
+Cutting a list of layers into equal parts balances neither embeddings nor heads. Here the calls of a Dataflow are cut so
+that the most expensive stage costs as little as possible.
 """
 
 import itertools
@@ -40,7 +40,8 @@ class Partition:
         return cls(len(counts), dict(zip(flow.occurrences, stages, strict=True)), calls)
 
     def of_calls(self, flow: Dataflow) -> tuple[int, ...]:
-        """The stage of each call of `flow`; a unit that is called more often than planned runs where it last did.
+        """The stage of each call of `flow`; a unit that is called more often than planned runs on the stage of its last
+        planned call.
 
         Raises TraceError if `flow` does not run the units in the planned order.
         """
@@ -48,10 +49,10 @@ class Partition:
         new = [unit for unit, k in known if k < 0]
         stages = tuple(self.stages.get(key, 0) for key in known)
         if new or list(stages) != sorted(stages):
-            what = f"calls {new[0]}, which the model was not partitioned by" if new else "calls units out of order"
+            what = f"calls {new[0]}, which the partition does not contain" if new else "calls units out of order"
             raise TraceError(
                 f"with this batch the model {what}. Pass dry_run_input=<a batch of this kind> to PipelinePlugin, "
-                "or keep one kind of batch per boost"
+                "or use one kind of batch per boost"
             )
         return stages
 
@@ -88,7 +89,8 @@ def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
 
 
 class Cost(NamedTuple):
-    """Times of one unit call: forward, backward without the weight gradients that can wait, and these."""
+    """Times of one unit call: forward, backward without the weight gradients that can be deferred, and these weight
+    gradients."""
 
     forward: float
     backward: float
@@ -146,7 +148,7 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
 
 
 def check_partition(by: Cuts) -> None:
-    """Raises ConfigurationError for an unknown name."""
+    """Raise ConfigurationError for an unknown name."""
     if isinstance(by, str) and by not in PARTITIONS[:4] and not re.fullmatch("(profile|type|speed):.+", by):
         raise ConfigurationError(f"partition={by!r} is unknown: use one of {PARTITIONS}, or a list")
 
@@ -165,7 +167,7 @@ def _of_type(pattern: str, units: Sequence[nn.Module], num_stages: int) -> list[
     if sum(matches) < num_stages:
         classes = ", ".join(sorted(set(map(type_name, units))))
         raise PartitionError(
-            f"partition='type:{pattern}' matches {sum(matches)} unit calls, which is too few for {num_stages} stages: "
+            f"partition='type:{pattern}' matches {sum(matches)} unit calls, too few for {num_stages} stages: "
             f"the units' classes are {classes}"
         )
     return [float(match) for match in matches]

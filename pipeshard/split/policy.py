@@ -1,12 +1,12 @@
 """Policy: the four questions a stage asks about its part of a model, answered from the Dataflow.
 
 A framework that cuts models by hand needs one class per architecture that lists layers, ties and forwards. Here the
-trace finds all of them, so the base class serves every model. A custom policy overrides what a trace cannot
-determine: how long units take, and where to cut.
+trace finds all of them, so the base class serves every model. A custom policy overrides only the answers that a trace
+cannot give: the time that units take, and the place of the cuts.
 
 The model's glue runs on every stage, but each stage has only some of the activations, parameters and generators. Glue
 that branches on an activation, changes a parameter, or listens to a gradient would behave differently on each stage.
-The Dataflow shows this, and it is refused at boost and for every new kind of batch.
+The Dataflow shows such glue, and it is refused at boost and for every new kind of batch.
 """
 
 import importlib
@@ -30,20 +30,22 @@ from pipeshard.split.ties import Ownership, refuse_overlaps
 
 
 class Policy:
-    """What one stage of one model holds, shares and runs. The four questions are `distribute_layers`,
-    `get_held_layers`, `get_shared_params` and `replace_forward`; `costs` determines the first answer.
+    """The units and parameters that one stage of a model holds, shares and runs. The four questions are
+    `distribute_layers`, `get_held_layers`, `get_shared_params` and `replace_forward`; `costs` determines the first
+    answer.
 
     Args:
         stage: this process's place among `num_stages`, its rank in the pipeline.
         partition: "auto" (by cost), "uniform" (equally many units), "parameters", "profile" (by measured cost),
             "type:REGEX" (equally many units whose class name matches, in any case), "speed:1.0,0.6" (by cost over the
             relative speed of each rank), how many unit calls each stage gets, or the units to cut after.
-        scale: the size of a microbatch relative to that of the trace.
+        scale: the size of a microbatch relative to the batch of the trace.
         placement: the process of each part of the model, if a process runs several; by default one part each.
         costs: costs of the unit calls, if better ones than the trace's are known.
 
     Attributes:
-        tp_plan: slices a base model without its own plan (`tp_size`): styles by module names, * for numbers.
+        tp_plan: the tensor-parallel plan (`tp_size`) for a base model without its own: styles by module names, * for
+            numbers.
         chunks: the parts of the model that this process runs, by their place in the model.
         partition: the part that runs each unit call; `stages` has the same as one number per call of `flow`.
         ownership: which processes hold and own each parameter.
@@ -98,7 +100,7 @@ class Policy:
         return list(self.held_units.values())
 
     def shares(self, by: str | None = None) -> list[float]:
-        """The share of each stage in the bytes of the model's parameters; `by` a partition of this name."""
+        """The share of each stage in the bytes of the model's parameters, under the partition named `by`."""
         sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
         held, parts = self.ownership.held, len(self.placement)
         if by is not None:
@@ -108,12 +110,12 @@ class Policy:
         return [sum(sizes[name] for name in names) / max(1, sum(sizes.values())) for names in held]
 
     def get_shared_params(self) -> list[dict[int, nn.Parameter]]:
-        """One entry per parameter several stages hold: stage -> parameter, in the same order on every rank."""
+        """One entry per parameter that several stages hold: stage -> parameter, in the same order on every rank."""
         parameters = dict(self.model.named_parameters())
         return [dict.fromkeys(holders, parameters[name]) for name, holders in self.ownership.shared().items()]
 
     def replace_forward(self) -> None:
-        """Make held units run and the others replay.
+        """Make held units run, and all other units replay.
 
         A module that was not called as a unit at boost never is later: a head whose weights only glue read stays with
         the glue of the stage that holds them.
@@ -129,7 +131,7 @@ class Policy:
     def weights(self, num_stages: int) -> list[float]:
         """The weight of each unit call, which a partition given by name balances over the stages."""
         if str(self.partition_by).startswith("profile") and self.known_costs is None:
-            raise ConfigurationError("partition='profile' goes by measured costs: pass costs=profile.costs(flow)")
+            raise ConfigurationError("partition='profile' requires measured costs: pass costs=profile.costs(flow)")
         units = [self.units[call.unit] for call in self.flow.calls]
         return weights(str(self.partition_by), units, self.costs, num_stages)
 
@@ -207,9 +209,10 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     decisions = [*flow.decisions, *(() if _last_stage_can_decide(model, flow) else flow.late_decisions)]
     if decisions:
         raise TraceError(
-            f"{type(model).__name__} decides in Python on a value of a unit, which only its stage has: "
-            f"{'; '.join(decisions)}. Compute it with tensor operations (torch.where), or in the forward of a module "
-            "of its own, as also gradients that forward computes (autograd.grad), or use one stage (pp_size=1)"
+            f"{type(model).__name__} decides in Python on a value of a unit, which only the stage of the unit has: "
+            f"{'; '.join(decisions)}. Compute the decision with tensor operations (torch.where), or in the forward of "
+            "a separate module (including gradients that forward computes with autograd.grad), or use one stage "
+            "(pp_size=1)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:
@@ -219,22 +222,22 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
         is_repeated = is_chunked or (place.kind == "parameter" and model.training)
         if place.kind in ("parameter", "settled") and -1 in writers and (sources or is_repeated):
             raise TraceError(
-                f"the forward of {type(model).__name__} changes the parameter {place.name} outside of its unit"
-                f"{f', by {sources[0]}' if sources else ''}, and no stage can do that for all: do it after "
+                f"the forward of {type(model).__name__} changes the parameter {place.name} outside its unit"
+                f"{f', based on {sources[0]}' if sources else ''}, which no stage can do for all: do it after "
                 "optimizer.step(), or inside the unit, or use one stage (pp_size=1)"
             )
         is_moved = place.name in place.uses.kept and "_buffers" in [step.key for step in place.path[-2:]]
         if (is_moved or place.kind in ("generator", "number")) and len(writers) > 1:
             raise TraceError(
                 f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} "
-                f"{place.name}, but are on several stages, each of which has one of its own: give each layer its "
+                f"{place.name}, but are on several stages, which have separate copies of it: give each layer its "
                 "own, or move this out of all layers into the model's forward, or use one stage (pp_size=1)"
             )
 
 
 def _last_stage_can_decide(model: nn.Module, flow: Dataflow) -> bool:
-    """Whether no other stage runs the glue after the last call, and that glue cannot call a unit that the trace did not
-    call."""
+    """Whether only the last stage runs the glue after the last call, and this glue cannot call a unit that the trace
+    did not call."""
     if any(place.until is None for place in flow.carried):
         return False
     called = {call.unit for call in flow.calls}
@@ -252,8 +255,8 @@ def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None
         passing = {s for s in range(first, max(readers, default=0)) if ends.get(s, -1) >= hook.calls}
         if len(readers | (passing if hook.home is not None else set())) > 1:
             raise TraceError(
-                f"the model puts a gradient hook on a tensor that is used on several stages ({hook.line}), each of "
-                "which has a part of its gradient. Put the hook on a tensor inside a layer, or cut elsewhere "
+                f"the model registers a gradient hook on a tensor that several stages use ({hook.line}), and each of "
+                "them has only a part of its gradient. Register the hook on a tensor inside a layer, or cut elsewhere "
                 "(partition=[...])"
             )
 
@@ -276,11 +279,11 @@ def refuse_backward_hooks(
     hooked -= {unit for name, unit in units.items() if name not in sending}
     for name, module in model.named_modules():
         if module in hooked:
-            where = "is cut into stages itself" if module in around else "gives a result to another stage"
+            where = "is itself split into stages" if module in around else "returns a result to another stage"
             raise UsageError(
                 f"{name or 'the model'} ({type(module).__name__}) has a backward hook (register_full_backward_hook, "
-                f"register_full_backward_pre_hook), but {where}, so no stage has all the gradients that it is about: "
-                "put the hook on a module inside of a unit, or cut elsewhere (the partition argument of PipelinePlugin)"
+                f"register_full_backward_pre_hook), but {where}, so no stage has all the gradients for the hook: "
+                "register it on a module inside a unit, or cut elsewhere (the partition argument of PipelinePlugin)"
             )
 
 
@@ -293,7 +296,7 @@ PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], PolicyClass]:
     """Class decorator: use this Policy for models of these classes or with these `config.model_type`s.
 
-    It overrides entry points, and the policies of the folder policies/.
+    It overrides entry points, and the policies in the folder policies/.
     """
 
     def register(policy: PolicyClass) -> PolicyClass:
@@ -304,9 +307,9 @@ def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], Pol
 
 
 def find_policy(model: nn.Module) -> type[Policy]:
-    """The policy registered for the model's class, one of its bases, or its `config.model_type`; otherwise that of an
-    installed package's entry point, then the one in the folder policies/, then Policy. For a PeftModel, it is that of
-    the model inside, unless one is registered for the PeftModel itself.
+    """The policy registered for the model's class, one of its bases, or its `config.model_type`; otherwise the policy
+    of an installed package's entry point, then the one in the folder policies/, then Policy. For a PeftModel, it is the
+    policy of the model inside, unless one is registered for the PeftModel itself.
 
     Raises ConfigurationError for an entry point that does not load.
     """
@@ -322,7 +325,7 @@ def _advertised(model_type: str) -> type[Policy] | None:
     points = {point.value: point for point in metadata.entry_points(group=ENTRY_POINTS, name=model_type)}
     if len(points) > 1:
         raise ConfigurationError(
-            f"several packages offer a policy for {model_type!r}: {', '.join(points)}. Choose with register_policy"
+            f"several packages provide a policy for {model_type!r}: {', '.join(points)}. Choose with register_policy"
         )
     if not points:
         return None
@@ -330,7 +333,7 @@ def _advertised(model_type: str) -> type[Policy] | None:
     where = f"entry point {model_type} = {value} of group {ENTRY_POINTS}"
     with explained(
         lambda error: ConfigurationError(
-            f"{where} does not load ({summary(error)}): mend or remove the package that has it, or choose another "
+            f"{where} does not load ({summary(error)}): fix or remove the package that provides it, or choose another "
             "policy with register_policy"
         )
     ):
@@ -340,7 +343,7 @@ def _advertised(model_type: str) -> type[Policy] | None:
 
 @cache
 def _shipped(model_type: str) -> type[Policy] | None:
-    """The policy of the folder policies/, which a source tree that is not installed does not have."""
+    """The policy from the folder policies/, which is missing in a source tree that is not installed."""
     plans = importlib.import_module(SHIPPED).TP_PLANS if util.find_spec(SHIPPED) else {}
     if model_type not in plans:
         return None

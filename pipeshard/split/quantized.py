@@ -10,7 +10,7 @@ from pipeshard.split.packed import UNWRITTEN
 from pipeshard.split.ties import first_names
 
 METHOD = "bitsandbytes"
-ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), or leave quantization_config out"
+ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), or omit quantization_config"
 
 
 def quantize_blank(model: Any, config: Any) -> None:
@@ -43,7 +43,7 @@ def quantize_blank(model: Any, config: Any) -> None:
 
 
 def refuse_other_ways(config: Any) -> None:
-    """Raise ConfigurationError for a configuration of anything except 4 or 8 bits with bitsandbytes."""
+    """Raise ConfigurationError for any quantization config except 4 or 8 bits with bitsandbytes."""
     if not isinstance(config, QuantizationConfigMixin):
         raise ConfigurationError(f"quantization_config is a {type(config).__name__}. {ADVICE}")
     method = getattr(config.quant_method, "value", config.quant_method)
@@ -53,7 +53,7 @@ def refuse_other_ways(config: Any) -> None:
         raise ConfigurationError(f"quantization_config: load_in_4bit and load_in_8bit are False. {ADVICE}")
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigurationError(
-            "quantization_config: llm_int8_has_fp16_weight=True keeps the weights in 16 bits. Leave it out"
+            "quantization_config: llm_int8_has_fp16_weight=True keeps the weights in 16 bits. Omit this option"
         )
 
 
@@ -69,8 +69,8 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str]) -> Non
         if after[name] != first:
             layer = name.rpartition(".")[0]
             raise ConfigurationError(
-                f"quantization_config packs {layer}, and {name} is the same tensor as {first}. Shared tensors are not "
-                f"packed. Add {layer!r} to llm_int8_skip_modules, or leave that out"
+                f"quantization_config packs {layer}, but {name} is the same tensor as {first}, and shared tensors "
+                f"cannot be packed. Add {layer!r} to llm_int8_skip_modules, or omit quantization_config"
             )
 
 
@@ -79,7 +79,7 @@ def refuse_quantized_folder(config: Any, path: Any) -> None:
     if (saved := getattr(config, "quantization_config", None)) is not None:
         method = saved.get("quant_method", "unknown") if isinstance(saved, dict) else saved.quant_method
         raise ConfigurationError(
-            f"the weights in {path} are quantized (by {getattr(method, 'value', method)}), and stages do not read such "
-            "weights. Use the checkpoint that they were made from, with "
+            f"the weights in {path} are quantized (with {getattr(method, 'value', method)}), and stages cannot load "
+            "such weights. Use the original checkpoint, with "
             "quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
         )

@@ -1,4 +1,4 @@
-"""Replay: on a stage, held units run and the others return what their stage sent.
+"""Replay: on a stage, held units run, and the other units return values that other stages have sent.
 
 Frameworks that cut a model by hand rewrite its forward for every stage. Here the model's own forward runs on every
 stage, and a Replay answers each call of a unit: a unit of this stage computes; a unit of another stage returns received
@@ -41,30 +41,31 @@ from pipeshard.split.route import Blank, Route, Save, Step, recomputes_itself, r
 from pipeshard.split.zeros import Zeros
 
 UNFROZEN = (
-    "Freeze or unfreeze parameters between steps, turn activation recompute on before booster.boost, and let a layer "
-    "detach its result always or never"
+    "Freeze or unfreeze parameters between steps, turn activation recompute on before booster.boost, and detach the "
+    "result of a layer always or never"
 )
 SHAPES = (
-    "Shapes and dtypes must follow from the batch's sizes, and not from values of activations, or of parameters and "
+    "Shapes and dtypes must depend only on the batch's sizes, not on values of activations, or of parameters and "
     "buffers that training changes (nonzero, unique, boolean masks, int(parameter)): return a tensor of a fixed size "
-    "and a mask, or cut before the unit (partition=[...]), as sizes within the last stage are free. If they do follow, "
-    "pass dry_run_input=<a batch like this one>, and have no hook or autocast around execute_pipeline change them"
+    "and a mask, or cut before the unit (partition=[...]), because the last stage supports any sizes. If they do "
+    "depend only on sizes, pass dry_run_input=<a batch like this one>, and remove any hook or autocast around "
+    "execute_pipeline that changes them"
 )
-PLACE = "Other stages do not get it as it is now. Return it instead, as a tensor, or change it alike in every forward"
-PLAIN_TENSOR = "Other stages get only its numbers: return the rest as a tensor, or cut elsewhere (partition=[...])"
+PLACE = "Other stages would see a stale value. Return it as a tensor, or update it identically in every forward"
+PLAIN_TENSOR = "Other stages get only its values: return the rest as a tensor, or cut elsewhere (partition=[...])"
 CONSTANT = (
-    "What a unit returns other than tensors is the same on all stages, as the trace has seen it, so it must not depend "
+    "Other stages use the non-tensor results of a unit from the trace, so these results must not depend "
     "on the values of tensors: return a tensor (x.max(), not x.max().item()), or cut before the unit "
-    "(partition=[...]): the last stage may decide by values"
+    "(partition=[...]), because the last stage may decide on values"
 )
 
 
 WRITES, OF_A_LEAF = "changes an argument in place", "a leaf Variable that requires grad"
 WRITTEN = (
-    "Other stages, and readers of that tensor, do not know of the change: let the unit change a copy (x = x.clone()), "
-    "or change its argument in every forward, whatever the values are"
+    "Other stages, and readers of that tensor, do not see the change: modify a copy in the unit (x = x.clone()), "
+    "or modify the argument in every forward, regardless of its values"
 )
-WITH_CACHE = "With a cache it returns something else than without: generate without one (use_cache=False)"
+WITH_CACHE = "It returns a different structure with a cache than without: generate without a cache (use_cache=False)"
 Listener = Callable[[Any, Any], None]
 ZEROS = -2  # among what is proven of a route
 
@@ -90,8 +91,8 @@ class Run:
 
 
 class Again:
-    """Around every further run of a unit; a unit that calls `autograd.grad` itself has several. Units that it calls
-    belong to it, as in the first run."""
+    """Around every further run of a unit; a unit that calls `autograd.grad` itself has several. Units that are called
+    inside it belong to it, as in the first run."""
 
     def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
         self.replay, self.draw = replay, draw
@@ -126,14 +127,15 @@ class Replay:
         self._zeros: Zeros | None = None  # while they are followed
 
     def end(self) -> None:
-        """After a step: keep the blanks that the next step may need, and drop those of other lengths."""
+        """After a step: keep the blanks that the next step may need, and discard blanks of other lengths."""
         self.repeats.clear()
         self._blanks, self._used = (self._used or self._blanks), {}
 
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
-        """Around the first microbatch on a route: zeros in place of values that were not sent are followed. Around
-        each one on a route whose glue depends on activations: any may read other results of a unit than the trace."""
+        """Around a microbatch on a route: track the zeros in place of values that were not sent. Only the first
+        microbatch is tracked, unless the route's glue depends on activations: then any microbatch may read unit results
+        that the trace did not."""
         has_branches = route.flow.has_branches and route.stop is None
         if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None
@@ -153,7 +155,8 @@ class Replay:
         batch: Batch | SliceCall,
         listener: Listener | None = None,
     ) -> tuple[Any, dict[Value, Tensor]]:
-        """Run this stage's part of the model on a microbatch: its output (None before the last stage), what leaves."""
+        """Run this stage's part of the model on a microbatch; returns its output (None before the last stage) and the
+        values that leave."""
         self.active = run = Run(route, received, route.sizes(deltas), listener=listener)
         self.repeats.stage = route.stage
         self.randomness.python = route.flow.python_random
@@ -201,7 +204,7 @@ class Replay:
         return result
 
     def _answer(self, step: Step, run: Run, sizes: list[Any], args: Any, kwargs: Any) -> Any:
-        """The result of a unit of another stage; also writes what the trace has seen it leave at other places."""
+        """The result of a unit of another stage; also writes the values that it left at other places in the trace."""
         if step.plain:
             return self._leaf(step.leaves[0], sizes[0], run)
         of_result = step.parts[0].tree.num_leaves
@@ -210,12 +213,12 @@ class Replay:
         return answer(self.units[step.unit], step.parts, leaves, (args, kwargs))
 
     def _repeated(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call in the backward pass, by a checkpoint around it, or by the user's own code."""
+        """Answer a call in the backward pass, made by a checkpoint around the unit or by the user's own code."""
         repeat = self.repeats.pop(unit)
         if unit not in self.held and repeat is None:
             raise UsageError(
-                f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly, "
-                "use booster.execute_pipeline(...), or, to generate, model.generate(...) of what boost returned"
+                f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly. Use "
+                "booster.execute_pipeline(...), or model.generate(...) of the model that boost returned to generate"
             )
         repeat = repeat or Repeat()
         repeat.before()
@@ -242,7 +245,7 @@ class Replay:
     def _called(
         self, step: Step, run: Run, forward: Callable[..., Any], arguments: Any
     ) -> tuple[Any, list[tuple[Source, Any]]]:
-        """The result of a held unit, and what it leaves at other places for other stages."""
+        """The result of a held unit, and the values that it leaves at other places for other stages."""
         args, kwargs = arguments
         run.inside = True
         try:
@@ -261,7 +264,7 @@ class Replay:
 
     @contextmanager
     def _proving(self, step: Step, run: Run, arguments: Any) -> Iterator[None]:
-        """Around a unit's first run on a route: it changes what the trace has seen it change, and nothing else."""
+        """Around a unit's first run on a route: check that it changes exactly what it changed in the trace."""
         number, unit, proven = run.next - 1, self.units[step.unit], run.route.proven
         # What hooks inside are called with is repeated by `answer`.
         if not self.proves or run.listener is not None or number in proven or listened(unit):
@@ -276,8 +279,8 @@ class Replay:
         proven.add(number)
 
     def _prove(self, step: Step, before: Snapshot, arguments: Any, run: Run) -> None:
-        """The first time on a route: a unit leaves at places what the trace has seen it leave there, except numbers
-        and the like that no other code could read."""
+        """On the first run on a route, check that a unit leaves the same at places as in the trace, except numbers and
+        other constants that no other code could read."""
         unit, traced, start = self.units[step.unit], {}, 0
         sizes = run.sizes[run.next - 1]  # a count follows from the batch's sizes
         expected = [leaf if size is None else size for leaf, size in zip(step.leaves, sizes)]
@@ -295,7 +298,7 @@ class Replay:
             is_other = is_other and not source.by_hook
             if differs or (is_other and is_mentioned(source.place[1:], unit, self.model, self.criterion)):
                 place = f"changes {format_path(source.place[1:]) or 'its arguments'}"
-                raise self._differs(step, run, place, "something else there", None, PLACE)
+                raise self._differs(step, run, place, "no such change", None, PLACE)
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
         """The leaves of a held unit's result; raises TraceError if they are not of the kinds in the trace."""
@@ -336,7 +339,7 @@ class Replay:
         which = f"result {leaf} of unit" if leaf is not None else "unit"
         return TraceError(
             f"{which} {step.unit} (stage {run.route.stage}, call {run.next - 1}) {now} where the trace has {seen}. "
-            + (remedy or "What other stages get follows from the trace: pass dry_run_input=<a batch like this one>")
+            + (remedy or "Other stages depend on the trace: pass dry_run_input=<a batch like this one>")
         )
 
     def _leaf(self, leaf: Any, shape: Any, run: Run, aside: bool = False) -> Any:
@@ -374,7 +377,8 @@ class Replay:
             run.leaving[value] = tensor.clone() if value in run.route.flow.written else tensor
 
     def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, step: Step, run: Run) -> None:
-        """Refuse results that the trace has not seen: the next stage would misread them, or lose its connection."""
+        """Refuse results that differ from those in the trace: the next stage would misread them, or its connection
+        would break."""
         shape = run.sizes[value.call][value.leaf]
         if isinstance(tensor, Tensor) and (type(tensor) not in (Tensor, nn.Parameter) or _has_more(tensor)):
             more = ", ".join(_added(tensor)) or type(tensor).__name__
@@ -393,10 +397,10 @@ END = "the end"
 
 
 def other_way(what: str, expected: str) -> TraceError:
-    """What to raise where a forward takes another way than its trace."""
+    """The error to raise if a forward takes a different path than its trace."""
     return TraceError(
-        f"{what} where the trace has {expected}: the model's glue takes another way than it did in the trace, by "
-        "chance (layerdrop), by what it counts (a depth that grows with its forwards), or by what the batch holds. "
+        f"{what} where the trace has {expected}: the code between units takes a different path than in the trace, by "
+        "chance (layerdrop), depending on a counter (a depth that grows with each forward), or depending on the batch. "
         "Turn layerdrop off, set a depth in an attribute of the model between steps, or pass dry_run_input=<a batch "
         "of this kind>"
     )
@@ -439,5 +443,5 @@ def _is_as(leaf: Any, seen: Any) -> bool:
 
 
 def _tree_text(tree: Any) -> str:
-    """A tree in few words."""
+    """A short description of a tree."""
     return str(tree).removeprefix("TreeSpec(").removesuffix(")")[:120]

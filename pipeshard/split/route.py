@@ -1,10 +1,10 @@
-"""Route: one stage's way through a Dataflow: which unit calls run, which run again, and what they keep.
+"""Route: one stage's path through a Dataflow: which unit calls run, which are recomputed, and what they keep.
 
 torch.utils.checkpoint restores the global random state and assumes that arguments are unchanged. In a pipeline the
 microbatches of one stage interleave, so each run restores the random state of its own microbatch, and lists or objects
 among the arguments are restored to their contents; a tensor changed in place is refused.
 
-The calls that a stage runs, the values that it receives for the others, and the values that it keeps for later stages
+The calls that a stage runs, the values that it receives for other calls, and the values that it keeps for later stages
 follow from the Dataflow and the partition. A Route computes them once, so that a microbatch only looks them up.
 """
 
@@ -37,7 +37,8 @@ from pipeshard.split.boundary import Boundary
 
 @dataclass(frozen=True)
 class Recompute:
-    """The unit calls to recompute: the share `ratios[s]` of stage s, and every `interval`-th of the model (0: none).
+    """The unit calls to recompute: the share `ratios[s]` of stage s, and every `interval`-th call of the model (0:
+    none).
 
     A share is rounded up to whole calls. It takes repeated layers first, in the order of the model: the first layers
     are recomputed when the memory of later ones is free. Units that occur once (an embedding, a head) keep few
@@ -50,7 +51,8 @@ class Recompute:
 
     @classmethod
     def of(cls, recompute: bool | float | Sequence[float], interval: int, num_stages: int) -> Self:
-        """From the plugin's arguments, for a model of `num_stages` parts; raises ConfigurationError if invalid."""
+        """Create it from the plugin's arguments, for a model of `num_stages` parts; raises ConfigurationError if
+        invalid."""
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
             raise ConfigurationError(
                 f"activation_checkpoint_interval must be 0, or k > 0 to recompute every k-th unit, got {interval!r}"
@@ -59,17 +61,17 @@ class Recompute:
         ratios: list[Any] = list(recompute) if is_list else [recompute] * num_stages  # type: ignore[arg-type]
         if not all(isinstance(ratio, bool | int | float) and 0 <= ratio <= 1 for ratio in ratios):
             raise ConfigurationError(
-                f"recompute={recompute!r}: use True, False, a share of each stage's units from 0 to 1, or a list of "
-                f"such shares, one for each of {num_stages} stages"
+                f"recompute={recompute!r}: use True, False, a fraction of each stage's units from 0 to 1, or a list of "
+                f"such fractions, one for each of {num_stages} stages"
             )
         if len(ratios) != num_stages:
             raise ConfigurationError(
-                f"recompute={recompute!r} has {len(ratios)} shares for {num_stages} stages (pp_size times the chunks "
-                "of the model on each process): give one for each, in the order of the model"
+                f"recompute={recompute!r} has {len(ratios)} fractions for {num_stages} stages (pp_size times the "
+                "number of model chunks per process): pass one for each stage, in model order"
             )
         if any(ratios) and interval:
             raise ConfigurationError(
-                f"recompute={recompute!r} and activation_checkpoint_interval={interval}: give one of the two"
+                f"recompute={recompute!r} and activation_checkpoint_interval={interval}: pass only one of the two"
             )
         return cls(ratios=tuple(map(float, ratios)), interval=interval)
 
@@ -110,9 +112,10 @@ def run_again(
     second: Callable[[], AbstractContextManager[None]],
     save: Save | None = None,
 ) -> Callable[..., Any]:
-    """The forward of `unit`, keeping only its arguments for the backward pass, of which `save` may take tensors away.
+    """The forward of `unit`, keeping only its arguments for the backward pass; `save` may move tensors among these
+    elsewhere.
 
-    `second` is a context around the second run; it must restore the random numbers of the first one. The contents of
+    `second` is a context around the second run; it must restore the random numbers of the first run. The contents of
     lists, mappings and objects among the arguments are restored, and so are tensors that glue had put in place of
     parameters (torch.func.functional_call). The second run raises UsageError if a tensor has been changed in place.
     """
@@ -143,8 +146,8 @@ def run_again(
                 written = True
             if written or [tensor._version for tensor in tensors] != versions:
                 raise UsageError(
-                    f"unit {name} cannot be recomputed: after its forward an argument of it was changed in place. "
-                    "Change a copy there, or leave this unit out (the recompute argument of PipelinePlugin)"
+                    f"unit {name} cannot be recomputed: one of its arguments was modified in place after its forward. "
+                    "Modify a copy instead, or exclude this unit (with the recompute argument of PipelinePlugin)"
                 )
             now = Snapshot({"": (args, kwargs)}) if changes else None
             before.restore()
@@ -170,7 +173,7 @@ LENGTHS = 64  # batch shapes whose sizes a route keeps
 
 
 class Blank(NamedTuple):
-    """In place of an activation that no result depends on: `fill` reveals a result that does depend on it."""
+    """Stands in for an activation that no result depends on; the value `fill` reveals a result that does."""
 
     dtype: torch.dtype
     fill: float
@@ -190,14 +193,14 @@ class Blank(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one unit call does on this stage.
+    """The behavior of one unit call on this stage.
 
     `leaves` has one entry for each leaf that leaves the unit, at the places `numbers` among all leaves: for a held unit
     its spec or constant; otherwise a constant, the received Value, or a Blank. `plain` is a replayed unit that
     leaves only its result, one tensor. For a held unit, `keeps` are the leaves that later stages or the boundary
-    need, `modules` those inside it that compute some of them, `places` where it leaves others; `again` is one that runs
-    again in its backward, `alone` one that no other stage's forward reaches, and `tensor` or `tensors` is the spec of a
-    result that is a tensor, or a tuple of tensors.
+    need, `modules` the modules inside it that compute some of them, `places` the places where it leaves others. `again`
+    says that it is recomputed in its backward, `alone` that no other stage's forward reaches it, and `tensor` or
+    `tensors` is the spec of a result that is a tensor, or a tuple of tensors.
     """
 
     unit: str
@@ -224,9 +227,9 @@ class Step:
 class Route:
     """One stage's path through one Dataflow: a step per unit call, the step after which the stage is done, the leaves
     of the batch whose values it needs (or the `whole` batch), and the state that its glue keeps for the next forward
-    although the stage lacks its inputs. `proven` are the numbers of held steps that were seen to leave what they should
-    (-1 for the forward as a whole, -2 for the zeros in it), and `passing` the places that are restored by glue which
-    this stage does not run."""
+    although the stage lacks its inputs. `proven` are the numbers of the held steps whose results have been checked (-1
+    for the forward as a whole, -2 for the zeros in it), and `passing` the places that are restored by glue which this
+    stage does not run."""
 
     stage: int
     steps: tuple[Step, ...]
@@ -302,8 +305,9 @@ class Route:
         return self._sizes[deltas]
 
     def feed(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on the stage's device; of images and the like that the stage does not need, only the shape.
-        If all outputs are requested, the user's function receives them with the batch, and may read any of it."""
+        """The batch on the stage's device; images and similar leaves that the stage does not need are replaced by their
+        shape. If all outputs are requested, the user's function receives them with the batch, and may read any of
+        it."""
 
         def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             if self.whole or path in self.inputs or not leaf.is_floating_point():
@@ -365,7 +369,7 @@ def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> St
 
 
 def _is_spoiled(place: Carried, stages: Sequence[int], stage: int, is_last: bool, received: Container[Value]) -> bool:
-    """Whether this stage lacks an input of this value, which nothing on it then reads."""
+    """Whether this stage lacks an input of the value at this place; nothing on the stage then reads the value."""
     is_read = any(stages[call] == stage if call >= 0 else is_last for call in place.readers)
     absent = any(stages[value.call] != stage and value not in received for value in place.uses.values)
     return not is_read and (absent or any(stages[call] != stage for call in place.unseen))

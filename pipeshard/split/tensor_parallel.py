@@ -1,9 +1,9 @@
-"""Tensor parallelism: the parameters of a stage's units divided over ranks, by the model's `tp_plan` or `ep_plan`.
+"""Tensor parallelism: the parameters of a stage's units sharded over ranks, by the model's `tp_plan` or `ep_plan`.
 
 transformers slices a model as it loads it, on every rank of the world. Here a stage is sliced after it was cut, so that
-the trace sees whole modules, and only the parameters of the stage are divided. The parallel layers are transformers'
-own, and two more styles for models without a plan there: GPT-2's Conv1D, and modules that know their number of heads.
-Expert parallelism is the same with another plan: the slice of a rank is some of the experts of each layer.
+the trace sees whole modules, and only the parameters of the stage are sharded. The parallel layers are transformers'
+own, plus two more styles for models without a plan in transformers: GPT-2's Conv1D, and modules that know their number
+of heads. Expert parallelism is the same with another plan: the slice of a rank is some of the experts of each layer.
 """
 
 import copy
@@ -55,7 +55,7 @@ def plan_of(
         from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
     except ImportError as error:
         raise ConfigurationError(
-            f"{by}_size={size}: {name} has no {by}_plan, which models of transformers 5 have. Use {by}_size=1, and "
+            f"{by}_size={size}: {name} has no {by}_plan: this requires transformers 5. Use {by}_size=1, and "
             "more stages or fsdp=True"
         ) from error
     plan = dict(of_user or getattr(base, f"{by}_plan", None) or _rooted(base, (by == "tp" and of_policy) or {}))
@@ -82,8 +82,8 @@ def plan_of(
             expanded[path] = whole
     if not expanded:
         raise ConfigurationError(
-            f"{by}_size={size}: {name} comes without {'a' if by == 'tp' else 'an'} {by}_plan. Use {by}_size=1, or give "
-            f"one, PipelinePlugin({by}_plan={EXAMPLES[by]})"
+            f"{by}_size={size}: {name} comes without {'a' if by == 'tp' else 'an'} {by}_plan. Use {by}_size=1, or pass "
+            f"a plan: PipelinePlugin({by}_plan={EXAMPLES[by]})"
         )
     if by == "tp":
         _check_config(base, size)
@@ -103,15 +103,15 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
             raise ConfigurationError(
                 f"{by}_size={size}: {path} runs its experts with experts_implementation='eager', which not every "
-                "architecture can do with some of them. Call model.set_experts_implementation('grouped_mm')"
+                "architecture supports for a subset of them. Call model.set_experts_implementation('grouped_mm')"
             )
     for name, _ in model.named_parameters(remove_duplicate=False):
         within = next((path for path in dispatching if name.startswith(f"{path}.")), None)
         style = plan.get(name)
         if style not in (EXPERTS, PARTIAL) if within else style == EXPERTS:
             raise ConfigurationError(
-                f"{by}_plan gives {name} the style {style!r}: the weights of experts need {EXPERTS!r}, others inside "
-                f"their module {PARTIAL!r}, and the module {DISPATCH!r}"
+                f"{by}_plan assigns the style {style!r} to {name}: the weights of experts need {EXPERTS!r}, other "
+                f"parameters inside their module {PARTIAL!r}, and the module itself {DISPATCH!r}"
             )
 
 
@@ -127,30 +127,30 @@ def style_of(name: str, by: str = "tp") -> Any:
         return Conv1DSlice(**CONV1D[name])
     if name not in ALL_PARALLEL_STYLES:
         known = [*ALL_PARALLEL_STYLES.keys(), *CONV1D, f"{DIVIDE}ATTRIBUTES"]
-        raise ConfigurationError(f"{by}_plan has the style {name!r}, which is unknown: {hint(name, known)}")
+        raise ConfigurationError(f"{by}_plan contains the unknown style {name!r}: {hint(name, known)}")
     return ALL_PARALLEL_STYLES[name]
 
 
 def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[str, str]:
     """The styles inside of a sliced layer with LoRA: B computes the outputs of a slice, or A reads its inputs.
 
-    Raises ConfigurationError for other adapters, and for DoRA and the like, which look at whole matrices.
+    Raises ConfigurationError for other adapters, and for variants such as DoRA, which need whole matrices.
     """
     matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style, "")
     adapters = getattr(layer, matrix, {})
     variants = getattr(layer, "lora_variant", {}) or any(getattr(layer, "use_dora", {}).values())
     drops = adapters and style == "rowwise" and any(getattr(one, "p", 0.0) for one in layer.lora_dropout.values())
     if not adapters or variants or drops:
-        what = "lora_dropout, which would differ from slice to slice" if drops else "adapters that cannot be sliced"
+        what = "lora_dropout, which would differ between slices" if drops else "adapters that cannot be sliced"
         raise ConfigurationError(
-            f"{by}_size={size}: {path} ({style} in the {by}_plan) has {what}. Use LoRA without variants and dropout on "
+            f"{by}_size={size}: {path} ({style} in the {by}_plan) has {what}. Use LoRA without variants or dropout on "
             f"colwise and rowwise layers, other target_modules, or {by}_size=1"
         )
     return {f"{path}.base_layer": style} | {f"{path}.{matrix}.{name}": style for name in adapters}
 
 
 def _rooted(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan of the base model, with the names of this one."""
+    """A plan of the base model, with the names that this model has."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     return {f"{prefix}.{rule}" if prefix and hasattr(model, prefix) else rule: style for rule, style in plan.items()}
 
@@ -169,8 +169,8 @@ def _check_config(model: nn.Module, size: int) -> None:
     for field in DROPOUTS:  # drawn for the heads or features of a slice: other ones on each rank, but by one generator
         if isinstance(share := getattr(text, field, None), float) and share > 0:
             raise ConfigurationError(
-                f"tp_size={size}: {field}={share} of {type(model).__name__} would drop the heads or features at the "
-                "same places of every slice. Build the model from a config with 0.0, or use tp_size=1"
+                f"tp_size={size}: {field}={share} of {type(model).__name__} would drop heads or features at the "
+                "same positions of every slice. Build the model from a config with 0.0, or use tp_size=1"
             )
 
 
@@ -190,7 +190,7 @@ class Divided:
         for name in self.attributes:
             if not isinstance(value := getattr(module, name, None), int) or value % size:
                 kind = type(module).__name__
-                raise ConfigurationError(f"tp_plan divides {name} of {kind}, which is {value!r}, by tp_size={size}")
+                raise ConfigurationError(f"tp_plan cannot divide {name}={value!r} of {kind} by tp_size={size}")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with _set(module, {name: getattr(module, name) // size for name in self.attributes}):
@@ -230,7 +230,7 @@ class Experts:
 
 @contextmanager
 def _set(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a module has these attributes. A trace and a copy of the model see its own."""
+    """Inside, a module has these attributes. A trace or a copy of the model sees the module's own attributes."""
     own = {name: vars(module)[name] for name in values}
     vars(module).update(values)
     try:
@@ -316,7 +316,7 @@ def slice_parameters(
 def sliced_sizes(
     model: nn.Module, units: Collection[str], size: int, plan: Mapping[str, str]
 ) -> dict[nn.Parameter, int]:
-    """How many elements the first of `size` ranks, which has most, would have of each sliced parameter. Needs no
+    """The number of elements of each sliced parameter on the first of `size` ranks, which has the most. Needs no
     process group."""
     mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
@@ -352,7 +352,8 @@ def _slice(layer: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 
 def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
-    """Install inside the interception of a unit, which must see what the callers of the unit see."""
+    """Install the layer inside the interception of a unit, which must see the same calls and results as the unit's
+    callers."""
     interception = module.__dict__.get("forward")
     if isinstance(interception, Interception):
         module.forward = interception.original

@@ -1,11 +1,11 @@
 """Ties: parameters that are one tensor under several names, and which stages hold and own each parameter.
 
 Architectures list their tied weights under their own names, or not at all, and on meta or under adapters the lists
-are out of date. Two names that stand for one object are trained as one parameter, so only this counts here.
+are out of date. Two names of one object are trained as one parameter, so only the identity of objects counts here.
 
-A parameter is on every stage that runs one of its units or whose glue reads it, so a tied weight is on several, and one
-process may run several parts of the model. To save, compare or broadcast values, every rank must pick the same one of
-these stages.
+A parameter is on every stage that runs one of its units or whose glue reads it, so a tied weight is on several stages,
+and one process may run several parts of the model. To save, compare or broadcast values, every rank must pick the same
+one of these stages.
 """
 
 import itertools
@@ -53,16 +53,15 @@ def kept_tied(model: nn.Module) -> Iterator[None]:
 
 
 def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set the parameter of this one name."""
+    """Set the parameter under this name only."""
     path, _, key = name.rpartition(".")
     model.get_submodule(path)._parameters[key] = parameter
 
 
 def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie parameters on meta that share one memory; returns the replacement of each of the others.
-
-    accelerate's `init_empty_weights` creates a separate Parameter of the same memory for every name as it is assigned,
-    so that a tie would be lost.
+    """Tie parameters on meta that share storage; returns the replacement of each parameter but the first. accelerate's
+    `init_empty_weights` creates a separate Parameter on the same storage for every name when it is assigned, so a tie
+    would be lost.
     """
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, p in model.named_parameters():
@@ -75,7 +74,7 @@ def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 def share_weights(
     model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True, argument: str = "shared_weights"
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie the parameters of each group of names to the first one; returns the replacement of each of the others.
+    """Tie the parameters of each group of names to the first one; returns the replacement of each other one.
 
     Groups that have a parameter in common are merged. If values differ, the first ones are kept; `warns` logs it.
     Raises ConfigurationError that names the `argument`, for a name that no parameter has (with similar names),
@@ -85,7 +84,7 @@ def share_weights(
     for names in groups:
         if isinstance(names, str) or len(names) < 2 or not all(isinstance(name, str) for name in names):
             raise ConfigurationError(
-                f"shared_weights has {names!r}: give groups of two or more names, such as "
+                f"shared_weights has {names!r}: pass groups of two or more names, such as "
                 "[('embed.weight', 'head.weight')]"
             )
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -99,11 +98,11 @@ def share_weights(
             if (first.shape, first.dtype) != (other.shape, other.dtype):
                 raise ConfigurationError(
                     f"{argument}: {names[0]} is {tuple(first.shape)} {first.dtype}, {name} {tuple(other.shape)} "
-                    f"{other.dtype}: only parameters of one shape and dtype can be one"
+                    f"{other.dtype}: only parameters of the same shape and dtype can be tied"
                 )
             if warns and not (first.is_meta or other.is_meta) and not torch.equal(first.detach(), other.detach()):
                 logger.warning(
-                    "%s: %s and %s have different values, those of %s stay", argument, names[0], name, names[0]
+                    "%s: %s and %s have different values; the values of %s are kept", argument, names[0], name, names[0]
                 )
             with kept_tied(model):
                 put_parameter(model, name, first)
@@ -122,8 +121,8 @@ def analyze_tied_weights(
 ) -> list[tuple[tuple[str, int], ...]]:
     """The groups of tied names, each a sorted tuple of (name, stage), sorted.
 
-    `stages` gives the stage of a module (or parameter) by name; a name takes that of its nearest ancestor in it, and
-    stage 0 without one. Works on meta, before `to_empty` loses the ties, and gives the same on every rank.
+    `stages` gives the stage of a module (or parameter) by name; a name takes the stage of its nearest ancestor there,
+    or stage 0 without an ancestor. Works on meta, before `to_empty` loses the ties, and gives the same on every rank.
     """
 
     def stage(name: str) -> int:
@@ -140,7 +139,7 @@ class Ownership:
 
     Attributes:
         held: the names of the parameters that each stage holds.
-        held_by_parts: those that each part of the model needs.
+        held_by_parts: the names of the parameters that each part of the model needs.
     """
 
     def __init__(
@@ -168,8 +167,8 @@ class Ownership:
     def owner(self, name: str) -> int:
         """The stage that has the current value of a parameter or buffer.
 
-        It is the first of those that hold it or run its unit. For a buffer outside of all units it is the last stage
-        that has the inputs of the buffer, or the last of all, the only one that runs the whole glue.
+        It is the first stage that holds the tensor or runs its unit. For a buffer outside of all units it is the last
+        stage that has the inputs of the buffer, or else the last stage of the model, the only one that runs all glue.
         """
         prefix = name.removesuffix(".") + "."  # of what a module has, too
         updates = [place for place in self.flow.carried if place.makers and f"{place.name}.".startswith(prefix)]
@@ -193,8 +192,8 @@ class Ownership:
 
 
 def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
-    """Raise ConfigurationError for two parameters that are parts of one memory, if a stage holds one but not the
-    other: writes of one stage would be invisible to another."""
+    """Raise ConfigurationError for two parameters that share storage, if a stage holds only one of them: writes of one
+    stage would be invisible to another."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
@@ -206,18 +205,17 @@ def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
         stages = [{stage for stage, names in enumerate(held) if name in names} for *_, name in (one, other)]
         if other[0] <= one[1] and stages[0] != stages[1]:
             raise ConfigurationError(
-                f"{one[2]} and {other[2]} are two parameters that share memory, on other stages each: make them one "
-                "parameter (model.head.weight = model.embed.weight, or shared_weights=[...]), or copy one of them"
+                f"{one[2]} and {other[2]} are two parameters that share memory, but are on different stages: make them "
+                "one parameter (model.head.weight = model.embed.weight, or shared_weights=[...]), or copy one of them"
             )
 
 
 def held_parameters(
     model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], num_stages: int
 ) -> list[set[str]]:
-    """The parameters each stage holds, by their first name.
-
-    A stage holds the parameters of the units it runs and those its glue reads; an unused parameter stays with the one
-    registered before it. A name on several stages is a tie between them.
+    """The parameters that each stage holds, by their first name. A stage holds the parameters of the units that it runs
+    and those that its glue reads; an unused parameter stays with the one registered before it. A name on several stages
+    is a tie between them.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     held: list[set[str]] = [set() for _ in range(num_stages)]

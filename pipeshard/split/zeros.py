@@ -18,7 +18,7 @@ from pipeshard.private import DispatchMode, tree_tensors
 
 
 class Zeros(DispatchMode):
-    """Tracks the tensors that were computed from the blanks that were given to `add`."""
+    """Tracks the tensors that were computed from the blanks passed to `add`."""
 
     def __init__(self, stage: int, has_branches: bool = False) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Zeros(DispatchMode):
         if unit is not None and self.has_branches:
             raise TraceError(
                 f"{reader} (stage {self.stage}) reads a result of unit {unit}, which another stage has and did not "
-                "send: the code after the last unit goes by values of activations, and took another way than in the "
-                "trace. Compute both ways and choose by torch.where, or cut elsewhere (partition=[...])"
+                "send: the code after the last unit branches on values of activations, and took a different path than "
+                "in the trace. Compute both branches and select with torch.where, or cut elsewhere (partition=[...])"
             )
         if unit is not None:
             raise TraceError(
-                f"{reader} (stage {self.stage}) reads what is computed from integers or booleans of unit {unit}, which "
-                "another stage has and did not send, since the trace has not seen that anything here depends on them. "
+                f"{reader} (stage {self.stage}) reads a value computed from integers or booleans of unit {unit}, which "
+                "another stage has and did not send, because the trace recorded nothing here that depends on them. "
                 "Return them from the unit as floating-point numbers, cut elsewhere (partition=[...]), or pass "
                 "dry_run_input=<a batch like this one>"
             )

@@ -81,8 +81,8 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 
 
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
-    """Restore weights, optimizer and schedule; returns this rank's random state, or the first one's
-    if the number of ranks has changed."""
+    """Restore weights, optimizer and schedule; returns this rank's random state, or the first rank's if the number of
+    ranks has changed."""
     grid = model.pipeline.grid
     load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
@@ -126,7 +126,7 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def flaw_of(folder: Path) -> str:
-    """Why a checkpoint is not complete, by the names and sizes of its files."""
+    """The reason why a checkpoint is not complete, by the names and sizes of its files."""
     if not (folder / FOLDER / REST).is_file():
         return f"it has no {FOLDER}/{REST}: its save was interrupted, or one process wrote it"
     name = CHECKPOINT_NAME.fullmatch(folder.name)
@@ -135,5 +135,5 @@ def flaw_of(folder: Path) -> str:
     try:
         json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        return f"its {STATE} cannot be read, as after a save that was killed: {error}"
+        return f"its {STATE} cannot be read (was the save interrupted?): {error}"
     return ""

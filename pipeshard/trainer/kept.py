@@ -2,8 +2,8 @@
 
 compute_loss runs on the last stage. State that it leaves on the Trainer is found by difference, as for a model's
 code: everything that it can reach is walked before, and compared after. So any attribute, list, deque, array or object
-counts, however it is changed. Changes are sent as plain data that names classes, which other ranks look up among
-those that they have imported; none of it is code.
+counts, however it is changed. Changes are sent as plain data that names classes, which other ranks look up among their
+imported classes; none of it is code.
 """
 
 import io
@@ -56,7 +56,7 @@ WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class KeptState(Snapshot):
     """Everything reached from a Trainer, its callbacks and its class, except models, data and the Trainer's own tools.
 
-    With `copies`, tensors of any size can be restored; without, those of up to SMALL_BYTES bytes.
+    With `copies`, tensors of any size can be restored; otherwise only those of up to SMALL_BYTES bytes.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
@@ -74,7 +74,7 @@ class KeptState(Snapshot):
         ]
 
     def changes(self) -> Iterator[Change]:
-        """The current differences; raises UsageError for those that cannot be restored or sent."""
+        """The current differences; raises UsageError for changes that cannot be restored or sent."""
         for change in self.replaced():
             if not (change.holder is self.trainer and change.key in NOT_KEPT):
                 yield change
@@ -109,7 +109,7 @@ class KeptState(Snapshot):
                 change.now.data.copy_(mark)
 
     def _skips(self, path: Path, value: Any) -> bool:
-        """Whether it is not walked. Records large arrays and open files."""
+        """Whether the value is not walked. Also records large arrays and open files."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST_ARRAY:
             self.arrays.append((path, value, _code(value)))
         elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:
@@ -131,7 +131,7 @@ class KeptState(Snapshot):
     # what other ranks are told
 
     def told(self) -> list[Any]:
-        """The changes, as plain data for `learn`; raises UsageError for those that cannot be sent."""
+        """The changes, as plain data for `learn`; raises UsageError for changes that cannot be sent."""
         if not (changes := list(self.changes())):
             return []
         writer, said = self._writer(), list[Any]()
@@ -151,7 +151,7 @@ class KeptState(Snapshot):
 
     def written(self, value: Any) -> Any:
         """The result of compute_loss, as plain data for `read`."""
-        return self._writer().of(value, "what it returns")
+        return self._writer().of(value, "its return value")
 
     def _writer(self) -> "ValueWriter":
         tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}
@@ -200,7 +200,7 @@ class ValueWriter:
         return self.of(value, "", anew=True)
 
     def of(self, value: Any, where: str, anew: bool = False) -> Any:
-        """Raises UsageError with `where` it is, for a value that cannot be sent."""
+        """The value as plain data. Raises UsageError, which names `where` it is, for a value that cannot be sent."""
         if value is MISSING:
             return ("missing",)
         if isinstance(value, PLAIN) and not isinstance(value, range | slice):
@@ -370,7 +370,7 @@ def _is_apart(value: Any) -> bool:
 
 
 def _mark(tensor: Tensor, copies: bool) -> Any:
-    """A mark that changes with the values of a tensor: a copy, or for a large one a sum."""
+    """A mark that changes with the values of a tensor: a copy, or a sum for a large tensor."""
     is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None

@@ -1,12 +1,12 @@
 """Objective: a Trainer's own compute_loss as a criterion of the pipeline.
 
-Before a step, it is called on every rank to see what it passes to the model. In the step the last stage calls it, with
-the model's outputs in place of the model: as the pipeline's criterion, and for its other effects (metrics),
-which are sent to the other ranks. If the criterion is traced or tried, only the loss is kept.
+Before a step, it is called on every rank to record the inputs that it passes to the model. In the step the last stage
+calls it, with the model's outputs in place of the model: as the pipeline's criterion, and for its other effects
+(metrics), which are sent to the other ranks. If the criterion is traced or tried, only the loss is kept.
 
-The loss of TRL's DPOTrainer includes another run of a model, the reference, but a pipeline runs one model in a step.
+The loss of TRL's DPOTrainer includes a run of a second model, the reference, but a pipeline runs one model in a step.
 So the reference's log-probabilities are computed before, by its own stages, or by the model's with the adapters off,
-and added to the batch, where TRL also has them if they are precomputed.
+and added to the batch, where TRL also puts them if they are precomputed.
 """
 
 import copy
@@ -54,7 +54,7 @@ class Called(Exception):
 
 
 class Resized(TraceError):
-    """The model was called with inputs of other sizes than those of the batch: a trace varies the sizes of each."""
+    """The model was called with inputs whose sizes differ from those of the batch: a trace varies the sizes of each."""
 
 
 class Objective:
@@ -122,10 +122,10 @@ class Objective:
         )
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss, without other effects: of a trace, or a trial.
+        """The loss in a trace or a trial, without other effects.
 
         If compute_loss builds the model's inputs from several tensors of the batch, a trace that varies sizes has
-        inputs that do not fit together. Then a sum of outputs stands for the loss.
+        inputs that do not fit together. In that case, a sum of outputs stands in for the loss.
         """
         leaves = tree_tensors(outputs)
         try:
@@ -146,8 +146,8 @@ class Objective:
         return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
 
     def _is_near(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a trace has derived these inputs from matching ones, and did not start with short
-        ones, whose lengths may be equal by chance."""
+        """Whether a trace has derived these inputs from matching ones, and did not start with short inputs, whose
+        lengths may be equal by chance."""
         sizes = self._sizes_of(inputs)
         if sizes.keys() != self._sizes.keys() or not self._reached:
             return False
@@ -155,7 +155,7 @@ class Objective:
         return all(size >= before - 1 for size, before in pairs)
 
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The same in a step, on the last stage, with all other effects of compute_loss.
+        """The loss in a step, on the last stage, with all other effects of compute_loss.
 
         It uses the random numbers that it would use in one process. Refusals are raised at the step's end, on
         every rank.
@@ -247,8 +247,8 @@ class Objective:
 def evaluated_together(
     trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """The result of compute_loss, on every rank: if one lacks parameters that it reads, the result and state of the
-    last stage. Raises UsageError, on every rank, if the last stage cannot compute it either."""
+    """The result of compute_loss, on every rank: if a rank lacks parameters that compute_loss reads, the result and
+    state of the last stage. Raises UsageError, on every rank, if the last stage cannot compute it either."""
     world, failure, result = pipeline.grid.world, None, None
     is_last, kept = dist.get_rank() == pipeline.last_rank, KeptState(trainer)
     try:
@@ -266,8 +266,8 @@ def evaluated_together(
     reason = next(filter(None, gather_objects(str(failure) if is_last and failure else None, world)), None)
     if reason is not None:
         raise UsageError(
-            f"compute_loss failed in evaluation: {reason}. If it reads parameters of several stages, read them only in "
-            "training (if model.training)"
+            f"compute_loss failed in evaluation: {reason}. If it reads parameters of several stages, read them only "
+            "during training (if model.training)"
         ) from failure
     said = share_value(said, pipeline.last_rank, pipeline.group)
     if is_last:
@@ -277,7 +277,7 @@ def evaluated_together(
 
 
 class Asking(StandIn):
-    """A nominal model, which raises Called with its inputs."""
+    """A placeholder for the model that raises Called with its inputs."""
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if args:
@@ -303,16 +303,16 @@ class Answer(Asking):
         own = self.inputs.keys() & inputs.keys()
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
             raise UsageError(
-                f"compute_loss passes the model {', '.join(sorted(other))} with other values than the batch has: "
+                f"compute_loss passes the model different values of {', '.join(sorted(other))} than the batch has: "
                 "change them in the data collator instead"
             )
         anew = {name: (inputs[name], self.inputs[name]) for name in sorted(own & self.added)}
         if self.is_trial and (other := [name for name, pair in anew.items() if not _is_same_size(*pair)]):
-            raise Resized(f"{', '.join(other)} of the batch do not fit what compute_loss makes of it")
+            raise Resized(f"compute_loss changes the size of {', '.join(other)} in the batch")
         if not self.is_trial and (other := [name for name, pair in anew.items() if not _is_equal(*pair)]):
             raise UsageError(
-                f"compute_loss passes the model {', '.join(other)} with other values than before the step, when it was "
-                "called for all batches of a gradient accumulation window: compute them in the data collator, or "
+                f"compute_loss passes the model different values of {', '.join(other)} than before the step, when it "
+                "was called for all batches of a gradient accumulation window: compute them in the data collator, or "
                 "without random numbers and without state that compute_loss changes"
             )
         self.was_called = True
@@ -362,7 +362,8 @@ CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  
 
 
 class Preferences:
-    """Above a DPOTrainer, whose public names are `precompute_ref_logps`, `ref_model` and `compute_ref_log_probs`."""
+    """Mixin for a DPOTrainer, which uses its public names `precompute_ref_logps`, `ref_model` and
+    `compute_ref_log_probs`."""
 
     pipeline: PipelinePlugin
     precompute_ref_logps: bool
@@ -391,7 +392,7 @@ class Preferences:
 
     def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
         """The batch with the reference's log-probabilities, one for each of its rows. Call it on all ranks. A sample
-        from which the stages are still to be made gets zeros."""
+        from which the stages are created gets zeros."""
         if BOTH in inputs:
             return inputs
         inputs = dict(inputs)

@@ -29,7 +29,7 @@ REFUSED = {
     "past_index": "stages keep no state between batches: remove it",
     "jit_mode_eval": "torch.jit does not trace stages: remove it",
     "train_sampling_strategy": (
-        "it distributes batches over processes, but all stages of a replica read the same: use group_by_length"
+        "it distributes batches over processes, but all stages of a replica read the same batch: use group_by_length"
     ),
     "use_vllm": "vLLM needs the full weights, which no rank holds: remove it to generate with the stages",
     "use_transformers_continuous_batching": "its cache needs all layers of the model on one rank: remove it",
@@ -85,17 +85,18 @@ OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrain
 
 
 def refuse_class(kind: type) -> None:
-    """Raise ConfigurationError for a Trainer of TRL other than OF_TRL, also if it overrides one of them."""
+    """Raise ConfigurationError for a Trainer of TRL that is not in OF_TRL, even if it is a subclass of one of these."""
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
     if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
-            f"{trl[0]} runs several models in one step, or generates in a way that has not been compared with one "
-            f"process. Of TRL's trainers, {', '.join(OF_TRL)} work, and your own subclasses of them"
+            f"{trl[0]} runs several models in one step, or generates in a way that has not been verified against a "
+            f"single process. Supported TRL trainers are {', '.join(OF_TRL)}, and your own subclasses of them"
         )
 
 
 def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
-    """How to cut each batch of a window of this many, so that the window has the requested number of microbatches."""
+    """The arguments that cut each of the `window` batches so that together they have the requested number of
+    microbatches."""
     if config.microbatch_size is not None:
         return {"microbatch_size": config.microbatch_size, "num_microbatches": None}
     if config.is_ragged:
@@ -106,6 +107,6 @@ def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
     if asked % window:
         raise ConfigurationError(
             f"num_microbatches={asked} is not a multiple of gradient_accumulation_steps={window}, but each batch is "
-            "cut into equally many microbatches: use a multiple, or omit it for one microbatch per batch"
+            "split into equally many microbatches: use a multiple, or omit it for one microbatch per batch"
         )
     return {"num_microbatches": asked // window}

@@ -34,7 +34,7 @@ CALLED = {"rollout_func": "rollout_func", "tools": "tools", "environment_factori
 
 
 class Rollouts:
-    """Above a GRPOTrainer or RLOOTrainer. Its `reward_funcs` run on the first rank of each replica."""
+    """Mixin for a GRPOTrainer or RLOOTrainer. Its `reward_funcs` run on the first rank of each replica."""
 
     args: Any
     model: Any
@@ -58,7 +58,7 @@ class Rollouts:
         self._count_replicas()
 
     def _count_replicas(self) -> None:
-        """Set the size of a generation batch, which TRL has computed from the number of processes."""
+        """Compute the size of a generation batch from the number of replicas; TRL uses the number of processes."""
         args, replicas, counted = self.args, self.pipeline.grid.dp_size, self.args.generation_batch_size
         args.generation_batch_size = args.per_device_train_batch_size * replicas * args.steps_per_generation
         told = (

@@ -1,9 +1,9 @@
 """Stand-ins: a boosted model and its processes, in the forms in which a Trainer uses a model and accelerate.
 
-A Trainer trains a model on windows of batches, and calls it on one to evaluate it. It assumes that every process reads
-different data and holds the whole model. Here the stages of a replica read the same, so accelerate must distribute data
-among replicas and gather from them, not among processes; it wraps nothing, scales nothing and clips by the norm
-of the whole model.
+A Trainer trains a model on windows of batches, and calls it on a batch to evaluate it. It assumes that every process
+reads different data and holds the whole model. Here the stages of a replica read the same data, so accelerate must
+distribute data among replicas and gather from them, not among processes; it wraps nothing, scales nothing and clips by
+the norm of the whole model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Boosts(Protocol):
 
 
 class PipelineAccelerator(Accelerator):
-    """An Accelerator whose processes are the replicas of a pipeline, or just one inside `alone()`."""
+    """An Accelerator whose processes are the replicas of a pipeline, or a single process inside `alone()`."""
 
     grid: Grid
     trainer: Boosts
@@ -52,7 +52,7 @@ class PipelineAccelerator(Accelerator):
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
-        """One that takes over all attributes of another one."""
+        """A PipelineAccelerator with all attributes of another accelerator."""
         new = cls.__new__(cls)
         new.__dict__.update(vars(accelerator))
         new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
@@ -133,7 +133,7 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(combine, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """A list if there are objects; samples that were read twice at the end of an epoch are omitted."""
+        """Returns a list if there are objects; samples that were read twice at the end of an epoch are omitted."""
         if self.is_muted:
             return recursively_apply(_ones, input_data)
         try:
@@ -191,7 +191,7 @@ class PipelineAccelerator(Accelerator):
 
 
 def _ones(tensor: Tensor) -> Tensor:
-    """Equally many ones, which nothing depends on."""
+    """A tensor of as many ones, on which nothing depends."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -226,9 +226,9 @@ class Stages(StandIn):
     def step(
         self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float, note: Any = False
     ) -> Tensor:
-        """Accumulate the gradients of several batches, and return the sum of their losses; each times `weight`.
+        """Accumulate the gradients of several batches, and return the sum of their losses, each times `weight`.
 
-        `note(output, batch)` is called on the last stage, after each.
+        `note(output, batch)` is called on the last stage, after each batch.
         """
         out = self.plugin.execute_pipeline(
             iter(window),
@@ -250,7 +250,7 @@ class Stages(StandIn):
                 "training, call it once, in compute_loss(model, inputs), with the batch that training_step receives"
             )
         if args:
-            raise UsageError("model(...) of a pipeline takes a batch by name: model(**inputs)")
+            raise UsageError("model(...) of a pipeline takes only keyword arguments: call model(**inputs)")
         pipeline = self.boosted.pipeline
         out = self.plugin.execute_pipeline(iter([inputs]), self.boosted, None, None, return_outputs=not self.loss_only)
         if self.loss_only:

@@ -3,7 +3,7 @@
     class                 purpose
     Pipelined...          takes the plugin, and is what the user constructs
     the user's Trainer    SFTTrainer, Seq2SeqTrainer, or a custom one: unchanged
-    Loop                  below it and above transformers.Trainer: runs on stages what that runs on a model
+    Loop                  between it and transformers.Trainer: runs the steps on stages instead of a whole model
 
 So methods that the user's class overrides are called as usual, and its calls of `super()` reach the pipeline. The loop,
 its callbacks, logs, schedules and files stay Trainer's own. An accumulation window is one step of the pipeline.
@@ -193,7 +193,7 @@ class Loop(Trainer):
         return int(super().get_total_train_batch_size(args)) // self._ranks_of_replica
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """This rank's share, since those of all ranks are summed."""
+        """This rank's share, since Trainer sums over all ranks."""
         return float(super().floating_point_ops(inputs)) / self._ranks_of_replica
 
     @property
@@ -231,12 +231,12 @@ class Loop(Trainer):
     def refuse_written(self, when: str) -> None:
         """Raise UsageError if a trained parameter or gradient was written to since the latest batch of a window.
 
-        One process would have trained the next batches of the window with it.
+        One process would have used the written values for the next batches of the window.
         """
         if self._left is not None and self._left.is_changed:
             raise UsageError(
                 f"{type(self).__name__} has changed gradients or parameters {when}, whose "
-                f"gradient_accumulation_steps={self.current_gradient_accumulation_steps} batches are one step of the "
+                f"gradient_accumulation_steps={self.current_gradient_accumulation_steps} batches form one step of the "
                 "pipeline: change them once a step, in a callback's on_pre_optimizer_step (gradients) or on_step_end "
                 "(parameters), or pass gradient_accumulation_steps=1 and PipelinePlugin(num_microbatches=...)"
             )
@@ -320,8 +320,8 @@ class Loop(Trainer):
 
     @contextmanager
     def _evaluated_together(self) -> Iterator[None]:
-        """Inside, every rank calls compute_loss. If it reads parameters that some do not hold, the result of the last
-        stage counts, which holds all that the loss reads."""
+        """Inside, every rank calls compute_loss. If it reads parameters that some ranks do not hold, the result of the
+        last stage is used, which holds all parameters that the loss reads."""
         if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
             yield
             return
@@ -350,10 +350,10 @@ class Loop(Trainer):
             stages.loss_only = False
 
     def _count_last(self, inputs: Any) -> None:
-        """Let accelerate know how many samples the last batch of a stream has.
+        """Give accelerate the number of samples in the last batch of a stream.
 
         Trainer repeats each batch's loss eval_batch_size times, and accelerate cuts off what the last batch lacks. It
-        derives that from the dataset's length, which a stream does not have.
+        derives this number from the dataset's length, which a stream does not have.
         """
         loader = self.accelerator.gradient_state.active_dataloader
         if loader is None or not getattr(loader, "end_of_dataloader", False) or loader.remainder != -1:
@@ -365,8 +365,8 @@ class Loop(Trainer):
         raise UsageError("a pipeline does not support hyperparameter_search: start one run per trial")
 
     def generate(self, **inputs: Any) -> Tensor:
-        """The tokens that the stages generate together, with the arguments of the model's own `generate`. Call on every
-        rank."""
+        """The tokens that the stages generate together, with the arguments of the model's own `generate`. Call it on
+        every rank."""
         tokens: Tensor = self._own_stages().eval().boosted.generate(**inputs)
         return tokens
 
@@ -450,12 +450,12 @@ class Front:
 
 
 def pipelined(trainer: type[Trainer]) -> Any:
-    """The same for any subclass of transformers' Trainer: `pipelined(SFTTrainer)(model, ..., pipeline=plugin)`.
+    """A PipelineTrainer for any subclass of Trainer: `pipelined(SFTTrainer)(model, ..., pipeline=plugin)`.
 
     Methods that the subclass overrides are called as usual; see `pipeshard.trainer.trainer`.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
-        raise ConfigurationError(f"pipelined takes a subclass of transformers.Trainer, got {trainer!r}")
+        raise ConfigurationError(f"pipelined requires a subclass of transformers.Trainer, got {trainer!r}")
     fronts: tuple[type, ...] = (Front,)
     if hasattr(trainer, "compute_ref_log_probs"):
         fronts = (Front, Preferences)

@@ -1,4 +1,4 @@
-"""Compare: where the split model differs from the unsplit one, in a step and in its saved state."""
+"""Compare: finds differences between the split and the unsplit model, in a step and in the saved state."""
 
 import contextlib
 import math
@@ -49,8 +49,8 @@ class Comparison:
     def gradients(
         self, split: Mapping[str, Sequence[HeldGradient]], unsplit: Mapping[str, Tensor | None], what: str
     ) -> None:
-        """Compare the gradients of every rank that holds a parameter, in the order of `unsplit`, which is that of the
-        backward pass."""
+        """Compare the gradients of every rank that holds a parameter, in the order of `unsplit`, which is the order of
+        the backward pass."""
         largest = max((size(gradient) for gradient in unsplit.values() if gradient is not None), default=0.0)
         for name, expected in unsplit.items():
             for where, gradient in split[name]:
@@ -63,7 +63,7 @@ class Comparison:
                     self.counts["gradients"] += 1
 
     def tensors(self, split: Mapping[str, Any], unsplit: Mapping[str, Any], kind: str, what: str) -> None:
-        """Parameters, buffers and what is saved, by name."""
+        """Compare parameters, buffers and saved tensors, by name."""
         if split.keys() != unsplit.keys():
             names = split.keys() ^ unsplit.keys()
             side = "unsplit" if min(names) in unsplit else "split"
@@ -74,7 +74,7 @@ class Comparison:
             self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str, when: str = "") -> None:
-        """Numbers and tensors in nested values; NaN in the split marks a difference."""
+        """Compare numbers and tensors in nested values; tensors of the split model that are all NaN are skipped."""
         theirs, mine = dict(_leaves(unsplit)), dict(_leaves(split))
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):
@@ -91,7 +91,7 @@ class Comparison:
         return True
 
     def _close(self, split: Tensor, unsplit: Tensor, relative: float, floor: float) -> bool:
-        """Whether they are equal to the precision of their dtype."""
+        """Whether the two are equal to the precision of their dtype."""
         if split.shape != unsplit.shape:
             return False
         if not split.layout is unsplit.layout is torch.strided:
@@ -171,7 +171,8 @@ def _values_text(split: Any, unsplit: Any) -> str:
 def gradients(
     split: LocalPipeline, reference: Reference
 ) -> tuple[dict[str, list[HeldGradient]], dict[str, Tensor | None]]:
-    """By name, in the order of the backward pass, on each rank that holds the parameter; those of ties are summed."""
+    """The gradients by name, in the order of the backward pass, on each rank that holds the parameter; those of ties
+    are summed."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
     def place(name: str) -> int:
@@ -187,7 +188,7 @@ def gradients(
     if lost := [name for name, held in mine.items() if not held and unsplit[name] is not None]:
         raise Different(f"no stage holds {lost[0]}, which gets a gradient")
     for k, parameter in enumerate(reference.own.foreign()):
-        name = f"parameter {k} of the optimizer that is not the model's"
+        name = f"parameter {k} of the optimizer, which is not in the model"
         unsplit[name], mine[name] = parameter.grad, [("", split.last().foreign[k].grad)]
     return mine, unsplit
 
@@ -200,8 +201,8 @@ def compare_state(
     fickle: Callable[[], Collection[str]],
     replica: int,
 ) -> None:
-    """Buffers, and state that forwards have left on modules, by the stage that has them, except attributes that are
-    `fickle()`, which is called once something differs."""
+    """Compare buffers, and state that forwards have left on modules, on the stages that have them, except attributes
+    that are `fickle()`, which is called once something differs."""
     buffers = dict(reference.model.named_buffers())
     mine = {name: split.of(name, replica).model.get_buffer(name) for name in buffers}
     comparison.tensors(mine, buffers, "buffers", during)
@@ -232,13 +233,13 @@ def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
 
 
 def compare_parameters(comparison: Comparison, split: LocalPipeline, reference: Reference, when: str) -> None:
-    """Parameters on all stages that hold them, and the saved state."""
+    """Compare parameters on all stages that hold them, and the saved state."""
     for name, parameter in reference.model.named_parameters():
         for rank in split.ranks:
             if name in rank.held:
                 comparison.tensors({name: rank.held[name]}, {name: parameter}, "parameters", when)
     for k, parameter in enumerate(reference.own.foreign()):
-        name = f"parameter {k} of the optimizer that is not the model's"
+        name = f"parameter {k} of the optimizer, which is not in the model"
         comparison.tensors({name: split.last().foreign[k]}, {name: parameter}, "parameters", when)
     first = first_names(reference.model)
     states = [rank.model.state_dict() for rank in split.ranks]
@@ -287,7 +288,7 @@ def first_unit(
 
 @contextlib.contextmanager
 def recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[None]:
-    """Inside, the results of units in forwards are kept; on a stage, those of its own units."""
+    """Inside, the results of units in forwards are kept; on a stage, only the results of its own units."""
     calls, microbatches = Counter[str](), Counter[tuple[str, int]]()
 
     def begin(module: nn.Module, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Decide: which models are proven when they are boosted, and what is logged about it."""
+"""Decide: selects the models that are proven when they are boosted, and logs the result."""
 
 import contextlib
 import logging
@@ -42,7 +42,7 @@ KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages who
 
 
 class Proven(BaseException):
-    """Raised by booster.boost to return the proof to the CLI; `what` was proven, or not."""
+    """Raised by booster.boost to return the proof to the CLI; `what` names the model that was proven, or not."""
 
     def __init__(self, proof: Proof, what: str) -> None:
         super().__init__(f"{what}: {proof.kind}")
@@ -51,7 +51,7 @@ class Proven(BaseException):
 
 @dataclass
 class Alone:
-    """`pp_size` is the number of stages, which overrides that of the plugin."""
+    """`pp_size` is the number of stages, which overrides the plugin's."""
 
     pp_size: int | None = None
 
@@ -106,11 +106,11 @@ def prove_at_boost(
 
     def work(note: Callable[[], None]) -> Proof:
         if stages == 1 and not is_cut:
-            return Proof(UNPROVEN, "one stage has nothing to compare: pass --pp with at least 2")
+            return Proof(UNPROVEN, "with one stage there is nothing to compare: pass --pp 2 or more")
         copies = _copies(config.pp_size, min(2, grid.dp_size))
         free = (SHARE if auto else 1.0) * _free(grid.device)
         on_meta = auto and any(parameter.is_meta for parameter in model.parameters())
-        why = "its weights are on meta" if on_meta else _too_large(model, free, copies)
+        why = "its weights are on the meta device" if on_meta else _too_large(model, free, copies)
         fits = not on_meta and not _too_large(model, free, FEW_COPIES)
         large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
         seconds = (SECONDS_OF_LARGE if large or is_cut else SECONDS) if auto else None
@@ -129,17 +129,17 @@ def prove_at_boost(
         raise BatchError(proof.reason) from proof.cause
     if proof.coupled:
         raise VerificationError(
-            f"the loss or gradients of {name} in microbatches are not those of the whole batch, so "
-            f"training is aborted: {proof.reason}. Either samples depend on each other (a statistic of the batch, a "
-            "comparison of its samples, a memory bank), or the dimension that is cut does not count the samples. "
+            f"the loss or gradients of {name} in microbatches do not match those of the whole batch, so training is "
+            f"aborted: {proof.reason}. Either samples depend on each other (a statistic of the batch, a comparison of "
+            "its samples, a memory bank), or the dimension that is split is not the batch dimension. "
             f"Pass {_remedies(sample)}"
         )
     if is_sliced and proof.kind in (DIFFERENT, UNPROVEN):
         _refuse_slices(config, name, proof)
     if is_ragged and proof.kind == DIFFERENT:
         raise VerificationError(
-            f"microbatch_tokens={config.microbatch_tokens}: the result of {name} changes if its samples' padding "
-            f"is cut off: {proof.reason}. Either the loss counts padding (set its labels to -100), or the model reads "
+            f"microbatch_tokens={config.microbatch_tokens}: the result of {name} changes if the padding of its samples "
+            f"is removed: {proof.reason}. Either the loss counts padding (set its labels to -100), or the model reads "
             "padding despite attention_mask. Use num_microbatches, or PipelinePlugin(verify=False) to skip this check"
         )
     if proof.kind == DIFFERENT:
@@ -171,9 +171,9 @@ def _warn_of_batch_norms(model: nn.Module) -> None:
     norms = [name for name, module in model.named_modules() if module.training and is_batch_norm(module)]
     if norms:
         logger.warning(
-            "%s has %d batch norms (%s, ...), which normalize each microbatch by its own mean and variance, "
-            "as in gradient accumulation: loss and gradients are not exactly those of the whole batch. Pass "
-            "num_microbatches=1 if they have to be",
+            "%s has %d batch norms (%s, ...), which normalize each microbatch with its own mean and variance, "
+            "as in gradient accumulation: loss and gradients do not exactly match those of the whole batch. If they "
+            "must match, pass num_microbatches=1",
             type(model).__name__,
             len(norms),
             norms[0],
@@ -181,8 +181,8 @@ def _warn_of_batch_norms(model: nn.Module) -> None:
 
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
-    """Whether it is a class that docs/parity.md shows exact, unchanged: transformers' own modules, without wrappers,
-    the loss that they compute themselves, and an optimizer of torch or of these packages."""
+    """Whether the model has a class that docs/parity.md lists as exact, unchanged: transformers' own modules, without
+    wrappers, the loss that they compute themselves, and an optimizer of torch or of these packages."""
     if criterion is not None or not is_of_transformers(model):
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
@@ -198,12 +198,12 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
 
 
 def _remedies(sample: Batch) -> str:
-    """What to do about samples that depend on each other."""
+    """Advice for samples that depend on each other."""
     dims = _other_dims(sample)
-    other = f", or batch_dims={dims} if dimension 1 counts the samples (time-first data)" if dims else ""
+    other = f", or batch_dims={dims} if dimension 1 is the batch dimension (time-first data)" if dims else ""
     return (
         "num_microbatches=1 to train on whole batches, or loss_reduction='microbatch' to train on each microbatch "
-        f"by itself, as gradient accumulation does{other}"
+        f"separately, as gradient accumulation does{other}"
     )
 
 
@@ -250,7 +250,8 @@ def _free(device: torch.device) -> int:
 
 
 def _too_large(model: nn.Module, most: float, copies: int) -> str:
-    """Why a model is not proven in its own size, if copies of it take more than `most` bytes; "" if they do not."""
+    """The reason why a model is not proven in its own size, if copies of it take more than `most` bytes; "" if they do
+    not."""
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return f"the check needs {format_bytes(needed)}, but may use {format_bytes(most)}" if needed > most else ""
 

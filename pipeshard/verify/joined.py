@@ -1,4 +1,4 @@
-"""Joined draws: random numbers for samples at once, which are those that their microbatches drew one after another."""
+"""Joined draws: random numbers for all samples at once, equal to those that their microbatches drew in turn."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ PURE = {
 
 
 class JoinedDraws(DispatchMode):
-    """Records what microbatches draw in `with self:`."""
+    """Records the random numbers that microbatches draw in `with self:`."""
 
     supports_higher_order_operators = True
 
@@ -29,7 +29,7 @@ class JoinedDraws(DispatchMode):
 
     @contextmanager
     def joining(self, parts: int) -> Iterator[None]:
-        """Inside, the samples of so many microbatches run at once."""
+        """Inside, the samples of this many microbatches run at once."""
         each = len(self.drawn) // parts
         self.left = [self.drawn[k::each] for k in range(each)]
         with self:
@@ -45,5 +45,5 @@ class JoinedDraws(DispatchMode):
 
 
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """These, along the dimension in which they are smaller than `shape`."""
+    """The parts, concatenated along the dimension in which they are smaller than `shape`."""
     return torch.cat(list(parts), next(dim for dim, size in enumerate(shape) if parts[0].shape[dim] != size))

@@ -13,8 +13,8 @@ class TooMuch(Unproven):
 
 
 class Limit:
-    """The seconds that a proof may take; `note` is called whenever they are checked. `step` is how many of them a step
-    of the unsplit model takes."""
+    """The seconds that a proof may take; `note` is called whenever they are checked. `step` is the number of seconds
+    that a step of the unsplit model takes."""
 
     def __init__(self, seconds: float | None, note: Callable[[], None]) -> None:
         self.start, self.seconds, self.until, self.note = time.perf_counter(), seconds, seconds, note
@@ -39,5 +39,5 @@ class Limit:
             self.until = self.elapsed + max(self.seconds, STEPS_MORE * self.step)
 
     def remove(self) -> None:
-        """Something differs, and the proof must find out whether by rounding."""
+        """Remove the limit: something differs, and the proof must find out whether rounding is the cause."""
         self.until = None

@@ -143,7 +143,7 @@ class LocalPipeline:
         self, gradients: Mapping[str, Tensor | None], foreign: Sequence[Tensor | None], optimizers: Sequence[Any]
     ) -> list[float]:
         """Step each rank's optimizer with these gradients of the model and of other optimized tensors. Returns
-        the norm of the model's gradients by which each rank clipped, if they do."""
+        the norm of the model's gradients by which each rank clipped, if they clip."""
 
         def of_rank(rank: int) -> float | None:
             own, optimizer = self.ranks[rank], optimizers[rank]

@@ -42,12 +42,12 @@ BEGINS = {
 @dataclass(frozen=True)
 class Proof:
     """ "exact", "compared in part", "different" or "unproven", the last two with the reason; the number of comparisons
-    of each kind, `but` what was not compared, and the time.
+    of each kind, `but` for what was not compared, and the time.
 
-    `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
+    `refused` says whether the reason is an error that training raises, too; `coupled` whether samples depend on each
     other, so that microbatches do not give the batch. `moving` is state that changes with each microbatch, as in
     gradient accumulation. `dependent`: a microbatch does not run by itself, for the given reason and `cause`.
-    `smaller` is what is smaller in the copy that was proven instead of a large model, `padding` how slices of samples
+    `smaller` lists the reductions of the copy that was proven instead of a large model, `padding` how slices of samples
     with padding differ.
     """
 
@@ -67,8 +67,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Large:
-    """Why a model is not split in its own size. The parameters of a smaller copy take at most `most` bytes of fp32;
-    `fits` is whether a few samples may run through the model itself."""
+    """The reason why a model is not split in its own size. The parameters of a smaller copy take at most `most` bytes
+    of fp32; `fits` says whether a few samples may run through the model itself."""
 
     reason: str
     most: float
@@ -103,8 +103,8 @@ def prove(
     after the optimizer's step, the saved state, and the unsplit model on the whole batch with itself on the
     microbatches. `note` is called regularly. Instead of a `large` model, or one that takes longer than `seconds`, a
     smaller copy is split. If there is none, or it takes too long as well, only the outputs of a few samples are
-    compared with those of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps if
-    these take longer. Once something differs, the time is not limited.
+    compared with the outputs of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE
+    steps if these take longer. Once something differs, the time is not limited.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, Limit(seconds, note), steps)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -149,7 +149,7 @@ class _Proving:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the loss is that of several microbatches together."""
+        """Whether the loss combines several microbatches."""
         return self.samples.m > 1 and self.config.has_exact_loss
 
     def run(self, large: Large | None) -> None:
@@ -189,7 +189,7 @@ class _Proving:
         return False
 
     def _drawn(self, own: Copies) -> Copies:
-        """The same, with initialized values for meta tensors."""
+        """The copies in `own`, with initialized values for meta tensors."""
         if not any(parameter.is_meta for parameter in own.model.parameters()):
             return own
         return own.drawn(self.device, self.config.init_weights, torch.initial_seed() % 2**63)
@@ -304,11 +304,11 @@ class _Proving:
         except TooMuch:
             raise
         except Exception as error:  # whatever the user's model raises
-            raise Fails(f"the unsplit model does not run on its batch: {summary(error)}") from error
+            raise Fails(f"the unsplit model fails on its batch: {summary(error)}") from error
         return reference, loss
 
     def _fickle(self) -> frozenset[str]:
-        """The attributes that differ between two runs, drawn by torch.seed() or the clock."""
+        """The attributes that differ between two runs, such as values from torch.seed() or the clock."""
         if not self.draws:
             return frozenset()
         with undisturbed(self.device):
@@ -404,7 +404,7 @@ class _Proving:
         return own, self._criterion(own)
 
     def _located(self, difference: Different) -> Different:
-        """The same error, with the place where the difference begins."""
+        """The error with the place where the difference begins."""
         if not difference.part:
             return difference
         try:

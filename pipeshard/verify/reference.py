@@ -99,7 +99,7 @@ def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
 
 
 def fill(memo: dict[int, Any], closures: Sequence[types.FunctionType]) -> None:
-    """Copy the captured state of these into their copies."""
+    """Copy the captured state of these closures into their copies."""
     for function in closures:
         made = memo[id(function)]
         made.__defaults__, made.__kwdefaults__ = copy.deepcopy((function.__defaults__, function.__kwdefaults__), memo)
@@ -131,7 +131,7 @@ def _contents(container: Any) -> Iterator[Any]:
 
 
 def _is_filled(function: types.FunctionType) -> bool:
-    """Whether it has captured state, all of which is there."""
+    """Whether the function has captured state, and all of it is set."""
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     try:
         captured = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -141,7 +141,7 @@ def _is_filled(function: types.FunctionType) -> bool:
 
 
 def _hollow(function: types.FunctionType) -> types.FunctionType:
-    """The same function, without its captured state yet."""
+    """A copy of the function, without its captured state yet."""
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
     made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
     made.__qualname__ = function.__qualname__
@@ -208,7 +208,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of the microbatches' losses; with `of_sums` those of their sums, if a criterion returns (sum,
+    """The weights of the microbatches' losses; with `of_sums`, the weights of their sums, if a criterion returns (sum,
     count)."""
 
     shares: Sequence[float]
@@ -220,8 +220,8 @@ class NoLoss(Exception):
 
 
 class Reference:
-    """One copy, without interception. A model that draws random numbers uses those of the pipeline's
-    units and places: around its units' forwards, `places` seeds the generators as every stage does."""
+    """One copy, without interception. A model that draws random numbers uses the random numbers of the pipeline's units
+    and places: around its units' forwards, `places` seeds the generators as every stage does."""
 
     def __init__(self, own: Copies, criterion: Criterion | None, device: torch.device) -> None:
         self.own, self.model, self.criterion, self.device = own, own.model, criterion, device
@@ -263,7 +263,7 @@ class Reference:
         self, batches: Sequence[Batch], weights: Weights, at: tuple[int, int], note: Callable[[], None], first: int = 0
     ) -> tuple[Tensor, list[Any]]:
         """Forward and backward of each microbatch in turn: the loss, with these weights, and the outputs. `first` is
-        the number of the first one, after those of earlier replicas."""
+        the number of the first microbatch, after those of earlier replicas."""
         total, outputs = torch.zeros(()), []
         with self.places.step(*at) if self.places is not None else nullcontext():
             for i, (batch, weight) in enumerate(zip(batches, weights.shares, strict=True)):

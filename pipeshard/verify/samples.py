@@ -1,4 +1,4 @@
-"""Samples: those of a batch that the steps of a proof use, and how they are cut into microbatches of replicas."""
+"""Samples: the samples of a batch that the steps of a proof use, and their cut into microbatches of replicas."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class Samples:
         return cls(batch.rows, len(batch.split(*config.cut)))
 
     def vary(self, batch: Batch) -> bool:
-        """Whether the second step has other samples than the first one."""
+        """Whether the second step uses different samples than the first one."""
         return batch.rows > self.count
 
     def of_step(self, batch: Batch, step: int) -> Batch:

@@ -45,15 +45,16 @@ class StepCut:
 
 @dataclass
 class Undivided:
-    """A copy of the unsplit model that takes the samples of a step at once, and the loss if it has taken the first."""
+    """A copy of the unsplit model that takes the samples of a step at once, and its loss once it has taken the first
+    step."""
 
     reference: Reference
     loss: Tensor | None = None
 
 
 class Sides:
-    """The split model, a copy of the unsplit one for each of its replicas, and possibly an undivided one, until it
-    differs. `fickle()` returns the attributes that differ between two runs of one model."""
+    """The split model, a copy of the unsplit one for each of its replicas, and possibly an undivided one, which is
+    dropped once it differs. `fickle()` returns the attributes that differ between two runs of one model."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Sides:
         self.first, *self.others = self._optimizers()
 
     def step(self, comparison: Comparison, step: int, asked: bool) -> StepCut:
-        """Train both for a step, and compare everything but outputs, which are `asked` for."""
+        """Train both sides for a step, and compare everything; outputs are compared only if `asked`."""
         split, reference, during = self.split, self.references[0], f"in step {step + 1}"
         loss, outputs = split.step(partial(self.samples.of_replica, step), self.samples.m, asked, (SEED, step))
         expected, made = self._unsplit_step(step)
@@ -118,7 +119,7 @@ class Sides:
             return run()
 
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
-        """Compare loss and gradients of the samples at once with those of the microbatches, which have been compared
+        """Compare loss and gradients of all samples at once with those of the microbatches, which were already compared
         with the split model. None if they differ, for whatever reason."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
@@ -147,7 +148,7 @@ class Sides:
         return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
     def _optimizers(self) -> list[Any]:
-        """The optimizers of the first reference and of the ranks; plain SGD if there is none or it is refused."""
+        """The optimizers of the first reference and of the ranks; plain SGD if there is none, or if it is refused."""
         split, reference = self.split, self.references[0]
         if reference.own.optimizer is not None:
             try:

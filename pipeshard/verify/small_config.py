@@ -53,7 +53,8 @@ def factors(config: Any) -> list[int]:
 
 
 def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
-    """How many of n layers a smaller model has, by n: all kinds of layers are among the first ones."""
+    """The number of layers that a smaller model keeps of n layers, by n: all kinds of layers are among the first
+    ones."""
     counts = {value for _, _, value in _numbers(config, LAYER_COUNTS)}
     needed = {value: 2 * stages for value in counts if value > 2 * stages}
     for part in _parts(config):
@@ -67,12 +68,12 @@ def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
 
 
 def all_kinds(kinds: Sequence[Any]) -> int:
-    """How many of these, from the first one on, include all kinds."""
+    """The number of layers, counted from the first, that include all kinds."""
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
 def kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for two layers with equal modules, parameters and settings."""
+    """A value that is equal for two layers with equal modules, parameters and settings."""
     return tuple(
         (
             path,
@@ -119,7 +120,7 @@ def _inner(value: int, factor: int) -> int:
 
 
 def _experts(config: Any, count: int) -> int:
-    """A number of experts that divides theirs, still leaves a choice, and fills the groups."""
+    """A smaller number of experts that divides the config's number, still leaves a choice, and fills the groups."""
     chosen = max((value for _, _, value in _numbers(config, EXPERTS_OF_TOKEN)), default=1)
     groups = max((value for _, _, value in _numbers(config, EXPERT_GROUPS)), default=1)
     least = 2 * max(chosen, groups)

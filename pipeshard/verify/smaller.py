@@ -1,8 +1,8 @@
 """Smaller: copies of a large model with fewer and narrower layers, which stand for it in a proof.
 
-A split can only go wrong in the code of a model: that of its class, of its kinds of layers, and of the user's
-additions. The number and width of the layers do not matter. So a copy keeps every kind
-of layer, two layers for each stage, ties, adapters, hooks, and the trained parameters.
+A split can only go wrong in the code of a model: the code of its class, of its kinds of layers, and of the user's
+additions. The number and width of the layers do not matter. So a copy keeps every kind of layer, two layers for each
+stage, ties, adapters, hooks, and the trained parameters.
 """
 
 import copy
@@ -45,7 +45,7 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Smaller:
-    """A smaller copy, and what is smaller in it."""
+    """A smaller copy, and the list of its reductions."""
 
     own: Copies
     what: str
@@ -167,7 +167,7 @@ def _shortened(given: Copies, stages: int, most: float) -> Smaller:
 
 
 def _kept(model: nn.Module, lists: Mapping[nn.ModuleList, int]) -> set[nn.Parameter]:
-    """The parameters of a model of whose lists the first modules are kept."""
+    """The parameters of a model that keeps only the first modules of its lists."""
     found: set[nn.Parameter] = set()
     todo = [model]
     while todo:
@@ -192,13 +192,13 @@ def _check_alike(model: nn.Module, built: nn.Module) -> None:
     theirs, own = dict(model.named_modules()), dict(built.named_modules())
     for path, module in own.items():
         if path not in theirs or type(theirs[path]) is not type(module):
-            raise Unlike(f"in a smaller {type(model).__name__}, module {path!r} is new or of another class")
+            raise Unlike(f"in a smaller {type(model).__name__}, module {path!r} is new or its class differs")
     if missing := {_anywhere(path) for path in theirs} - {_anywhere(path) for path in own}:
         raise Unlike(f"a smaller {type(model).__name__} has no module {sorted(missing)[0]!r}")
     named = dict(model.named_parameters())
     for name, parameter in built.named_parameters():
         if name not in named or named[name].dim() != parameter.dim():
-            raise Unlike(f"in a smaller {type(model).__name__}, parameter {name!r} is new or has another ndim")
+            raise Unlike(f"in a smaller {type(model).__name__}, parameter {name!r} is new or its ndim differs")
     if _ties(model, set(_all_names(built))) != _ties(built, set(_all_names(model))):
         raise Unlike(f"a smaller {type(model).__name__} ties different weights")
 
@@ -213,7 +213,7 @@ def _all_names(model: nn.Module) -> list[str]:
 
 
 def _ties(model: nn.Module, names: set[str]) -> set[frozenset[str]]:
-    """Names of one parameter each, among these."""
+    """Groups of these names that each belong to one parameter."""
     of: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in names:
@@ -259,7 +259,7 @@ def _adopt_hooks(theirs: nn.Module, module: nn.Module, memo: dict[int, Any]) -> 
 
 
 def _is_of_handles(value: Any) -> bool:
-    """Whether it is a handle that removes hooks."""
+    """Whether the value is a handle that removes hooks."""
     return all(isinstance(one, RemovableHandle) for one in (value if isinstance(value, list | tuple) else [value]))
 
 
@@ -272,7 +272,7 @@ def _completed(given: Copies, built: nn.Module, sample: Batch, memo: dict[int, A
 
 
 def _drop(optimizer: Optimizer) -> None:
-    """Omit the parameters that a smaller copy does not have, and groups without others."""
+    """Omit the parameters that a smaller copy does not have, and the groups that then have none."""
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not isinstance(parameter, _Dropped)]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]

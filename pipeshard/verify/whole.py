@@ -66,8 +66,8 @@ class Side:
 
 @dataclass
 class WholeFound:
-    """The result: how many losses and gradients were compared; `missing` is what was not, `moving` what counts as
-    gradient accumulation."""
+    """The result: how many losses and gradients were compared; `missing` names those that were not, `moving` lists the
+    state that counts as gradient accumulation."""
 
     losses: int = 0
     gradients: int = 0
@@ -76,7 +76,7 @@ class WholeFound:
 
 
 class WholeBatch:
-    """Compares copies of the unsplit model, created by `make(dtype)`; `draws` is whether it draws random numbers.
+    """Compares copies of the unsplit model, created by `make(dtype)`; `draws` says whether it draws random numbers.
 
     `note` is called regularly, and `differs` when something seems to differ, before it is compared in other ways.
     """
@@ -90,19 +90,19 @@ class WholeBatch:
     def compare(self, batch: Batch, weights: Weights, has_auxiliary: bool, units: Sequence[str]) -> WholeFound:
         """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
 
-        `has_auxiliary` is whether a part of the loss comes from side outputs of layers (router logits), which are
+        `has_auxiliary` says whether a part of the loss comes from side outputs of layers (router logits), which are
         computed per microbatch: the outputs are compared if the loss differs. Raises Coupled.
         """
         self.parts = copied_microbatches(batch, len(weights.shares))
         self.batch, self.weights, self.units, self.found = batch, weights, units, WholeFound()
         if batch.rows < 2:
-            self.found.missing = "its batch has one sample"
+            self.found.missing = "its batch has only one sample"
             return self.found
         differences = self._differences(RunMode(draws=SHARED if self.draws else ""))
         if differences and has_auxiliary:
             differences = self._by_outputs()
         if self.normalized and not self.is_told:  # booster.boost warns of modules
-            self.found.moving.append("F.batch_norm normalizes each microbatch by its own mean and variance")
+            self.found.moving.append("F.batch_norm normalizes each microbatch with its own mean and variance")
         if differences:
             raise Coupled(f"{differences}. {self._place()}")
         return self.found
@@ -112,7 +112,7 @@ class WholeBatch:
         self.parts, self.batch, self.units, self.found = copied_microbatches(batch, m), batch, units, WholeFound()
         self.weights = Weights([1.0] * len(self.parts))
         if batch.rows < 2:
-            self.found.missing = "its batch has one sample"
+            self.found.missing = "its batch has only one sample"
         elif differences := self._by_outputs():
             raise Coupled(f"{differences}. {self._place()}")
         return self.found
@@ -121,7 +121,7 @@ class WholeBatch:
         """The difference in the outputs; "" if they are equal, or have none by sample."""
         self.chosen = self._choose()
         if not any(self.chosen):
-            self.found.missing = "it returns no outputs by sample"
+            self.found.missing = "it returns no per-sample outputs"
             return ""
         return self._differences(RunMode(draws=SHARED if self.draws else "", by_outputs=True))
 
@@ -142,15 +142,15 @@ class WholeBatch:
         except Unproven:
             raise
         except NoLoss:
-            self.found.missing = "it draws from random or numpy in training mode, and has no loss in evaluation mode"
+            self.found.missing = "it uses random or numpy in training mode, and has no loss in evaluation mode"
             return ""
         except Exception as error:  # whatever a model raises in evaluation mode
-            self.found.missing = f"it draws from random or numpy in training mode, and {summary(error)}"
+            self.found.missing = f"it uses random or numpy in training mode, and {summary(error)}"
             return ""
         if why and not self.drew_in_python:
             return why
         where = "it" if why else "training mode, in which it"
-        self.found.missing = f"{where} draws from random or numpy, which is not the same for the same samples"
+        self.found.missing = f"{where} uses random or numpy, whose numbers differ for the same samples"
         return ""
 
     def _attempt(self, way: RunMode) -> str:
@@ -174,8 +174,8 @@ class WholeBatch:
             return why
 
     def _once(self, way: RunMode) -> str:
-        """The difference between both sides; state that a microbatch leaves on the model is there for the next, if it
-        makes no difference, or does not depend on the samples."""
+        """The difference between both sides; the next microbatch sees the state that a microbatch leaves on the model,
+        if this state makes no difference, or does not depend on the samples."""
         self.way = way
         draws = _draws_of(way)
         whole = self._side(way, [self.batch], Weights([1.0]), draws)
@@ -199,7 +199,8 @@ class WholeBatch:
         return ""
 
     def _is_carried(self, way: RunMode) -> bool:
-        """Whether the second microbatch gives another result after other samples than the first microbatch's."""
+        """Whether the second microbatch gives a different result if other samples than those of the first microbatch
+        ran before."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
         after, expected = (
@@ -255,7 +256,7 @@ class WholeBatch:
         return torch.stack(terms).sum() if terms else torch.zeros(())
 
     def _choose(self) -> list[int]:
-        """The elements of each output, 0 if the outputs of microbatches do not add up to it."""
+        """The number of elements of each output; 0 if the outputs of microbatches do not have as many in total."""
         self.chosen = []
         sizes = [self._sizes(batch) for batch in (self.batch, *self.parts)]
         if len({len(one) for one in sizes}) > 1:
@@ -271,7 +272,7 @@ class WholeBatch:
             return [leaf.numel() for leaf in outputs_of(batch.call(own.model))]
 
     def _place(self) -> str:
-        """Where it begins: the first unit whose results for the same samples differ."""
+        """The place where the difference begins: the first unit whose results for the same samples differ."""
         results: list[Results] = [{}, {}]
         draws = _draws_of(self.way)
         try:
@@ -280,7 +281,7 @@ class WholeBatch:
         except Unproven:
             raise
         except Exception:  # of whatever kind: the difference stands without its place
-            return "Where it begins was not found"
+            return "The first difference could not be located"
         whole, parts = results
         for (unit, k, _), expected in whole.items():
             pieces = [parts.get((unit, k, i), []) for i in range(len(self.parts))]
@@ -288,7 +289,7 @@ class WholeBatch:
                 continue
             for leaf, *others in zip(expected, *pieces, strict=True):
                 if isinstance(leaf, Tensor) and is_another(leaf, others, self.way.dtype):
-                    return f"The first difference for the same samples is in the result of unit {unit}, or its input"
+                    return f"The first difference for the same samples is in the input or result of unit {unit}"
         return "All units return the same results: the difference begins after them, in the loss or the backward pass"
 
     def _record(self, batches: Sequence[Batch], into: Results, draws: SharedDraws) -> None:
@@ -316,14 +317,14 @@ class WholeBatch:
 
 
 def unlike(whole: Side, parts: Side, way: RunMode) -> str:
-    """The difference between both sides, "" if there is none."""
+    """The difference between both sides; "" if there is none."""
     m = f"{len(parts.shares)} microbatches"
     short = 8 * max(torch.finfo(whole.dtype).eps, 0.0)
     floor = 1.0 if way.by_outputs else LOSS_FLOOR
     if not abs(whole.loss - parts.loss) <= max(LOSS[way.dtype], short) * max(abs(whole.loss), floor):
-        what = "an objective made of the outputs" if way.by_outputs else "the loss"
-        counts = "" if way.by_outputs else f", which count {', '.join(f'{share:.3g}' for share in parts.shares)}"
-        return f"{what} of {whole.rows} samples is {whole.loss:.7g}, but {parts.loss:.7g} made of those of {m}{counts}"
+        what = "an objective computed from the outputs" if way.by_outputs else "the loss"
+        counts = "" if way.by_outputs else f" with weights {', '.join(f'{share:.3g}' for share in parts.shares)}"
+        return f"{what} of {whole.rows} samples is {whole.loss:.7g}, but {parts.loss:.7g} from {m}{counts}"
     sizes = {name: size(gradient) for name, gradient in whole.gradients.items() if gradient is not None}
     largest = max(sizes.values(), default=0.0)
     for name, expected in whole.gradients.items():
@@ -385,7 +386,7 @@ def copied_microbatches(batch: Batch, m: int) -> list[Batch]:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether it is a batch norm, or keeps running statistics as one does."""
+    """Whether the module is a batch norm, or keeps running statistics like one."""
     if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
         return False  # of each sample by itself
     return isinstance(module, BatchNorm) or has_statistics(module)
@@ -396,7 +397,7 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Whether it randomly drops activations or paths, and does nothing else."""
+    """Whether the module randomly drops activations or paths, and does nothing else."""
     return "drop" in type(module).__name__.lower() and not any(True for _ in module.parameters())
 
 
@@ -406,7 +407,7 @@ def outputs_of(output: Any) -> list[Tensor]:
 
 
 def is_another(whole: Tensor, parts: Sequence[Any], dtype: torch.dtype | None) -> bool:
-    """Whether parts that add up to the whole in one dimension have other values."""
+    """Whether parts that form the whole when concatenated along one dimension have different values."""
     if not whole.is_floating_point() or any(part.ndim != whole.ndim for part in parts):
         return False
     dims = [dim for dim, count in enumerate(whole.shape) if any(part.shape[dim] != count for part in parts)]
@@ -432,6 +433,6 @@ def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) ->
 
 
 def _filled(gradient: Tensor | None, like: Tensor | None) -> Tensor:
-    """None is zeros here: a weight that no sample of a microbatch reaches."""
+    """The gradient, or zeros for None: no sample of a microbatch may reach a weight."""
     assert gradient is not None or like is not None
     return torch.zeros_like(like) if gradient is None else gradient.detach()  # type: ignore[arg-type]

@@ -158,9 +158,9 @@ def wrong() -> list[str]:
 @pytest.mark.turns
 def test_a_declaration_that_does_not_fit_is_told_on_every_rank(pool: Pool) -> None:
     expected = [
-        r"batch_dims has \['lables'\], which the batch does not: it has \['frames', \".beside\['bias'\]\"",
-        r"dimension 1 of labels counts the samples: it has 6, but there are 5 \(dimension 0 of frames\)",
-        r"dimension 3 of frames counts the samples, but it is shape \(5, 6, 8\)",
+        r"batch_dims names \['lables'\], which the batch does not contain: .* \['frames', \".beside\['bias'\]\"",
+        r"dimension 1 of labels as the batch dimension, but its size is 6 for 5 samples \(dimension 0 of frames\)",
+        r"dimension 3 of frames as the batch dimension, but frames has shape \(5, 6, 8\)",
         "batch_dims must map the paths of leaves to a dimension or None.*got 1",
         "the stages of one pipeline must read the same batch",
     ]

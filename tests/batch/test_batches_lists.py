@@ -90,7 +90,9 @@ def read(dims: RowDims, rows: int, **beside: Any) -> Batch:
 def test_what_a_list_is_has_to_be_told_where_it_may_be_either() -> None:
     streams = [torch.zeros(4, 2), torch.zeros(4, 3), torch.zeros(4, 4), torch.zeros(4, 5)]
     for entries in ([torch.zeros(4, 2)] * 4, tuple(torch.zeros(3) for _ in range(4))):
-        with pytest.raises(BatchError, match=r"targets is a (list|tuple) of as many.*batch_dims={'targets': 0}"):
+        with pytest.raises(
+            BatchError, match=r"targets is a (list|tuple) of the same length.*batch_dims={'targets': 0}"
+        ):
             read(RowDims(Detector()), 4, targets=entries)
         batch = read(RowDims(Detector(), {"targets": 0}), 4, targets=entries)
         assert [len(part.data["targets"]) for part in batch.split(3)] == [2, 1, 1]
@@ -102,7 +104,9 @@ def test_what_a_list_is_has_to_be_told_where_it_may_be_either() -> None:
     read(known, 5, targets=[torch.zeros(5, 2)] * 4)  # so it is no list of one entry a sample
     assert read(known, 4, targets=[torch.zeros(4, 2)] * 4).split(2)[0].data["targets"][3].shape == (2, 2)
     read(known, 5, boxes=[torch.zeros(k, 2) for k in range(5)])
-    with pytest.raises(BatchError, match="boxes had one entry a sample in earlier batches, and now has 3 for 4"):
+    with pytest.raises(
+        BatchError, match="boxes had one entry per sample in earlier batches, but now has 3 entries for 4 samples"
+    ):
         read(known, 4, boxes=[torch.zeros(k, 2) for k in range(3)])
 
 
@@ -114,7 +118,9 @@ def test_a_table_is_not_cut_where_it_has_as_many_entries_as_samples_by_chance() 
         assert all(part.tensors["table"].shape == table.shape for part in batch.split(2))
     dims = RowDims(Detector())
     read(dims, LENGTH, table=table)
-    with pytest.raises(BatchError, match="dimension of table was 6 in a batch of 6 samples, and is 6 in one of 4"):
+    with pytest.raises(
+        BatchError, match="dimension of table had size 6 in a batch of 6 samples, and has size 6 in a batch of 4"
+    ):
         read(dims, 4, table=table)
     read(RowDims(Detector(), {"table": None}), LENGTH, table=table)
 
@@ -125,7 +131,7 @@ def test_several_entries_a_sample_are_cut_or_refused() -> None:
     batch = read(RowDims(Detector(), {"negatives": 0}), 4, negatives=negatives)
     parts = [part.tensors["negatives"] for part in batch.split(3)]
     assert [len(part) for part in parts] == [6, 3, 3] and torch.equal(torch.cat(parts), negatives)
-    with pytest.raises(BatchError, match=r"dimension 0 of negatives \(12, 5\) may count them.*\{'negatives': 0\}"):
+    with pytest.raises(BatchError, match=r"dimension 0 of negatives \(12, 5\) counts them.*\{'negatives': 0\}"):
         read(RowDims(Detector()), 4, negatives=negatives)
     whole = read(RowDims(Detector(), {"table": None}), 3, table=torch.zeros(LENGTH, H))
     assert whole.split(2)[0].tensors["table"].shape == (LENGTH, H)

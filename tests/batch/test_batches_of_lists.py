@@ -108,7 +108,7 @@ def test_lists_of_tensors_with_the_same_samples_are_not_opened_as_samples() -> N
     assert RowDims(Detector(), {"[0]": 0, "[1]": 0}).read((images, labels)).rows == 3
     assert RowDims(Detector(), {"[0]": None, "[1]": None}).read((images, labels)).rows == CHANNELS
     of_three = [{"labels": torch.zeros(3)} for _ in boxes]
-    with pytest.raises(BatchError, match="may be one for each sample, or not"):
+    with pytest.raises(BatchError, match="ambiguous whether they have one entry per sample"):
         RowDims(Detector()).read((images, of_three))
     declared = RowDims(Detector(), {"images": 0}).read({"images": [torch.zeros(4, 2)] * 2})
     assert declared.rows == 2
@@ -224,7 +224,7 @@ def trained_on_tuples() -> dict[str, float]:
         "optional mask": off(Classifier(), labelled, of_classes, 2),
         "mask": off(Classifier(), lambda seed: labelled(seed, True), of_classes, 2),
     }
-    with pytest.raises(BatchError, match=r"holds a Graph.*num_microbatches=1"):
+    with pytest.raises(BatchError, match=r"contains a Graph.*num_microbatches=1"):
         boosted(OfGraph(), graph(6, 0), of_graph, 2)
     return {name: error for name, error in errors.items() if not error < 2e-6}
 

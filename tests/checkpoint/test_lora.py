@@ -466,7 +466,7 @@ def on_meta(where: str) -> None:
 @pytest.mark.parametrize("where", ["all", "adapters"])
 def test_adapters_on_meta_are_refused(pool: Pool, where: str) -> None:
     for message in pool.run_expecting(ConfigurationError, on_meta, 2, where):
-        assert "are on meta" in message and "by booster.enable_lora(model, lora_config=...)" in message
+        assert "are on meta" in message and "with booster.enable_lora(model, lora_config=...)" in message
 
 
 # Merged
@@ -609,10 +609,10 @@ def on_a_blank(fields: dict[str, Any], **arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "arguments", "says"),
     [
-        ({"init_lora_weights": "pissa_niter_4"}, {}, "'pissa_niter_4' is not computed for a model on meta"),
-        ({"num_virtual_tokens": 3}, {}, "adapters of the kind PROMPT_TUNING"),
-        ({"trainable_token_indices": [3]}, {}, "begin with rows of the embedding"),
-        ({"use_dora": True}, {"precision": "bf16"}, "these are cast or sharded before they are loaded"),
+        ({"init_lora_weights": "pissa_niter_4"}, {}, "'pissa_niter_4' is not supported for a model on meta"),
+        ({"num_virtual_tokens": 3}, {}, "PROMPT_TUNING adapters"),
+        ({"trainable_token_indices": [3]}, {}, "are initialized from the embedding"),
+        ({"use_dora": True}, {"precision": "bf16"}, "the weights are cast or sharded before they are loaded"),
     ],
 )
 def test_adapters_that_need_more_than_their_layer_are_refused(
@@ -694,17 +694,17 @@ def test_mistakes_are_refused_on_every_rank_and_harm_nothing(pool: Pool, tmp_pat
     for message, what in zip(
         first,
         [
-            "boosted already: call booster.enable_lora(model, ...) before booster.boost",
-            "has adapters already",
+            "already boosted: call booster.enable_lora(model, ...) before booster.boost",
+            "already has adapters",
             "quantize=True",
-            "adapters of this lora_config on LlamaForCausalLM",
+            "adapters of this lora_config to LlamaForCausalLM",
             "other has no adapter for this LlamaForCausalLM",
             "good has no adapter for this GPT2LMHeadModel",
             "missing adapter keys",
             "this is a LlamaForCausalLM",
             "this is a PeftModel",
             "file is a file",
-            "other holds something else",
+            "other contains other files",
             "disk full",
         ],
         strict=True,

@@ -175,9 +175,9 @@ def test_from_pretrained(pool: Pool, tmp_path: Path, text: str) -> None:
 
 def test_from_pretrained_wrongly(tmp_path: Path) -> None:
     auto = transformers.AutoModelForCausalLM
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         PipelinePlugin.from_pretrained(auto, tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="has no config"):
+    with pytest.raises(CheckpointError, match="does not contain a valid model config"):
         PipelinePlugin.from_pretrained(auto, tmp_path)
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     with pytest.raises(ConfigurationError, match="LlamaConfig has no num_layerz"):
@@ -206,7 +206,7 @@ def test_a_new_head_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFi
     for stage in pool.run(with_a_new_head, 2, str(tmp_path)):
         assert all(torch.equal(value, whole[key]) for key, value in stage.items())
     assert 0.01 < float(whole["score.weight"].std()) < 0.03
-    assert "drawn at random" in capfd.readouterr().out
+    assert "initialized randomly" in capfd.readouterr().out
 
 
 def loading(name: str, folder: str, strict: bool = True) -> dict[str, Tensor]:
@@ -228,7 +228,7 @@ def test_a_pickled_checkpoint(pool: Pool, tmp_path: Path) -> None:
         assert all(torch.equal(value, expected[key]) for key, value in held.items())
     torch.save({"a": os.system}, tmp_path / "pytorch_model.bin")
     for message in pool.run_expecting(CheckpointError, loading, 2, "llama", str(tmp_path)):
-        assert "weights_only=True" in message and "convert the checkpoint to safetensors" in message
+        assert "weights_only=True" in message and "convert it to safetensors" in message
 
 
 def test_strict_means_strict(pool: Pool, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_strict_means_strict(pool: Pool, tmp_path: Path) -> None:
     del state["model.layers.0.input_layernorm.weight"]
     model.save_pretrained(tmp_path, state_dict=state)  # type: ignore[operator]
     for message in pool.run_expecting(CheckpointError, loading, 2, "llama", str(tmp_path)):
-        assert "model.layers.3.mlp.up_proj.weight has shape (5, 32), the model (48, 32)" in message
+        assert "model.layers.3.mlp.up_proj.weight has shape (5, 32), but (48, 32) in the model" in message
         assert "model.layers.0.input_layernorm.weight is missing" in message and "extra is unexpected" in message
     for message in pool.run_expecting(CheckpointError, loading, 2, "llama", str(tmp_path), False):
         assert "has shape (5, 32)" in message and "missing" not in message
@@ -275,13 +275,13 @@ def spoilt(folder: Path, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("empty", "holds no checkpoint: it has none of model.safetensors"),
+        ("empty", "does not contain a checkpoint: it has none of model.safetensors"),
         ("cut", "cannot be read as safetensors"),
         ("lost", "which is missing: the checkpoint is incomplete"),
         ("text", "cannot be read as safetensors"),
-        ("outside", "names '../x.safetensors', which is not a file of its own folder"),
-        ("no index", "is not an index of a checkpoint"),
-        ("elsewhere", "but the file has no such tensor"),
+        ("outside", "lists '../x.safetensors', which is not a file in the same folder"),
+        ("no index", "is not a checkpoint index"),
+        ("elsewhere", "but that file does not contain it"),
     ],
 )
 def test_bad_folders(pool: Pool, tmp_path: Path, how: str, message: str) -> None:
@@ -506,8 +506,8 @@ def wrongly(folder: str, what: dict[str, Any]) -> None:
     [
         ("file", {"shard": True}, "is a file, but shard=True writes a folder"),
         ("folder", {}, "is a folder, but shard=False writes a file"),
-        ("new", {"shard": True, "prefix": "x"}, "the architecture's own names only"),
-        ("new.pt", {"use_safetensors": True}, "is read as what torch.save writes: name it .safetensors instead"),
+        ("new", {"shard": True, "prefix": "x"}, "the architecture's own names"),
+        ("new.pt", {"use_safetensors": True}, "is loaded with torch.load: use the suffix .safetensors instead"),
     ],
 )
 def test_saving_wrongly(pool: Pool, tmp_path: Path, name: str, what: dict[str, Any], message: str) -> None:

@@ -115,7 +115,10 @@ def test_another_number_of_stages_loads_the_states(pool: Pool, tmp_path: Path, k
 def test_a_state_inside_of_a_tensor_is_damage() -> None:
     content = {"parameters": {"w": torch.empty(1, device="meta")}, "param_groups": [{"params": ["w"]}]}
     state = {"state1": torch.zeros(1), "state1::absmax::0": torch.zeros(1)}
-    assert content_flaw(content | {"state": {"w": state}}, described=False) == "a state of w is inside of another one"
+    assert (
+        content_flaw(content | {"state": {"w": state}}, described=False)
+        == "an entry in the state of w contains another entry"
+    )
 
 
 @pytest.mark.turns
@@ -132,6 +135,6 @@ def test_what_looks_at_whole_parameters_is_not_sliced(kind: str) -> None:
     """
     model, config = nn.Linear(4, 4), PipelineConfig(pp_size=2, num_microbatches=2, tp_size=2)
     grid: Any = SimpleNamespace(pp_size=2, tp_size=2, dp_size=1, first=True)
-    with pytest.raises(ConfigurationError, match=r"looks at whole parameters.*use zero_stage=1 instead"):
+    with pytest.raises(ConfigurationError, match=r"reads whole parameters.*use zero_stage=1 instead"):
         check_separable(OPTIMIZERS[kind](model.parameters()), model, config, grid)
     check_separable(OPTIMIZERS["adam in 32 bits"](model.parameters()), model, config, grid)

@@ -322,7 +322,7 @@ def blank(folder: Path, config: Any, name: str = "causal-lm/llama") -> Any:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True), "keeps the weights in 16 bits. Leave"),
+        (BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True), "keeps the weights in 16 bits. Omit"),
         (GPTQConfig(bits=4, dataset=["a"], tokenizer="none"), "the method gptq is not supported"),
         (BitsAndBytesConfig(), "load_in_4bit and load_in_8bit are False. Pass BitsAndBytesConfig"),
         ({"load_in_4bit": True}, "quantization_config is a dict"),
@@ -351,14 +351,14 @@ def test_a_quantized_folder_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(ConfigurationError, match=r"are quantized \(by awq\), and stages do not read such weights"):
+    with pytest.raises(ConfigurationError, match=r"are quantized \(with awq\), and stages cannot load such weights"):
         PipelinePlugin.from_pretrained(type(model), tmp_path)
 
 
 def test_adapters_that_are_computed_from_weights_are_refused(tmp_path: Path) -> None:
     model = blank(tmp_path, quantization("nf4"))
     for fields in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
-        with pytest.raises(ConfigurationError, match=r"which this model has quantized\. Use plain LoRA"):
+        with pytest.raises(ConfigurationError, match=r"the weights of this model are quantized\. Use plain LoRA"):
             enable_lora(model, None, LoraConfig(target_modules="all-linear", **fields), None)
 
 
@@ -372,7 +372,7 @@ def boosting(folder: Path, **arguments: Any) -> None:
 def test_packed_weights_are_not_sharded(pool: Pool, tmp_path: Path, arguments: dict[str, Any]) -> None:
     build(LLAMA).save_pretrained(tmp_path)
     for message in pool.run_expecting(ConfigurationError, boosting, 2, tmp_path, **arguments):
-        assert "this model has them quantized, which are not sharded. Use more stages" in message
+        assert "the weights of this model are quantized and cannot be sharded. Use more stages" in message
 
 
 def test_a_folder_without_a_packed_weight_is_refused(pool: Pool, tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_folder_without_a_packed_weight_is_refused(pool: Pool, tmp_path: Path)
     state = {name: value for name, value in model.state_dict().items() if "layers.0.mlp.up_proj" not in name}
     model.save_pretrained(tmp_path, state_dict=state)
     for message in pool.run_expecting(CheckpointError, boosting, 1, tmp_path):
-        assert "model.layers.0.mlp.up_proj.weight is missing, and a quantized weight is not initialized" in message
+        assert "model.layers.0.mlp.up_proj.weight is missing, and a quantized weight cannot be initialized" in message
 
 
 def writing(folder: Path) -> list[str]:

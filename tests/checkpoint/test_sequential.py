@@ -463,12 +463,12 @@ def wrong(what: str) -> None:
     ("what", "error", "message"),
     [
         ("plain", UsageError, "to_sequential got a LlamaForCausalLM: pass the model that booster.boost(...) returned"),
-        ("blank", UsageError, "39 parameters, lm_head.weight the first, have no values yet: call booster.load_model"),
+        ("blank", UsageError, "39 parameters that have no values yet (first: lm_head.weight): call booster.load_model"),
         ("rank", ConfigurationError, "rank must be a stage of this pipeline, 0 to 1, got 2"),
         (
             "uncopyable",
             UsageError,
-            "LlamaForCausalLM cannot be copied on stage 1: TypeError('a recorder cannot be copied')",
+            "copy.deepcopy of LlamaForCausalLM failed on stage 1: TypeError('a recorder cannot be copied')",
         ),
     ],
 )

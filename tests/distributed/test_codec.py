@@ -50,7 +50,7 @@ def test_tensors_come_back() -> None:
 def test_what_would_run_code_is_neither_sent_nor_read(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for value in (Harmful(mark), lambda: 1, tmp_path, [{1: Harmful}], os.system):
-        with pytest.raises(MessageError, match="is not made of tensors, numbers and strings alone: "):
+        with pytest.raises(MessageError, match="must contain only tensors, numbers and strings: "):
             encode(value)
     with pytest.raises(MessageError, match="UnpicklingError: Trying to load unsupported GLOBAL"):
         encode(os.system)
@@ -84,7 +84,7 @@ def test_what_one_rank_cannot_tell_is_an_error_on_all(pool: Pool, tmp_path: Path
     ranks = pool.run(untold, 3, tmp_path / "mark")
     message, *others = ranks[0]
     assert ranks == [ranks[0]] * 3 and others == [0, 1, 2]
-    assert message.startswith("rank 1 of 3 cannot tell the others what it has: this Harmful is not made of tensors")
+    assert message.startswith("rank 1 of 3 cannot send its value: this Harmful must contain only tensors")
     assert not (tmp_path / "mark").exists()
 
 

@@ -108,7 +108,10 @@ def boosted_with(change: str) -> None:
     ("change", "sign"),
     [
         ("layers", "on rank 0 (stage 0), but transformer.h.2.ln_1.weight of shape (32,)"),
-        ("frozen", "what is trained differs between ranks: transformer.wte.weight.requires_grad=True on rank 0"),
+        (
+            "frozen",
+            "the set of trained parameters differs between ranks: transformer.wte.weight.requires_grad=True on rank 0",
+        ),
         ("lr", "the optimizer differs between ranks: group 0 with lr=0.001"),
     ],
 )
@@ -136,7 +139,10 @@ def frozen_after_boost() -> tuple[str, float]:
 
 def test_a_tied_weight_frozen_on_one_rank_is_refused(pool: Pool) -> None:
     for message, loss in pool.run(frozen_after_boost, 2):
-        assert "transformer.wte.weight is held by several ranks" in message and "freeze it, or train it" in message
+        assert (
+            "transformer.wte.weight is held by several ranks" in message
+            and "set the same value on every rank" in message
+        )
         assert loss == loss
 
 
@@ -193,8 +199,8 @@ def test_a_broken_step_is_the_last_one(pool: Pool) -> None:
     (first, again), (own, own_again) = pool.run(failing_once, 2)
     where = "rank 1 (stage 1) failed in execute_pipeline, F0@1 (forward of microbatch 0 on stage 1), in transformer.h."
     assert first.startswith(where) and first.endswith("ValueError: planted") and own == "planted"
-    assert again.startswith("this process cannot go on, since rank 1 (stage 1) failed")
-    assert own_again.startswith("this process cannot go on, since rank 1 (stage 1) failed")
+    assert again.startswith("this process cannot continue, because rank 1 (stage 1) failed")
+    assert own_again.startswith("this process cannot continue, because rank 1 (stage 1) failed")
 
 
 def different_batches() -> None:

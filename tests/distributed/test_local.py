@@ -73,7 +73,7 @@ def test_a_message_of_another_size_is_an_error() -> None:
         else:
             p2p.receive(torch.empty(4, dtype=torch.uint8), 0).wait()
 
-    with pytest.raises(MessageSizeError, match="a message of rank 0 has 8 bytes, where 4 are expected"):
+    with pytest.raises(MessageSizeError, match="a message of rank 0 has 8 bytes, but 4 are expected"):
         world.run(of_rank)
 
 
@@ -98,7 +98,7 @@ def test_other_collectives_are_found_at_once() -> None:
         else:
             sum_scalar(torch.zeros(()), grid[1].world)
 
-    with pytest.raises(DeadlockError, match="rank 1 calls all_reduce, where another one calls all_gather"):
+    with pytest.raises(DeadlockError, match="rank 1 calls all_reduce, but another rank calls all_gather"):
         world.run(of_rank)
 
 

@@ -318,7 +318,7 @@ def step_of_an_orphan() -> str:
 def test_a_rank_whose_agent_is_gone_ends(pool: Pool) -> None:
     # Ranks whose torchrun was killed trained on for hours, and saved into the folder of the job that was started again.
     [message] = pool.run(step_of_an_orphan, 1, timeout=60)
-    assert "the agent (torchrun, or pipeshard.launch) of this process is gone" in message
+    assert "the agent of this process (torchrun, or pipeshard.launch) is gone" in message
 
 
 class Loud(Exception):
@@ -448,7 +448,7 @@ def test_a_rank_that_was_killed_is_named_by_the_others(tmp_path: Path) -> None:
     fault = Fault("gone", 1, "rank 1 (stage 1)", message="rank 1 (stage 1) is gone")
     (tmp_path / "rank-0.json").write_text(json.dumps(crash.report(0, "rank 0 (stage 0)", fault, None)))
     lines = list(crash.page(tmp_path))
-    assert lines[0] == "What happened: rank 1 (stage 1) is gone" and lines[1].startswith("Rank 1 left no report here")
+    assert lines[0] == "What happened: rank 1 (stage 1) is gone" and lines[1].startswith("Rank 1 has no report here")
 
 
 def test_monitor_and_library_agree_on_what_is_stopped() -> None:

@@ -99,7 +99,7 @@ def test_what_an_aborted_wait_has_returned_is_not_handed_out(pool: Pool) -> None
 @pytest.mark.parametrize("silent", [0.0, SILENT * PERIOD + 1.0], ids=["just now", "long since"])
 def test_a_lost_connection_is_explained_by_the_silent_store(pool: Pool, silent: float) -> None:
     [(seconds, message, _, stopped)] = pool.run(fail_at_a_silent_store, 1, "save_training_state", LOST, silent)
-    assert message.startswith("RankError: the store in which the ranks met does not answer: rank 0")
+    assert message.startswith("RankError: the rendezvous store does not respond: rank 0")
     assert seconds < (LIMIT if silent == 0 else 1.0) and not stopped
 
 
@@ -178,7 +178,9 @@ def test_a_rank_that_catches_its_own_error_goes_no_further_alone(pool: Pool) -> 
     """Its next message met those that waited in boost: gloo aborted the process, since sizes differed."""
     for errors in pool.run(caught_on_one_rank, 2):
         assert "mine" in errors[0] and len(errors) == 3
-        assert all(re.search(r"cannot go on, since rank 1 \(stage 1\) failed in booster.boost", e) for e in errors[1:])
+        assert all(
+            re.search(r"cannot continue, because rank 1 \(stage 1\) failed in booster.boost", e) for e in errors[1:]
+        )
 
 
 @pytest.mark.turns

@@ -227,8 +227,8 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
     ("plan", "config", "message"),
     [
         ({"transformer.h.*.mlp.c_fx": "colwise"}, {}, "names transformer.h.*.mlp.c_fx, which GPT2LMHeadModel does"),
-        ({"transformer.h.*.mlp.c_fc": "colwize"}, {}, "the style 'colwize', which is unknown: did you mean colwise"),
-        (None, {"attn_pdrop": 0.1}, "attn_pdrop=0.1 of GPT2LMHeadModel would drop the heads"),
+        ({"transformer.h.*.mlp.c_fc": "colwize"}, {}, "the unknown style 'colwize': did you mean colwise"),
+        (None, {"attn_pdrop": 0.1}, "attn_pdrop=0.1 of GPT2LMHeadModel would drop heads"),
         (None, {"num_attention_heads": 3}, "does not divide num_attention_heads=3"),
     ],
 )
@@ -241,7 +241,7 @@ def test_plans_that_cannot_be(plan: dict[str, str] | None, config: dict[str, Any
 
 def test_a_style_that_does_not_fit_its_module() -> None:
     mesh = SimpleNamespace(size=lambda: 2)
-    with pytest.raises(ConfigurationError, match="divides scale of Linear, which is None"):
+    with pytest.raises(ConfigurationError, match="tp_plan cannot divide scale=None of Linear"):
         style_of("divide:scale").install_forward(torch.nn.Linear(2, 2), mesh)
     with pytest.raises(ConfigurationError, match=r"h.weight of Linear as a Conv1D.*is not a Conv1D"):
         style_of("conv1d_qkv").validate_param(torch.nn.Linear(2, 2), "weight", mesh, "h.weight")

@@ -106,13 +106,23 @@ def test_what_is_wrong_is_seen(pool: Pool, wrong: Callable[[], Any]) -> None:
     ("name", "size", "plan", "message"),
     [
         ("qwen3_moe", 3, None, "ep_size=3 does not divide num_experts=4 of model.layers.0.mlp.experts: choose one"),
-        ("llama4_text", 2, None, "ep_size=2: Llama4ForCausalLM comes without an ep_plan. Use ep_size=1, or give one"),
+        (
+            "llama4_text",
+            2,
+            None,
+            "ep_size=2: Llama4ForCausalLM comes without an ep_plan. Use ep_size=1, or pass a plan",
+        ),
         ("llama", 2, None, "ep_size=2: LlamaForCausalLM comes without an ep_plan"),
         ("qwen3_moe", 2, {**PLAN, "model.experts": EXPERTS}, "ep_plan names model.experts, which Qwen3MoeForCausalLM"),
-        ("qwen3_moe", 2, {**PLAN, PATH: "ep_router"}, "ep_plan has the style 'ep_router', which is unknown"),
+        ("qwen3_moe", 2, {**PLAN, PATH: "ep_router"}, "ep_plan contains the unknown style 'ep_router'"),
         ("llama", 2, {"model.layers.*.mlp": DISPATCH}, "does not divide num_experts=None of model.layers.0.mlp"),
-        ("gpt_oss", 2, PLAN, "gate_up_proj_bias the style 'ep_dispatch_experts': the weights of experts need"),
-        ("qwen3_moe", 2, {f"{PATH}.down_proj": EXPERTS}, "down_proj the style 'grouped_gemm': the weights of experts"),
+        ("gpt_oss", 2, PLAN, "gate_up_proj_bias: the weights of experts need"),
+        (
+            "qwen3_moe",
+            2,
+            {f"{PATH}.down_proj": EXPERTS},
+            "down_proj: the weights of experts",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(name: str, size: int, plan: Any, message: str) -> None:
@@ -132,6 +142,6 @@ def test_experts_that_run_one_by_one_are_refused() -> None:
 
 
 def test_slices_of_two_kinds_are_refused() -> None:
-    assert "tp_size=2 does not go with ep_size=2" in refusal(tp_size=2, ep_size=2)
-    assert "slices of the experts of each stage, must be a positive integer, got 0" in refusal(ep_size=0)
-    assert "ep_plan must be a dict of styles" in refusal(ep_plan="auto")
+    assert "tp_size=2 is not supported with ep_size=2" in refusal(tp_size=2, ep_size=2)
+    assert "expert-parallel ranks per stage, must be a positive integer, got 0" in refusal(ep_size=0)
+    assert "ep_plan must be a dict from module names to styles" in refusal(ep_plan="auto")

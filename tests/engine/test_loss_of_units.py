@@ -101,7 +101,7 @@ def trained() -> dict[str, float]:
         "entropy": off(Net(Experts(False), Experts(False)), (4, 2, 6), num_microbatches=3),
         "balance": off(Net(Experts(True)), (4, 6), num_microbatches=2, loss_reduction="microbatch"),
     }
-    with pytest.raises(ConfigurationError, match=r"not a mean or sum over samples.*loss_reduction='microbatch'"):
+    with pytest.raises(ConfigurationError, match=r"to be a mean or sum over samples.*loss_reduction='microbatch'"):
         off(Net(Experts(True)), (4,), num_microbatches=2)
     return {name: error for name, error in errors.items() if not error < 2e-6}
 

@@ -162,7 +162,7 @@ def test_a_loss_that_goes_by_sizes_is_refused(
     criterion: Criterion, rows: int, length: int, m: int, replicas: int
 ) -> None:
     """Each was a mean on 4 samples of 8 positions; at its own sizes the loss was wrong."""
-    with pytest.raises(ConfigurationError, match=r"on fewer and shorter ones .*loss_reduction='microbatch'"):
+    with pytest.raises(ConfigurationError, match=r"on fewer and shorter samples .*loss_reduction='microbatch'"):
         proven(criterion, ragged(rows, length), m, replicas)
     few = min(rows, 4)
     assert proven(criterion, ragged(few, 8)).rule in (VALID, SAMPLES)
@@ -173,11 +173,11 @@ def test_what_is_too_large_is_tried_in_one_direction_at_a_time(caplog: pytest.Lo
     batch's length counted as tried, so that a mean of chunks' means was trained wrong without a warning."""
     with mock.patch.object(loss_module, "MOST_DRAWN", 3000):
         for criterion in (chunked(16), from_16_samples):
-            with pytest.raises(ConfigurationError, match="on fewer and shorter ones"):
+            with pytest.raises(ConfigurationError, match="on fewer and shorter samples"):
                 proven(criterion, ragged(32, 48))
         assert not caplog.messages
         assert proven(by_length, ragged(32, 48)) == (VALID, Sizes(32, 16, (48, 48)))
-        assert "could not be tried on 32 samples with axes of [48]" in caplog.text
+        assert "could not be tested on 32 samples with axes of [48]" in caplog.text
     caplog.clear()
     assert proven(by_length, ragged(32, 48)) == (VALID, Sizes(32, 16, (64, 64))) and not caplog.messages
 
@@ -213,7 +213,7 @@ def grown(*lengths: int) -> list[dict[str, Tensor]]:
 
 MICROBATCHES = {"verify": False, "num_microbatches": 2}
 CASES = {
-    "chunks, longer": Case(Chunked, "12 positions, then 40.", grown(12, 40), MICROBATCHES, refused="shorter ones"),
+    "chunks, longer": Case(Chunked, "12 positions, then 40.", grown(12, 40), MICROBATCHES, refused="shorter samples"),
     "chunks, short": Case(
         Chunked, "As many as one chunk has, on stages in a V.", grown(16, 9, 5, 16), {**MICROBATCHES, "schedule": "zbv"}
     ),
@@ -264,7 +264,7 @@ def replicas(make: type[nets.Net], pp_size: int, m: int, lengths: Sequence[Seque
 @pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (1, 1), (2, 2)])
 def test_replicas_agree_on_when_a_rule_is_tried(pool: Pool, pp_size: int, m: int) -> None:
     pool.run(replicas, 2 * pp_size, nets.Net, pp_size, m, [(12, 12), (12, 40), (40, 20), (7, 12)], timeout=120)
-    with pytest.raises(WorkerError, match="shorter ones"):
+    with pytest.raises(WorkerError, match="shorter samples"):
         pool.run(replicas, 2 * pp_size, Chunked, pp_size, m, [(12, 12), (12, 40)], timeout=120)
 
 

@@ -72,7 +72,7 @@ def other_numbers() -> str:
 def test_other_numbers_of_a_unit_are_an_error_on_all_ranks(pool: Pool) -> None:
     """A unit returned 3, which it read off a frozen parameter, and 0 on the stages that do not have it."""
     first, second = pool.run(other_numbers, 2)
-    assert first == second and "is 3 by the trace on rank 0 (stage 0), but is 0 on rank 1 (stage 1)" in first
+    assert first == second and "is 3 in the trace on rank 0 (stage 0), but is 0 on rank 1 (stage 1)" in first
 
 
 def collectives_of_steps(make: Callable[[], torch.nn.Module]) -> tuple[list[int], list[int]]:
@@ -137,7 +137,7 @@ def unseen_codes(make: Callable[[], torch.nn.Module]) -> str:
 def test_zeros_for_what_was_not_sent_are_followed(pool: Pool, make: Any) -> None:
     """An integer that glue computes with is 0 where nobody sends it, and no result shows that."""
     for error in pool.run(unseen_codes, 2, make):
-        assert "unit layers.3 (stage 1) reads what is computed from integers or booleans of unit layers.0" in error
+        assert "unit layers.3 (stage 1) reads a value computed from integers or booleans of unit layers.0" in error
 
 
 def unseen_activations(how: str) -> str:
@@ -163,4 +163,4 @@ def unseen_activations(how: str) -> str:
 def test_not_a_number_is_seen_without_the_loss(pool: Pool, how: str) -> None:
     """With return_loss=False nobody looked whether the loss was a number: a stage trained on what nobody had sent."""
     for error in pool.run(unseen_activations, 2, how):
-        assert "reads other results of its units than when it was traced" in error
+        assert "uses different unit outputs than in its trace" in error

@@ -238,7 +238,7 @@ def test_weights_stay() -> None:
 
 def test_bad_input() -> None:
     assert "offload='activation' is unknown: did you mean activations?" in refusal(offload="activation")
-    assert "does not go with compile=True" in refusal(offload="activations", compile=True)
+    assert "is not supported with compile=True" in refusal(offload="activations", compile=True)
 
 
 def test_a_cpu_has_the_host_s_memory() -> None:

@@ -101,15 +101,19 @@ def refused(options: dict[str, Any], name: str) -> str:
 @pytest.mark.parametrize(
     ("options", "name", "message"),
     [
-        ({"pp_size": 1, "zero_stage": 2}, NAME, "zero_stage=2: a pipeline adds up gradients over the microbatches"),
-        ({"pp_size": 1, "zero_stage": 1, "fsdp": True}, NAME, "fsdp=True shards the optimizer's state already"),
+        (
+            {"pp_size": 1, "zero_stage": 2},
+            NAME,
+            "zero_stage=2 is not supported: a pipeline accumulates gradients over the microbatches",
+        ),
+        ({"pp_size": 1, "zero_stage": 1, "fsdp": True}, NAME, "fsdp=True already shards the optimizer state"),
         ({"pp_size": 1, "tp_size": 2, "policy": Policy}, "gpt2", "tp_size=2: GPT2LMHeadModel comes without a tp_plan"),
         ({"pp_size": 3}, NAME, "pp_size=3 but the world has 2 processes"),
         ({"pp_size": 1, "ep_size": 3}, NAME, "pp_size=1 and ep_size=3 but the world has 2 processes"),
         ({"pp_size": 1, "dp_size": 3}, NAME, "pp_size=1 and dp_size=3 but the world has 2 processes"),
-        ({"pp_size": 1, "tp_size": 0}, NAME, "slices of each stage, must be a positive integer, got 0"),
+        ({"pp_size": 1, "tp_size": 0}, NAME, "tensor-parallel ranks per stage, must be a positive integer, got 0"),
         ({"pp_size": 2, "precision": "int8"}, NAME, "precision='int8' is unknown"),
-        ({"pp_size": 2, "autocast": True}, NAME, "autocast=True computes in 16 bits"),
+        ({"pp_size": 2, "autocast": True}, NAME, "autocast=True requires precision="),
     ],
 )
 def test_what_cannot_work_is_refused(pool: Pool, options: dict[str, Any], name: str, message: str) -> None:

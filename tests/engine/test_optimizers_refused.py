@@ -119,8 +119,8 @@ def refused(kind: str) -> None:
 
 def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
     for kind, message in (
-        ("lbfgs", "LBFGS takes its direction from the gradients of all parameters together"),
-        ("sam", "Sam does something else to parameters together than to each alone"),
+        ("lbfgs", "LBFGS computes its direction from the gradients of all parameters together"),
+        ("sam", "Sam updates parameters differently together than one by one"),
         ("clipping", "max_norm clips by the norm of the whole model"),
         ("foreign", "group 0 of the optimizer has a parameter of shape (2, 2) that is not in the model"),
     ):
@@ -148,7 +148,7 @@ def not_of_this_model() -> list[str]:
 
 def test_optimizers_of_another_model(pool: Pool) -> None:
     for first, second in pool.run(not_of_this_model, 2):
-        assert "this SGD was not boosted" in first and "booster.boost(model, optimizer)" in first
+        assert "this SGD was not passed to boost" in first and "booster.boost(model, optimizer)" in first
         assert "was boosted with another model" in second
 
 
@@ -256,7 +256,7 @@ def some_of_the_model() -> str:
     with pytest.raises(UsageError) as caught:
         optimizer.step()
     optimizer.add_param_group({"params": [*model.unwrap().embed.parameters(), *model.unwrap().layers.parameters()]})
-    with pytest.raises(UsageError, match="was boosted, and does not clip"):
+    with pytest.raises(UsageError, match="was passed to boost, and its own step does not clip"):
         optimizer.unwrap().step()
     optimizer.step()
     with pytest.raises(ConfigurationError):
@@ -268,7 +268,7 @@ def some_of_the_model() -> str:
 def test_max_norm_with_an_optimizer_of_some_parameters(pool: Pool) -> None:
     """Docs said the norm of the whole model, and it was that of what the optimizer had."""
     for told in pool.run(some_of_the_model, 2):
-        assert "no boosted optimizer has embed.weight" in told and "requires_grad_(False)" in told
+        assert "no boosted optimizer contains embed.weight" in told and "requires_grad_(False)" in told
 
 
 def closed(options: dict[str, Any]) -> float:

@@ -179,13 +179,13 @@ def mistakes() -> list[str]:
 
 def test_mistakes_are_told_on_every_rank_and_harm_nothing(pool: Pool) -> None:
     expected = [
-        "UsageError: return_outputs asks for 'logit', .* its fields are loss, logits",
-        "UsageError: return_outputs asks for 'hidden_states', 'x', ",
+        "UsageError: return_outputs requests 'logit', .* its fields are loss, logits",
+        "UsageError: return_outputs requests 'hidden_states', 'x', ",
         r"UsageError: return_outputs must be True, False, 'loss', a field's name, .* got \[\]",
         "UsageError: return_outputs must be .* got 3",
         "UsageError: return_outputs must be .* got None",
         r"UsageError: return_outputs must be .* got \['logits', 3\]",
-        "UsageError: return_outputs='loss', but there is none: give the batch labels, or pass a criterion",
+        "UsageError: return_outputs='loss', but this batch has no loss: add labels to the batch, or pass a criterion",
         r"BatchError: .*\(stage 0\): .*return_outputs=False, .*\(stage 1\): .*return_outputs=True",
         r"BatchError: .*\(stage 0\): .*return_outputs='loss', .*\(stage 1\): .*return_outputs=\['logits'\]",
         r"BatchError: .*return_outputs=\['logits', 'loss'\].*return_outputs=\['logits'\]",

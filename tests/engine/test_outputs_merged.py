@@ -70,9 +70,9 @@ def merged(kind: str) -> tuple[list[str], bool]:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("scalar", r"\[2\] cannot be put together .* has no dimension that counts the samples"),
-        ("sum", r"\[2\] cannot be put together .* has no dimension that counts the samples"),
-        ("pairs", r"\[2\] cannot be put together .* has 2 dimensions of the size of the batch"),
+        ("scalar", r"\[2\] cannot be merged .* has no batch dimension"),
+        ("sum", r"\[2\] cannot be merged .* has no batch dimension"),
+        ("pairs", r"\[2\] cannot be merged .* has 2 dimensions that grow with the batch"),
         ("same", None),
     ],
 )
@@ -95,4 +95,4 @@ def numbers() -> str:
 
 def test_numbers_that_differ_are_told_on_every_rank(pool: Pool) -> None:
     for message in pool.run(numbers, 2):
-        assert "output [2] cannot be put together for the whole batch: it differs between microbatches" in message
+        assert "output [2] cannot be merged for the whole batch: it differs between microbatches" in message

@@ -354,8 +354,8 @@ def test_a_layer_that_moves_state_of_its_own_is_not_recomputed(pool: Pool) -> No
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (Momentum, "changes the parameter layers.4.a.weight outside of its unit, by layers.0.a.weight"),
-        (Assigns, "changes the parameter layers.4.a.weight outside of its unit, by layers.0.a.weight"),
+        (Momentum, "changes the parameter layers.4.a.weight outside its unit, based on layers.0.a.weight"),
+        (Assigns, "changes the parameter layers.4.a.weight outside its unit, based on layers.0.a.weight"),
         (SharesGenerator, "layers.0 and layers.4 draw from"),
         (SharesCounter, "layers.0 and layers.4 change"),
     ],
@@ -441,4 +441,4 @@ def test_batch_norm_once_a_batch(pool: Pool, options: dict[str, Any]) -> None:
     """Running statistics moved once a microbatch, so that 4 of them forgot as much as 4 batches did."""
     errors = pool.run(norms_once_a_batch, 2, options)
     assert len(set().union(*errors)) == 13 and all(error < 1e-5 for found in errors for error in found.values()), errors
-    assert "does not go with compile" in refusal(deferred_batch_norm=True, compile=True)
+    assert "does not support compile" in refusal(deferred_batch_norm=True, compile=True)

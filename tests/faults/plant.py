@@ -82,10 +82,10 @@ class Case:
             "different batch": ("must read the same batch", f"stage {self.rank}"),
             "full disk": (who, "No space left on device"),
             CHILD: (who, "was killed"),
-            GIL: (who, "does not let go of the interpreter"),
+            GIL: (who, "it holds the GIL"),
             MUTE: (who, "Mute"),
             LEFT: (who, "ValueError: planted"),
-            EXIT: (who, "by sys.exit(1) after ValueError: planted"),
+            EXIT: (who, "with sys.exit(1) after ValueError: planted"),
         }[self.kind]
 
     @property

@@ -126,9 +126,9 @@ def test_cuts_are_after_some_of_them_and_nowhere_else() -> None:
         ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2"],
         ["layers.2.0", "layers.2.2", "norm", "last"],
     ]
-    with pytest.raises(PartitionError, match="its CutPoints alone, of which it calls 5"):
+    with pytest.raises(PartitionError, match="only at its CutPoints, and it calls 5"):
         counts(net(), data(), 2, ["embed"])
-    with pytest.raises(PartitionError, match=r"6 parts that can be cut apart, fewer than pp_size=7.*Use pp_size <= 6"):
+    with pytest.raises(PartitionError, match=r"at most 6 stages, fewer than pp_size=7.*Use pp_size <= 6"):
         counts(net(), data(), 7)
 
 
@@ -216,10 +216,10 @@ class Wrong(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
-        ("twice", TraceError, "CutPoint cut is called twice: use one for each place"),
-        ("nothing", TraceError, "a CutPoint got tuple .*which has no tensor"),
+        ("twice", TraceError, "CutPoint cut is called twice: use a separate CutPoint for each place"),
+        ("nothing", TraceError, "a CutPoint got tuple .*which contains no tensor"),
         ("turned", TraceError, r"CutPoint cut got a tensor of shape \(4, \d\), whose dimension 0 does not count"),
-        ("changed", TraceError, "what CutPoint cut returns is changed in place"),
+        ("changed", TraceError, "the output of CutPoint cut is modified in place"),
     ],
 )
 def test_what_is_wrong_is_named(kind: str, error: type[PipeshardError], message: str) -> None:
@@ -232,7 +232,7 @@ def test_a_tuple_may_be_turned() -> None:
 
 
 def test_no_tensor_outside_of_a_pipeline() -> None:
-    with pytest.raises(UsageError, match="a CutPoint got int 3, which has no tensor"):
+    with pytest.raises(UsageError, match="a CutPoint got int 3, which contains no tensor"):
         CutPoint()(3)
 
 
@@ -241,7 +241,7 @@ def test_values_that_differ_are_warned_of(caplog: pytest.LogCaptureFixture) -> N
     kept, other = model.embed.weight, model.head
     assert share_weights(model, [("embed.weight", "head")]) == {other: kept} and model.head is kept
     assert [record.message for record in caplog.records] == [
-        "shared_weights: embed.weight and head have different values, those of embed.weight stay"
+        "shared_weights: embed.weight and head have different values; the values of embed.weight are kept"
     ]
     caplog.clear()
     assert share_weights(model, [("embed.weight", "head")]) == {} and not caplog.records
@@ -320,9 +320,9 @@ def refused(shared: Any) -> str:
     ("shared", "message"),
     [
         ([("embed.wieght", "head")], "shared_weights names embed.wieght.*did you mean embed.weight"),
-        ([("embed.weight", "a.weight")], "only parameters of one shape and dtype can be one"),
-        (["embed.weight"], "give groups of two or more names"),
-        ([("embed.weight",)], "give groups of two or more names"),
+        ([("embed.weight", "a.weight")], "only parameters of the same shape and dtype can be tied"),
+        (["embed.weight"], "pass groups of two or more names"),
+        ([("embed.weight",)], "pass groups of two or more names"),
     ],
 )
 def test_what_cannot_be_tied_is_refused(pool: Pool, shared: Any, message: str) -> None:

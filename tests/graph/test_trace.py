@@ -20,7 +20,7 @@ from pipeshard.graph.kinds import Kinds
 from pipeshard.graph.taint import Value
 from pipeshard.graph.units import find_units
 from pipeshard.split.balance import balance
-from pipeshard.split.partition import forbidden_cuts
+from pipeshard.split.boundary import forbidden_cuts
 from pipeshard.split.policy import Policy
 from tests import zoo
 
@@ -189,7 +189,7 @@ def test_a_value_that_leaves_a_unit_sideways_forbids_cuts() -> None:
     assert flow.calls[-1].reads.hidden == {1, 2, 3}
     assert sorted(forbidden_cuts(flow)) == [2, 3, 4]
     assert Policy(model, flow, 0, 2).stages == (0, 1, 1, 1, 1)
-    with pytest.raises(PartitionError, match=r"leaves unit layers\.0 by a way that"):
+    with pytest.raises(PartitionError, match=r"escapes unit layers\.0 untracked"):
         Policy(model, flow, 0, 3)
 
 

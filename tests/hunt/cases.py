@@ -181,13 +181,13 @@ CASES = {
         nets.Aliases,
         "The same with a cut between layers, where the change would be missed.",
         options={"partition": [3, 3]},
-        refused="by a way that cannot be followed",
+        refused="untracked",
     ),
     "listening": Case(
         nets.ListeningGlue,
         "Glue scales a gradient by a hook, and two stages run that glue: it was scaled twice.",
         options={"partition": [4, 4]},
-        refused="gradient hook on a tensor that is used on several stages",
+        refused="gradient hook on a tensor that several stages use",
     ),
     "steps by labels": Case(
         nets.StepsByLabels, "An odd or even sum of labels decides on a skip connection.", ordinary(4)
@@ -221,16 +221,16 @@ CASES = {
         ordinary(3),
         prepare=off,
         between=switch,
-        refused="reads other results of its units",
+        refused="uses different unit outputs",
     ),
     "a count's": Case(
         nets.ByCount,
         "The same by a count of its own forwards, which changes in each.",
         options={"verify": False},
-        refused="reads other results of its units",
+        refused="uses different unit outputs",
     ),
-    "an iterator": Case(nets.Counting, "The trace took what was meant for steps.", refused="cannot be wound back"),
-    "iterators": Case(nets.CountingLayers, "The same in layers.", refused="cannot be wound back"),
+    "an iterator": Case(nets.Counting, "The trace took what was meant for steps.", refused="cannot be rewound"),
+    "iterators": Case(nets.CountingLayers, "The same in layers.", refused="cannot be rewound"),
     "generators": Case(nets.Yielding, "A generator ran outside of its layer, on meta.", refused="returns a generator"),
     "an array counts": Case(nets.CountingArray, "What the trace counted in a numpy array stayed there."),
     "an array measures": Case(
@@ -289,7 +289,7 @@ CASES = {
         {"num_microbatches": 2},
         between=weighs,
         criterion=Weighs,
-        refused="weigh classes",
+        refused="weight classes",
     ),
     "criterion counts": Case(
         nets.Logits,
@@ -322,25 +322,25 @@ CASES = {
         Net,
         "An optimizer keeps a list beside its parameters, of which a stage has some: it took those of others.",
         optimizer=nets.Anchored,
-        refused="does something else to parameters together",
+        refused="updates parameters differently together",
     ),
     "norms late": Case(
         Net,
         "An optimizer couples parameters from its fifth step on: its trial had three.",
         optimizer=nets.NormsLate,
-        refused="does something else to parameters together",
+        refused="updates parameters differently together",
     ),
     "clamped weights": Case(
         nets.Clamped,
         "A layer clamps its own weight first: that was an error of torch's from amid the trace.",
-        refused="writes to a.weight, which is trained",
+        refused="modifies a.weight, which is trained",
     ),
     "a shared batch norm": Case(
         nets.SharedNorm,
         "Layers on two stages share a batch norm: each stage moved running statistics of its own, and those of one "
         "were saved.",
         options={"verify": False, "partition": [3, 3]},
-        refused="each of which has one of its own",
+        refused="which have separate copies of it",
     ),
     "states in tuples": Case(
         nets.Recurrent,
@@ -348,7 +348,7 @@ CASES = {
         "stages the first of them got what the last had left, not numbers.",
         ordinary(3),
         {"verify": False, "schedule": "zbv"},
-        refused="which the forward before has computed from",
+        refused="which the previous forward computed from",
     ),
     "lent weights": Case(
         nets.Lent,

@@ -15,7 +15,7 @@ from tests.hunt.nets import H
 
 WEIGHTS = torch.tensor([1.0, 3.0, 9.0])
 NAN = float("nan")
-UNPROVEN = "is not a mean or sum over samples"
+UNPROVEN = "to be a mean or sum over samples"
 
 
 class Body(nn.Module):

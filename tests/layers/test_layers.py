@@ -551,22 +551,18 @@ def hooked(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("layers", "options", "message"),
     [
-        ([], {}, "one layer or more, in a list or another iterable"),
-        (nn.Linear(2, 2), {}, "one layer or more, in a list or another iterable"),
+        ([], {}, "requires a list or another iterable of at least one layer"),
+        (nn.Linear(2, 2), {}, "requires a list or another iterable of at least one layer"),
         (Residual(nn.Linear(2, 2)), {}, "the Residual has a forward of its own, which would not run"),
         (hooked(nn.Sequential(nn.Linear(2, 2))), {}, "the Sequential has hooks of its own"),
-        ([nn.Linear(2, 2), 3], {}, "layer 1 is a int: give a module, a LayerSpec"),
-        ([nn.ReLU], {}, r"layer 0 is the class ReLU: give LayerSpec\(ReLU, ...\) or ReLU\(...\)"),
+        ([nn.Linear(2, 2), 3], {}, "layer 1 is a int: pass a module, a LayerSpec"),
+        ([nn.ReLU], {}, r"layer 0 is the class ReLU: pass LayerSpec\(ReLU, ...\) or ReLU\(...\)"),
         ([LayerSpec(Deciding, 4)], {}, r"layer 0, LayerSpec\(Deciding\), cannot be built on meta.*device='cpu'"),
         ([LayerSpec(torch.ones, 4)], {}, "builds a Tensor, not an nn.Module"),
         ([LayerSpec(nn.Linear, 4)], {}, "missing 1 required positional argument"),
-        (
-            [with_a_default],
-            {},
-            "layer 0, the function with_a_default, brings a Linear along in its closure or defaults",
-        ),
-        ([functools.partial(torch.mul, WEIGHT.weight)], {}, "brings a Parameter along as an argument"),
-        ([WEIGHT.weight.mul], {}, "the function mul, brings a Parameter along as an argument"),
+        ([with_a_default], {}, "layer 0, the function with_a_default, uses a Linear in its closure or defaults"),
+        ([functools.partial(torch.mul, WEIGHT.weight)], {}, "uses a Parameter as an argument"),
+        ([WEIGHT.weight.mul], {}, "the function mul, uses a Parameter as an argument"),
         (
             [TiedLayerSpec("t", nn.Linear, 2, 2, tied_weight_attr="weigth")],
             {},
@@ -586,8 +582,12 @@ def hooked(module: nn.Module) -> nn.Module:
         ([nn.Linear(2, 2)], {"num_stages": 0}, "num_stages must be a positive integer, got 0"),
         ([nn.Linear(2, 2)], {"activation_checkpoint_interval": -1}, "activation_checkpoint_interval must be .* got -1"),
         ([nn.Linear(2, 2)], {"topology": loss_fn}, "topology=.*loss_fn is the fourth argument"),
-        ([nn.Linear(2, 2)], {"activation_checkpoint_func": max}, "activation_checkpoint_func=.*Leave it out"),
-        ([nn.Linear(2, 2)], {"checkpointable_layers": "Linear"}, "checkpointable_layers='Linear': give a list"),
+        ([nn.Linear(2, 2)], {"activation_checkpoint_func": max}, "activation_checkpoint_func=.*Omit this argument"),
+        (
+            [nn.Linear(2, 2)],
+            {"checkpointable_layers": "Linear"},
+            "checkpointable_layers must be a list of class names, got 'Linear'",
+        ),
     ],
 )
 def test_what_cannot_work_is_named(layers: Any, options: dict[str, Any], message: str) -> None:
@@ -607,7 +607,9 @@ class Growing(nn.Module):
 
 
 def test_a_layer_that_is_built_otherwise_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"layer 0, a Growing.*not in the same way.*weight has shape \(3,\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"layer 0, a Growing.*built differently on meta.*weight has shape \(3,\)"
+    ):
         PipelineModule([LayerSpec(Growing)]).build()
 
 
@@ -630,7 +632,7 @@ def mistakes() -> list[str]:
 
 def test_mistakes_of_a_pipeline_are_named(pool: Pool) -> None:
     for messages in pool.run(mistakes, 2):
-        assert "made for num_stages=4, but pp_size=2 with 1 chunks on each process makes 2" in messages[0]
+        assert "built for num_stages=4, but pp_size=2 with 1 chunks per rank gives 2" in messages[0]
         assert "to_sequential" in messages[1] and "booster.execute_pipeline" in messages[2]
         assert "found no loss to train on" in messages[3]
 
@@ -651,7 +653,7 @@ class Choosing(nn.Module):
 
 
 def test_a_layer_with_other_modules_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"layer 0, a Choosing.*it has other modules, layers.1 the first"):
+    with pytest.raises(ConfigurationError, match=r"layer 0, a Choosing.*the modules differ \(the first is layers.1\)"):
         PipelineModule([LayerSpec(Choosing)]).build()
 
 
@@ -663,7 +665,7 @@ class Wider(Growing):
 @pytest.mark.processes
 def test_what_fails_on_one_stage_is_told_on_all(pool: Pool) -> None:
     first, second = pool.run_expecting(PipeshardError, growing, 2)
-    assert "not in the same way" in first and "not in the same way" in second
+    assert "built differently on meta" in first and "differently" in second
     assert {"failed in booster.boost" in text for text in (first, second)} == {True, False}
 
 
@@ -672,7 +674,7 @@ def test_what_fails_on_one_stage_is_told_on_all(pool: Pool) -> None:
 )
 def test_a_spec_of_a_module_that_is_built_is_refused(make: Any) -> None:
     """Both ended in an error of torch about copies of tensors on meta."""
-    with pytest.raises(UsageError, match=r"LayerSpec got a Linear that is built already.*the built layer itself"):
+    with pytest.raises(UsageError, match=r"LayerSpec got a Linear instance.*the instance directly"):
         make()
 
 

@@ -92,11 +92,11 @@ def test_a_plan_shows_draws_and_writes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"partition": [2, 2]}, "partition=[2, 2] does not go with schedule='auto'"),
-        ({"num_model_chunks": 2}, "num_model_chunks=2 does not go with schedule='auto'"),
-        ({"num_slices": 2}, "num_slices=2 does not go with schedule='auto'"),
-        ({"compile": True}, "compile=True does not go with schedule='auto'"),
-        ({"schedule": "1f1b", "memory_limit": "1GB"}, "memory_limit='1GB' does not go with schedule='1f1b'"),
+        ({"partition": [2, 2]}, "partition=[2, 2] is not supported with schedule='auto'"),
+        ({"num_model_chunks": 2}, "num_model_chunks=2 is not supported with schedule='auto'"),
+        ({"num_slices": 2}, "num_slices=2 is not supported with schedule='auto'"),
+        ({"compile": True}, "compile=True is not supported with schedule='auto'"),
+        ({"schedule": "1f1b", "memory_limit": "1GB"}, "memory_limit='1GB' is not supported with schedule='1f1b'"),
     ],
 )
 def test_what_a_search_does_not_support_is_refused(options: dict[str, Any], words: str) -> None:
@@ -106,7 +106,7 @@ def test_what_a_search_does_not_support_is_refused(options: dict[str, Any], word
 
 
 def test_a_limit_that_nothing_fits_in_is_named() -> None:
-    with pytest.raises(PartitionError, match=r"no program was found that fits in 1\.00 kB on each of 2 ranks"):
+    with pytest.raises(PartitionError, match=r"no program that fits in 1\.00 kB on each of 2 ranks was found"):
         automatic(subject().on(Devices.parse(2, 1000)), 2, M)
 
 

@@ -113,10 +113,14 @@ def test_several_microbatch_sizes_are_compared_in_one_unit() -> None:
     ("options", "error", "message"),
     [
         ({"ranks": 5, "pp_size": 3}, ConfigurationError, "5 ranks cannot train with pp_size=3 or less"),
-        ({"schedules": ["1f1v"]}, ConfigurationError, r"schedules=\['1f1v'\]: name one or more of gpipe"),
-        ({"schedules": []}, ConfigurationError, "name one or more"),
+        ({"schedules": ["1f1v"]}, ConfigurationError, r"schedules=\['1f1v'\]: pass one or more of gpipe"),
+        ({"schedules": []}, ConfigurationError, "pass one or more"),
         ({"microbatch_size": 5}, ConfigurationError, "global_batch=12 must be a multiple of microbatch_size=5"),
-        ({"microbatch_size": 12, "ranks": 1}, ConfigurationError, "microbatch_size=12: the batch has 8 samples only"),
+        (
+            {"microbatch_size": 12, "ranks": 1},
+            ConfigurationError,
+            "microbatch_size=12, but the batch has only 8 samples",
+        ),
         ({"ranks": 3, "pp_size": 3, "device_memory": "much"}, ConfigurationError, "is not a size"),
     ],
 )
@@ -126,7 +130,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], error: type[Except
 
 
 def test_a_model_that_cannot_be_cut_so_is_told() -> None:
-    with pytest.raises(PartitionError, match="the model cannot be cut for any of them: "):
+    with pytest.raises(PartitionError, match="the model cannot be cut for any layout: "):
         AutoConfig.choose(zoo.build("llama"), zoo.batch("llama"), 11, 1)
     with pytest.raises(UsageError, match="found no loss to train on"):
         AutoConfig.choose(zoo.build("llama"), {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}, 2, 4)
@@ -136,4 +140,4 @@ def test_the_table_reads_well() -> None:
     row = str(choose().considered[0])
     assert row.startswith("p=1 dp=4 m=3×1 ") and "idle 0.0%, takes " in row
     wide = choose(6, device_memory="1GB", pp_size=6).considered[-1]
-    assert str(wide).startswith("p=6 dp=1 m=12×1 ") and str(wide).endswith("cannot be cut so")
+    assert str(wide).startswith("p=6 dp=1 m=12×1 ") and str(wide).endswith("cannot be cut this way")

@@ -225,7 +225,7 @@ def test_a_layout_is_chosen_by_what_its_replicas_take() -> None:
     ("options", "message"),
     [
         ({"precision": "bf8"}, "precision='bf8' is unknown"),
-        ({"zero_stage": 2}, "zero_stage=2: a pipeline adds up"),
+        ({"zero_stage": 2}, "zero_stage=2 is not supported: a pipeline accumulates"),
         ({"dp_size": 0}, "dp_size must be a positive integer, got 0"),
         ({"tp_size": 0}, "tp_size must be a positive integer, got 0"),
         ({"tp_size": 3}, "tp_size=3 does not divide num_attention_heads"),

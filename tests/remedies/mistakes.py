@@ -213,13 +213,13 @@ def save_and_load(sides: Sides, folder: Path) -> None:
 MISTAKES = {
     "a backward": Mistake(
         (ERRORS + '`UsageError`: `out["loss"].backward()`', TROUBLES + '`out["loss"].backward()`'),
-        r"UsageError: .*drop booster.backward\(...\) and loss.backward\(\)",
+        r"UsageError: .*remove booster.backward\(...\) and loss.backward\(\)",
         backward,
         step_at_once,
     ),
     "booster.backward": Mistake(
         (ERRORS + "`UsageError`: `booster.backward(loss, optimizer)`",),
-        r"UsageError: .*drop booster.backward\(...\)",
+        r"UsageError: .*remove booster.backward\(...\)",
         booster_backward,
         step_at_once,
     ),
@@ -249,42 +249,42 @@ MISTAKES = {
     ),
     "another optimizer": Mistake(
         (TROUBLES + "step an optimizer",),
-        r"UsageError: .*call step\(\) on the optimizer that is returned",
+        r"UsageError: .*call step\(\) on the returned optimizer",
         step_another,
         step_the_returned,
     ),
     "a scaler": Mistake(
         (TROUBLES + "`torch.amp.GradScaler`",),
-        r"UsageError: .*leave GradScaler out and call optimizer.step\(\)",
+        r"UsageError: .*remove GradScaler and call optimizer.step\(\)",
         scale,
         step_the_returned,
     ),
     "a save on one rank": Mistake(
         (TROUBLES + "`if rank == 0",),
-        "UsageError: .*Every rank has to make each collective call",
+        "UsageError: .*Every rank must make the collective calls",
         save_on_the_first,
         save,
         ends=True,
     ),
     "a sampler by rank": Mistake(
         (TROUBLES + "`DistributedSampler`",),
-        r"ConfigurationError: .*pass a sampler of the whole order \(or shuffle=True\)",
+        r"ConfigurationError: .*pass a sampler over the whole dataset \(or shuffle=True\)",
         sample_by_rank,
         prepare,
     ),
     "a layer after boost": Mistake(
         (TROUBLES + "add adapters or replace layers",),
-        "UsageError: .*put in modules, parameters and adapters before",
+        "UsageError: .*add modules, parameters and adapters before",
         replace_a_layer,
     ),
     "outputs on each rank": Mistake(
         (TROUBLES + "`AttributeError: 'NoneType'",), "no attribute 'logits'", read_outputs, step_at_once
     ),
     "an empty iterator": Mistake(
-        (ERRORS + "`BatchError`: an empty iterator",), r"BatchError: .*make a new one, iter\(dataloader\)", empty
+        (ERRORS + "`BatchError`: an empty iterator",), r"BatchError: .*create a new one, iter\(dataloader\)", empty
     ),
     "no tensors": Mistake(
-        (ERRORS + "`BatchError`: no tensors",), "BatchError: .*whose first dimension counts the samples", no_tensors
+        (ERRORS + "`BatchError`: no tensors",), "BatchError: .*whose first dimension is the batch dimension", no_tensors
     ),
     "other batches": Mistake(
         (ERRORS + "`BatchError`: ranks that read different",),
@@ -327,7 +327,7 @@ def reduced(model: nn.Module) -> Any:
 
 BOOSTS = {
     "a world of another size": Remedy(
-        (ERRORS + "`ConfigurationError`: the world has another size",),
+        (ERRORS + "`ConfigurationError`: the world size differs",),
         "start torchrun --nproc-per-node 3 .* or choose sizes whose product is 2",
         Training(options={"pp_size": 3}),
         (Training(options={"pp_size": 2}), Training(options={"pp_size": 1, "dp_size": 2, **ONE})),
@@ -358,13 +358,13 @@ BOOSTS = {
     ),
     "one unit": Remedy(
         (ERRORS + "`PartitionError`: more stages than units",),
-        r"Use pp_size <= 1, or name modules inside of units to cut after, partition=\[...\]",
+        r"Use pp_size <= 1, or name modules inside units to cut after, partition=\[...\]",
         Training(Single, batches=numbers),
         (Training(Single, {"partition": ["only.a"]}, batches=numbers),),
     ),
     "two units, four stages": Remedy(
         (ERRORS + "`PartitionError`: more stages than units",),
-        "pp_size=2 times 2 stages a rank.* Use pp_size <= 2 with schedule='1f1b'",
+        "pp_size=2 times 2 stages per rank.* Use pp_size <= 2 with schedule='1f1b'",
         Training(lambda: Net(0), {"schedule": "zbv"}),
         (Training(lambda: Net(0), {"schedule": "1f1b"}),),
     ),

@@ -224,20 +224,20 @@ REMEDIES = {
         (Training(nets.NumbersAsTensors, ONE), Training(hunted.NumberRead, {**ONE, "partition": [1, 5]})),
     ),
     "a count of forwards": Remedy(
-        ("another way by a count", "`TraceError`: a forward that leaves"),
-        "set what it goes by between steps, in attributes of the model",
+        ("a forward that takes a different path", "`TraceError`: a forward that leaves"),
+        "keep it in attributes of the model",
         hunted_case("a count's"),
         (Training(nets.ByAttribute, ONE, between=skips),),
     ),
     "a decision on an activation": Remedy(
-        ("other code of the model decides in Python", "`TraceError`: glue that decides"),
-        r"tensor operations \(torch.where\), or in the forward of a module of its own",
+        ("other code of the model branches in Python", "`TraceError`: glue (code between layers) that branches"),
+        r"tensor operations \(torch.where\), or in the forward of a separate module",
         Training(nets.Decides, ONE),
         (Training(nets.Selects, ONE), Training(nets.DecidesInside, ONE)),
     ),
     "a gradient hook": Remedy(
         ("gradient hooks of the model on tensors",),
-        "Put the hook on a tensor inside a layer, or cut elsewhere",
+        "Register the hook on a tensor inside a layer, or cut elsewhere",
         hunted_case("listening"),
         (
             Training(nets.ListensInside, {**ONE, "partition": [4, 4]}),
@@ -245,16 +245,13 @@ REMEDIES = {
         ),
     ),
     "views of one memory": Remedy(
-        ("views of one memory", "`PartitionError`: a cut through units"),
-        "by a way that cannot be followed",
+        ("views that share memory", "`PartitionError`: a cut through units"),
+        "untracked",
         hunted_case("aliases cut"),
         (Training(hunted.Aliases, {**ONE, "partition": "auto"}),),
     ),
     "an iterator": Remedy(
-        ("iterators that a forward",),
-        "cannot be wound back",
-        hunted_case("an iterator"),
-        (Training(nets.Counted, ONE),),
+        ("iterators that a forward",), "cannot be rewound", hunted_case("an iterator"), (Training(nets.Counted, ONE),)
     ),
     "memory of two parameters": Remedy(
         ("two parameters that share memory",), "share memory", hunted_case("shares memory"), (Training(nets.Tied),)
@@ -279,7 +276,7 @@ REMEDIES = {
     ),
     "a nested tensor between layers": Remedy(
         ("nested tensors",),
-        "make nested ones inside of the forward of each",
+        "create nested tensors inside the forward of each",
         Training(nets.NestedBetween),
         (Training(nets.NestedInside),),
     ),
@@ -303,7 +300,7 @@ REMEDIES = {
     ),
     "class weights": Remedy(
         ("class weights, contrastive",),
-        r"loss_reduction='microbatch'\)\), return \(sum, count\) from the criterion, .* or use one microbatch",
+        r"loss_reduction='microbatch'\)\), return \(sum, count\) from the criterion .* or use one microbatch",
         Training(Logits, criterion=weighted),
         (
             Training(Logits, criterion=weighted_sum),
@@ -324,7 +321,7 @@ REMEDIES = {
         (Training(nets.Centred, ONE), Training(nets.Centred, TWICE, parts=2)),
     ),
     "sure pseudo-labels": Remedy(
-        ("a mean over what is above a threshold",),
+        ("a mean over values above a threshold",),
         r"return \(sum, count\) from the criterion",
         Training(marks.Body, criterion=sure, batches=confidences),
         (
@@ -334,7 +331,7 @@ REMEDIES = {
     ),
     "time-first data": Remedy(
         ("layers that mix samples",),
-        r"or batch_dims=\{'ids': 1, 'labels': 1\} if dimension 1 counts the samples",
+        r"or batch_dims=\{'ids': 1, 'labels': 1\} if dimension 1 is the batch dimension",
         Training(nets.TimeFirst, batches=nets.time_first),
         (Training(nets.TimeFirst, {"batch_dims": {"ids": 1, "labels": 1}}, batches=nets.time_first),),
     ),
@@ -349,19 +346,19 @@ REMEDIES = {
     ),
     "a loss that a layer makes": Remedy(
         ("class weights, contrastive",),
-        r"average the microbatches' own losses.*or use one microbatch",
+        r"average the microbatch losses.*or use one microbatch",
         Training(nets.Auxiliary),
         (Training(nets.Auxiliary, TWICE, parts=2), Training(nets.Auxiliary, ONE)),
     ),
     "a criterion that counts": Remedy(
         ("a criterion that counts its calls",),
-        "Change its state between steps",
+        "Change its state only between steps",
         Training(Logits, criterion=ramped),
         (Training(Scaled, criterion=by_step, between=scaled), Training(Logits, ONE, criterion=ramped)),
     ),
     "a criterion with weights": Remedy(
         ("a criterion with trained parameters",),
-        "make it a child of the model that computes the loss in its forward, or freeze them",
+        "make it a submodule of the model, which then computes the loss in its forward, or freeze them",
         Training(Logits, criterion=margins),
         (Training(nets.WithMargins), Training(Logits, criterion=frozen_margins)),
     ),
@@ -379,8 +376,8 @@ REMEDIES = {
     ),
     "LBFGS": Remedy(("LBFGS, SAM",), "use another optimizer", Training(optimizer=lbfgs), (Training(optimizer=adamw),)),
     "a None over a cut": Remedy(
-        ("the same for a tensor that came over a cut",),
-        "Let that backward return zeros, or cut elsewhere",
+        ("the same for a tensor received from another stage",),
+        "Return zeros in that backward, or cut elsewhere",
         hunted_case("none over a cut"),
         (
             Training(nets.ZerosOver, {**UNVERIFIED, **ONE, "partition": [3, 3]}),
@@ -398,7 +395,7 @@ REMEDIES = {
     ),
     "a write by values": Remedy(
         ("layers that write in place",),
-        r"let the unit change a copy \(x = x.clone\(\)\), or change its argument in every forward",
+        r"modify a copy in the unit \(x = x.clone\(\)\), or modify the argument in every forward",
         hunted_case("writes by values"),
         (
             Training(nets.WritesToACopy, {**UNVERIFIED, **ONE, "partition": [3, 3]}),
@@ -407,7 +404,7 @@ REMEDIES = {
     ),
     "a table that is cut": Remedy(
         ("`BatchError`: a microbatch that does not run",),
-        r"rows 0 to 1 of the batch \(microbatch 0 of 2\) do not run by themselves, .* Pass num_microbatches=1",
+        r"rows 0 to 1 of the batch \(microbatch 0 of 2\) fail on their own, .* Pass num_microbatches=1",
         Training(nets.Table, UNVERIFIED, batches=nets.tables),
         (
             Training(nets.Table, {"batch_dims": {"table": None}}, batches=nets.tables),
@@ -416,7 +413,7 @@ REMEDIES = {
     ),
     "bags that are cut": Remedy(
         ("`BatchError`: a microbatch that does not run",),
-        r"rows 3 to 5 of the batch \(microbatch 1 of 2\) do not run by themselves, .*offsets\[0\] has to be 0",
+        r"rows 3 to 5 of the batch \(microbatch 1 of 2\) fail on their own, .*offsets\[0\] has to be 0",
         Training(nets.Bags, batches=nets.bags),
         (Training(nets.Bags, ONE, batches=nets.bags),),
     ),

@@ -58,7 +58,7 @@ def test_one_rank_needs_no_messages() -> None:
 
 
 def test_a_program_with_communication_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'gpipe' has communication already"):
+    with pytest.raises(ConfigurationError, match="'gpipe' already has communication"):
         add_communication(add_communication(make_program("gpipe", 2, 1)))
 
 

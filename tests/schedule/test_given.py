@@ -65,7 +65,7 @@ def test_torch_s_orders_are_read_and_legal(name: str, tmp_path: Path) -> None:
 
 def test_functions_say_how_many_chunks_there_are() -> None:
     assert (chunks_of(zbv, P), chunks_of(interleaved, P, 3), chunks_of(zbv(P, 1), P, 2)) == (2, 3, 2)
-    with pytest.raises(ConfigurationError, match="schedule 'zbv' has num_model_chunks=2, got 3"):
+    with pytest.raises(ConfigurationError, match="schedule 'zbv' requires num_model_chunks=2, got 3"):
         chunks_of(zbv, P, 3)
 
 
@@ -77,11 +77,11 @@ FB = make_program("1f1b", P, 1)
     ("schedule", "error", "message"),
     [
         (3, ConfigurationError, "schedule must be a name, a Program or a function"),
-        (lambda p, m, v: None, ConfigurationError, "returned a NoneType, no Program"),
-        (make_program("1f1b", P, M - 1), ConfigurationError, "of 3 microbatches, but there are 4"),
+        (lambda p, m, v: None, ConfigurationError, "returned a NoneType, not a Program"),
+        (make_program("1f1b", P, M - 1), ConfigurationError, "is for 3 microbatches, but the step has 4"),
         (make_program("1f1b", 3, M), ConfigurationError, "is for 3 ranks and 3 stages, but pp_size=2"),
         (lambda p, m, v: Program("x", m, (0, 1, 0), FB.ranks), ConfigurationError, "for 2 ranks and 3 stages"),
-        (lambda p, m, v: Program("x", m, (1, 0), FB.ranks), ConfigurationError, "stage s has to be on rank s % p"),
+        (lambda p, m, v: Program("x", m, (1, 0), FB.ranks), ConfigurationError, "stage s must be on rank s % p"),
         (lambda p, m, v: Program("x", m, (0, 1), ((), ())), ConfigurationError, "has no backward passes"),
         (lambda p, m, v: Program("x", m, (0, 1), FB.ranks), ConfigurationError, "rank 0 has B1@0 0 times, not 1"),
         (
@@ -113,11 +113,11 @@ def waiting() -> Program:
     ("text", "message"),
     [
         ("0F0,0SEND_F0,0B0", "'0SEND_F0' is not a compute action"),
-        ("0F0,0B0\n0F1,0B1", "stage 0 is on ranks 0, 1"),
-        ("0F0,0B0\n2F0,2B0", r"the stages are \[0, 2\]"),
+        ("0F0,0B0\n0F1,0B1", "stage 0 is on more than one rank: 0, 1"),
+        ("0F0,0B0\n2F0,2B0", r"the stages must be 0 to p\*v\-1, got \[0, 2\]"),
         ("0F0,0I0", "0I0 without 0W0"),
         ("0F0,0B0,0W0", "0W0 together with 0B0"),
-        ("", r"the stages are \[\]"),
+        ("", r"the stages must be 0 to p\*v\-1, got \[\]"),
     ],
 )
 def test_files_that_say_something_else_are_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -82,10 +82,10 @@ def test_the_chunks_of_a_rank(name: str, asked: int, chunks: int) -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "message"),
     [
-        ("interleaved", 0, "'interleaved' has num_model_chunks=2, got 0"),
-        ("zbv", 3, "'zbv' has num_model_chunks=2, got 3"),
-        ("zb-h1", 2, "'zb-h1' has num_model_chunks=1, got 2"),
-        ("1f1b", 0, "'1f1b' has num_model_chunks=1, got 0"),
+        ("interleaved", 0, "'interleaved' requires num_model_chunks=2, got 0"),
+        ("zbv", 3, "'zbv' requires num_model_chunks=2, got 3"),
+        ("zb-h1", 2, "'zb-h1' requires num_model_chunks=1, got 2"),
+        ("1f1b", 0, "'1f1b' requires num_model_chunks=1, got 0"),
     ],
 )
 def test_chunks_that_a_schedule_cannot_have_are_refused(name: str, asked: int, message: str) -> None:
@@ -109,7 +109,7 @@ def test_check_refuses_what_is_missing_doubled_or_misplaced() -> None:
         check(replace_rank(program, 0, first[:1] + first))
     with pytest.raises(ValueError, match="rank 0 has F0@1 1 times, not 0"):
         check(replace_rank(program, 0, (*first, Action(F, 0, 1))))
-    with pytest.raises(ValueError, match=r"placed on ranks \[5\] of 2"):
+    with pytest.raises(ValueError, match=r"placed on ranks \[5\], but there are only 2 ranks"):
         check(dataclasses.replace(program, placement=(0, 5)))
 
 

@@ -115,11 +115,11 @@ def test_work_that_costs_nothing_has_no_bubble() -> None:
     ("arguments", "message"),
     [
         ({"forward": (1.0, 2.0, 3.0)}, "forward has 3 costs for 2 stages"),
-        ({"backward": -1.0}, "backward must be finite and not negative"),
+        ({"backward": -1.0}, "backward must be finite and non-negative"),
         ({"weight": (0.0, float("nan"))}, "weight must be finite"),
         ({"latency": -0.5}, "latency must be finite"),
         ({"latency": (1.0, 2.0, 3.0)}, "latency has 3 costs for 2 stages"),
-        ({"returned": (1.0, -2.0)}, "returned must be finite and not negative"),
+        ({"returned": (1.0, -2.0)}, "returned must be finite and non-negative"),
     ],
 )
 def test_bad_costs_are_refused(arguments: dict[str, float], message: str) -> None:
@@ -138,15 +138,15 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ("B0 F0", "F0 B0", "rank 0 waits in B0@0 for F0@0, which it has only later"),
-        ("F0 W0 B0", "F0 B0 W0", "rank 0 waits in W0@0 for B0@0, which it has only later"),
-        ("B0", "F0 B0", "rank 0 waits in B0@0 for F0@0, which it has not at all"),
-        ("SendF0 F0", "RecvF0 F0", "rank 0 waits in SendF0@0 for F0@0, which it has only later"),
-        ("F0 SendF0", "F0 RecvF0", "rank 1 waits in F0@1 for RecvF0@1, which it has only later"),
+        ("B0 F0", "F0 B0", "rank 0 waits in B0@0 for F0@0, which it runs only later"),
+        ("F0 W0 B0", "F0 B0 W0", "rank 0 waits in W0@0 for B0@0, which it runs only later"),
+        ("B0", "F0 B0", "rank 0 waits in B0@0 for F0@0, which it never runs"),
+        ("SendF0 F0", "RecvF0 F0", "rank 0 waits in SendF0@0 for F0@0, which it runs only later"),
+        ("F0 SendF0", "F0 RecvF0", "rank 1 waits in F0@1 for RecvF0@1, which it runs only later"),
         ("F0 SendF0", "F0", "rank 0 posts SendF0@0, which rank 1 does not receive"),
-        ("F0", "RecvF0 F0", "rank 1 waits in F0@1 for RecvF0@1: SendF0@0 from rank 0, which does not have it"),
-        ("F0 SendF0 F1", "RecvF0 F0 RecvF1", "rank 1 posts RecvF1@1, for which rank 0 does not send"),
-        ("RecvF0 F0 SendF0", "RecvF0 F0", "rank 0 posts RecvF0@0, but no other rank has the other end"),
+        ("F0", "RecvF0 F0", "rank 1 waits in F0@1 for RecvF0@1: SendF0@0 from rank 0, which never runs it"),
+        ("F0 SendF0 F1", "RecvF0 F0 RecvF1", "rank 1 posts RecvF1@1, which rank 0 does not send"),
+        ("RecvF0 F0 SendF0", "RecvF0 F0", "rank 0 posts RecvF0@0, but no other rank posts the matching message"),
     ],
 )
 def test_a_broken_program_is_a_deadlock(first: str, second: str, message: str) -> None:

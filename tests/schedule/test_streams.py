@@ -112,7 +112,7 @@ def test_what_a_pair_shares_is_found_and_both_ends_are_named() -> None:
     with pytest.raises(DeadlockError) as caught:
         check_streams(add_communication(bare("1f1b", 2, 4)), Lanes("pair"))
     assert str(caught.value) == (
-        "program '1f1b' never ends with one stream for each pair of ranks:\n"
+        "program '1f1b' deadlocks with one stream for each pair of ranks:\n"
         "  rank 0 starts SendF3@0 only after RecvB2@0 ends\n"
         "  rank 1 starts SendB2@1 only after RecvF3@1 ends"
     )
@@ -127,7 +127,7 @@ def test_a_message_with_one_end_is_found() -> None:
     program = Program("torn", 1, (0, 1), (first, tuple(a for a in last if a.kind is not Kind.SEND_B)))
     with pytest.raises(DeadlockError, match="message 0 between ranks 0 and 1 is RecvB0@0 on rank 0, but none on ra"):
         check_streams(program, BROADCAST)
-    with pytest.raises(ConfigurationError, match="'gpipe' has communication already"):
+    with pytest.raises(ConfigurationError, match="'gpipe' already has communication"):
         add_ordered_communication(add_communication(bare("gpipe", 2, 1)))
 
 

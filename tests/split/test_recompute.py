@@ -40,18 +40,18 @@ M = 4
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recompute": 1.5}, "recompute=1.5: use True, False, a share of each stage's units from 0 to 1, or a list"),
+        ({"recompute": 1.5}, "recompute=1.5: use True, False, a fraction of each stage's units from 0 to 1, or a list"),
         ({"recompute": -0.1}, "recompute=-0.1: use True"),
         ({"recompute": float("nan")}, "recompute=nan: use True"),
         ({"recompute": "all"}, "recompute='all': use True"),
         ({"recompute": None}, "recompute=None: use True"),
         ({"recompute": [0.5, "a"], "schedule": "zbv"}, "recompute=[0.5, 'a']: use True"),
-        ({"recompute": [0.5, 1]}, "has 2 shares for 1 stages"),
-        ({"recompute": [1], "schedule": "zbv"}, "has 1 shares for 2 stages"),
+        ({"recompute": [0.5, 1]}, "has 2 fractions for 1 stages"),
+        ({"recompute": [1], "schedule": "zbv"}, "has 1 fractions for 2 stages"),
         ({"activation_checkpoint_interval": -1}, "0, or k > 0 to recompute every k-th unit, got -1"),
         ({"activation_checkpoint_interval": 1.0}, "0, or k > 0 to recompute every k-th unit, got 1.0"),
         ({"activation_checkpoint_interval": True}, "0, or k > 0 to recompute every k-th unit, got True"),
-        ({"recompute": True, "activation_checkpoint_interval": 2}, "give one of the two"),
+        ({"recompute": True, "activation_checkpoint_interval": 2}, "pass only one of the two"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
@@ -262,7 +262,7 @@ def test_a_unit_that_changes_its_argument_is_not_recomputed(pool: Pool) -> None:
 
 def test_an_argument_that_was_changed_since_is_refused(pool: Pool) -> None:
     (message,) = pool.run_expecting(UsageError, rising, 1, False)
-    assert "unit layers.1 cannot be recomputed: after its forward an argument of it was changed in place" in message
+    assert "unit layers.1 cannot be recomputed: one of its arguments was modified in place after its forward" in message
 
 
 def frozen(name: str) -> str:

@@ -170,10 +170,10 @@ def test_what_a_copy_does_not_stand_for() -> None:
     model.model.norm.register_forward_hook(lambda module, args, output: output * table)
     proof = proof_of(model, batch(model))
     assert proof.kind == UNPROVEN
-    assert "the unsplit model does not run on its batch: RuntimeError: The size" in proof.reason
+    assert "the unsplit model fails on its batch: RuntimeError: The size" in proof.reason
     model = on_meta(LlamaForCausalLM, config)
     model.model.norm = on_meta(lambda: nn.LayerNorm(1024))
-    with pytest.raises(Unlike, match=r"module 'model.norm' is new or of another class"):
+    with pytest.raises(Unlike, match=r"module 'model.norm' is new or its class"):
         copy_of(model)
     proof = proof_of(model, batch(model))
     assert proof.kind == UNPROVEN

@@ -355,7 +355,7 @@ def noisy() -> nn.Module:
 def test_they_are_refused_at_boost(pool: Pool, verify: Any) -> None:
     for message in pool.run_expecting(VerificationError, boosted, 2, make=centred, verify=verify):
         assert "num_microbatches=1" in message and "loss_reduction='microbatch'" in message
-        assert "batch_dims={'ids': 1, 'labels': 1}" in message and "in the result of unit layers.0" in message
+        assert "batch_dims={'ids': 1, 'labels': 1}" in message and "in the input or result of unit layers.0" in message
     for remedy in ({"num_microbatches": 1}, {"loss_reduction": "microbatch"}):
         assert pool.run(boosted, 2, make=centred, verify=verify, **remedy) == [[], []]
 
