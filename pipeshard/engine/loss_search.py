@@ -201,7 +201,9 @@ class _Search:
                     return False
                 self.counted, self.failure = losses[0].denominator is not None, None
                 return True
-        self.failure = self.trial.failure
+        self.failure = failure = self.trial.failure
+        if isinstance(failure, TraceError) and isinstance(failure.__cause__, Exception):
+            self.failure = failure.__cause__  # of the model or the criterion, when fewer samples were traced
         self.strayed = self.failure if isinstance(self.failure, TraceError) else None
         return False
 

@@ -515,7 +515,7 @@ def test_states_that_are_mixed_or_renamed_are_refused(pool: Pool, tmp_path: Path
     for unchecked, *messages in pool.run(mixing, 2, tmp_path):
         assert unchecked == 2
         assert_told(
-            messages, ["step-00000002 has changed .model.model", "manifest.json is of step 1", "lists no files"]
+            messages, ["step-00000002 has changed .model.model", "manifest.json belongs to step 1", "lists no files"]
         )
 
 

@@ -117,12 +117,7 @@ def test_what_is_wrong_is_seen(pool: Pool, wrong: Callable[[], Any]) -> None:
         ("qwen3_moe", 2, {**PLAN, PATH: "ep_router"}, "ep_plan contains the unknown style 'ep_router'"),
         ("llama", 2, {"model.layers.*.mlp": DISPATCH}, "does not divide num_experts=None of model.layers.0.mlp"),
         ("gpt_oss", 2, PLAN, "gate_up_proj_bias: the weights of experts need"),
-        (
-            "qwen3_moe",
-            2,
-            {f"{PATH}.down_proj": EXPERTS},
-            "down_proj: the weights of experts",
-        ),
+        ("qwen3_moe", 2, {f"{PATH}.down_proj": EXPERTS}, "down_proj: the weights of experts"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(name: str, size: int, plan: Any, message: str) -> None:

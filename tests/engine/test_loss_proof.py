@@ -97,6 +97,13 @@ def slightly(out: Any, batch: Any) -> Tensor:
     return tagging()(out, batch) + 1e-2 * contrastive(out, batch)
 
 
+def paired(out: Any, batch: Any) -> Tensor:
+    half = len(out["logits"]) // 2
+    assert 2 * half == len(out["logits"])
+    first, second = out["logits"].split(half)
+    return cross_entropy(first, batch["labels"][:half]) + (first - second).square().mean()
+
+
 def in_probabilities(out: Any, batch: Any) -> Tensor:
     return binary_cross_entropy(out["logits"][:, 0], batch["labels"].float())
 
@@ -145,6 +152,12 @@ def test_a_guess_is_refused(criterion: Criterion, batch: dict[str, Tensor]) -> N
     of a hinge for anything; the rest was trained on as a mean, with a warning."""
     with pytest.raises(ConfigurationError, match=r"to be a mean or sum over samples .* return .sum, count"):
         rule(criterion, batch, of_samples=True)
+
+
+def test_a_criterion_of_pairs_of_samples_is_refused_with_the_remedy() -> None:
+    """Its trial on one sample failed in a trace, whose error was raised: it named neither what for nor what to do."""
+    with pytest.raises(ConfigurationError, match=r"so the loss of a batch cannot be computed .* or use one microbatch"):
+        rule(paired, samples(0, 1, 2, 2), of_samples=True)
 
 
 @pytest.mark.parametrize("level", [2.0, 0.3, 0.02])

@@ -340,7 +340,7 @@ BOOSTS = {
     ),
     "slices of a searched schedule": Remedy(
         (ERRORS + '`ConfigurationError`: an argument that `schedule="auto"` chooses',),
-        "num_slices=2 does not go with schedule='auto'.*leave num_slices out",
+        "num_slices=2 is not supported with schedule='auto'.*omit num_slices",
         Training(options={"schedule": "auto", "num_slices": 2}),
         (Training(options={"schedule": "auto"}),),
     ),
