@@ -88,5 +88,5 @@ def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _state_of(leaf: Tensor) -> tuple[int, int]:
-    """Differs after a gradient was added."""
+    """A value that changes when a gradient is accumulated."""
     return id(leaf.grad), -1 if leaf.grad is None else leaf.grad._version

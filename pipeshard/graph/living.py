@@ -1,4 +1,4 @@
-"""Living: the bytes of the tensors that operators make, as long as these live."""
+"""Living: the bytes of the tensors that operators have allocated and that are still alive."""
 
 import weakref
 from collections.abc import Callable, Container, Iterable
@@ -22,8 +22,8 @@ class Living(DispatchMode):
     Operators run by `run`; results of those in `but` do not count.
 
     Attributes:
-        bytes: of the counted storages.
-        peak: the most of it so far.
+        bytes: the size of all counted storages.
+        peak: the maximum of `bytes` so far.
     """
 
     def __init__(self, before: Iterable[Tensor] = (), run: Run = _as_ever, but: Container[Any] = ()) -> None:

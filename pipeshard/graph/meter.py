@@ -184,7 +184,8 @@ class Meter(DispatchMode):
         visit.own = {entry.key: entry.size for entry in kept if entry.key not in own}
 
     def end(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> None:
-        """The unit, with these parameters, has returned these leaves: kept ones no longer count as its own."""
+        """Complete the visit of a unit, with these parameters, that has returned these leaves. Kept leaves no longer
+        count as its own."""
         made = {storage_of(t): k for k, t in enumerate(leaves) if isinstance(t, Tensor)}
         visit.passed = {k: visit.given[key] for key, k in made.items() if key in visit.given}
         visit.results = {made[key] for key in visit.own if key in made}
@@ -204,7 +205,7 @@ class Meter(DispatchMode):
         return living.peak
 
     def _temporary_of_tail(self) -> int:
-        """The same for the glue after the last call."""
+        """The most bytes of temporary tensors in the backward of the glue after the last call."""
         loss, self.loss = self.loss, None
         results, self.results = [tensor for tensor in self.results if tensor.requires_grad], []
         if loss is None or not loss.requires_grad:

@@ -126,7 +126,7 @@ def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 TRIES = 64
-# For each stage: its parts of moments (None: the end of a step), and less than how many bytes it is to take then.
+# For each stage: parts (None: the end of a step), each with an upper bound of the stage's bytes then.
 Caps = tuple[tuple[tuple[Part | None, float], ...], ...]
 FIRST = Part(1, has_gradients=False, is_running=True)
 
@@ -149,12 +149,8 @@ def fit(
     order = itertools.count()
     num_stages = len(program.placement)
     moments = [footprint.training.moments(actions) for actions in program.ranks]
-    alone = [
-        moments[r] if program.placement.count(r) == 1 else [((s, FIRST),)] for s, r in enumerate(program.placement)
-    ]
     caps: Caps = tuple(
-        tuple((part, limits[r] + 0.5) for part in (*(part for ((_, part),) in of_stage), None))
-        for r, of_stage in zip(program.placement, alone, strict=True)
+        tuple((part, limits[r] + 0.5) for part in (*_alone(moments[r]), None)) for r in program.placement
     )
     queue: list[tuple[tuple[float, float], int, list[int], Caps]] = []
 
@@ -183,7 +179,7 @@ def fit(
 
 
 def _alone(moments: Sequence[Moment]) -> list[Part]:
-    """The parts of moments at which a stage takes as much as it would on a rank of its own, as far as known."""
+    """The parts of a stage that must fit in its rank's memory alone: all of them, if it is the rank's only stage."""
     return [part for ((_, part),) in moments] if len(moments[0]) == 1 else [FIRST]
 
 
@@ -297,7 +293,7 @@ class Candidate:
             )
 
     def working(self, stage: int, part: Part) -> Memory:
-        """What a stage has at a moment that is not always there."""
+        """The memory of a stage during `part`, without its permanent memory."""
         return self.subject.footprint.working(*self.runs[stage], part)
 
     @property

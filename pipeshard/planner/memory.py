@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from pipeshard.graph.meter import Meter
 from pipeshard.graph.shapes import TensorSpec, is_trainable
 from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.program import Action, Kind
-from pipeshard.schedule.residence import most_on_host, resident
+from pipeshard.schedule.residence import alive, most_on_host, resident
 from pipeshard.split.boundary import live_values
 from pipeshard.split.packed import Packed
 
@@ -85,7 +85,7 @@ class Memory:
 
     @property
     def backward(self) -> int:
-        """What is there in addition while the backward runs that takes most."""
+        """The memory in addition to `always` during the backward with the peak."""
         return self.activations + self.temporary - self.absent
 
     @property
@@ -175,8 +175,8 @@ class Training:
         )
 
     def moments(self, actions: Sequence[Action]) -> list["Moment"]:
-        """What a rank keeps while each of its B and W runs, without repetitions. The first microbatch that is done with
-        leaves gradients."""
+        """The parts of a rank's stages while each of its B and W runs, without repetitions. A stage has gradients once
+        its first microbatch is complete."""
         compute = [action for action in actions if action.kind.is_compute]
         last = {action[1:]: action for action in compute}
         stages, trained, found = sorted({action.stage for action in compute}), set[int](), dict[Moment, None]()
@@ -314,7 +314,7 @@ class Footprint:
         return always + self.working(start, end, part).backward
 
     def working(self, start: int, end: int, part: Part) -> Memory:
-        """What is not always there, of a stage at a moment."""
+        """The memory of a stage during `part`, without its permanent memory."""
         return Memory(
             activations=part.alive * self.activations(start, end) + part.pending * self.waiting(start, end),
             temporary=self.temporary(start, end, not part.has_gradients) if part.is_running else 0,
@@ -336,13 +336,13 @@ class Footprint:
         return self._kept.total(start, end) + entered
 
     def waiting(self, start: int, end: int) -> int:
-        """How many bytes more a microbatch keeps from B to W than before: B recomputes the inputs of weights that are
-        trained, and frees all that other units keep."""
+        """The bytes that a microbatch keeps from B to W in addition to those before B. B recomputes the inputs of
+        trained weights, and frees the activations of frozen units."""
         return sum(self._waiting[start : self._end(end)])
 
     def temporary(self, start: int, end: int, first: bool = False) -> int:
-        """The most that a backward there makes before it has freed as much of what its microbatch keeps. Gradients
-        count in the `first`, which makes them."""
+        """The peak of the bytes that a backward of this stage allocates, less the activations that it has freed by
+        then. The `first` backward also allocates the gradients."""
         end = self._end(end)
         if (start, first) not in self._peaks:
             made = (
@@ -378,17 +378,3 @@ class _Union:
             added = (sum(size for before, size in call if before < start) for call in self.entries[start:])
             self.rows[start] = [0, *itertools.accumulate(added)]
         return self.rows[start][end - start]
-
-
-def alive(actions: Sequence[Action]) -> Iterator[set[tuple[int, int]]]:
-    """While each compute action runs: the microbatches that are alive, with their stages.
-
-    A microbatch is alive on a stage from its F to its last compute action there.
-    """
-    last = {action[1:]: action for action in actions}
-    holdings = set[tuple[int, int]]()
-    for action in actions:
-        holdings.add((action.microbatch, action.stage))
-        yield set(holdings)
-        if last[action[1:]] is action:
-            holdings.remove((action.microbatch, action.stage))

@@ -52,13 +52,21 @@ def most_on_host(actions: Sequence[Action], sizes: Sequence[int]) -> int:
 
 
 def _moments(actions: Sequence[Action]) -> Iterator[tuple[set[Holding], set[Holding]]]:
-    """While each action runs: the activations on the device, and those on the host."""
-    last = {action[1:]: action for action in actions if action.kind.is_compute}
-    alive = set[Holding]()
-    for action, residence in residences(actions).items():
+    """While each compute action runs: the activations on the device, and those on the host."""
+    for (action, residence), living in zip(residences(actions).items(), alive(actions), strict=True):
         own = action[1:]
-        alive.add(own)
         here = {own, residence.next or own}
-        yield here, alive - here
-        if last[own] is action:
-            alive.remove(own)
+        yield here, living - here
+
+
+def alive(actions: Sequence[Action]) -> Iterator[set[Holding]]:
+    """While each compute action runs: the activations on the device and on the host. Those of a microbatch live on a
+    stage from its F to its last compute action there."""
+    compute = [action for action in actions if action.kind.is_compute]
+    last = {action[1:]: action for action in compute}
+    holdings = set[Holding]()
+    for action in compute:
+        holdings.add(action[1:])
+        yield set(holdings)
+        if last[action[1:]] is action:
+            holdings.remove(action[1:])

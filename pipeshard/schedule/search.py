@@ -127,8 +127,8 @@ def _of_ranks(placement: tuple[int, ...], p: int) -> list[list[int]]:
 
 
 def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T], tries: int) -> tuple[V, T]:
-    """The best value that is found by so many changes of a start with this one, each kept unless it is worse, and what
-    has it. A value that is worse than its second argument need not be exact."""
+    """A hill climb of so many tries from `start`, whose value is `best`. A change is kept unless its value is worse.
+    Returns the best value and its argument. `value(found, best)` may be inexact where it is worse than `best`."""
     for _ in range(tries):
         found = change(start)
         if (now := value(found, best)) <= best:
@@ -180,7 +180,9 @@ def scheduled(
         best: tuple[tuple[int, int], Kind, int, int] | None = None
         soon, short = math.inf, False
         for kind in (F, B) if alternates and rows[rank] and rows[rank][-1][0] is not F else (B, F):
-            for s in of_rank[rank] if kind is B and best is None else ():
+            if best is not None:
+                break
+            for s in of_rank[rank] if kind is B else ():
                 i = backwards[s]
                 if i == m:
                     continue
@@ -190,7 +192,7 @@ def scheduled(
                         best = key, B, i, s
                 elif at < soon:
                     soon = at
-            for s in of_rank[rank] if kind is F and best is None else ():
+            for s in of_rank[rank] if kind is F else ():
                 i = forwards[s]
                 if i == m or (at := arrives[s][i]) == math.inf or i - backwards[s] >= alive[s]:
                     continue

@@ -312,7 +312,7 @@ CASES = {
         "A loss of at most 10 was taken for a mean, as random results are not as far off.",
         options={"num_microbatches": 2},
         criterion=nets.Ceiling,
-        refused="is not a mean or sum",
+        refused="to be a mean or sum",
     ),
     "functions in a list": Case(
         nets.ByFunctions,
