@@ -10,6 +10,7 @@ forked, from the process that has collected them.
 """
 
 import contextlib
+import logging
 import os
 import pickle
 import signal
@@ -69,6 +70,7 @@ def fork(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
         with contextlib.suppress(OSError):
             if any(os.path.sameopenfile(descriptor, one) for one in passed):
                 os.close(descriptor)
+    logging.root.handlers.clear()  # those of pytest, which would keep what workers log
     try:
         exec(args[-1], {})
     finally:

@@ -199,6 +199,7 @@ def with_a_new_head(folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.turns
+@pytest.mark.processes
 def test_a_new_head_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As from_pretrained does, with a warning; and the same for every p."""
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
