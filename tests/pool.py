@@ -16,6 +16,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -71,6 +72,8 @@ def fork(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
             if any(os.path.sameopenfile(descriptor, one) for one in passed):
                 os.close(descriptor)
     logging.root.handlers.clear()  # those of pytest, which would keep what workers log
+    # It is held here: a worker that starts processes by a server of its own, as a DataLoader does, would wait for it.
+    forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
     try:
         exec(args[-1], {})
     finally:
