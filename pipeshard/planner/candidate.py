@@ -3,6 +3,7 @@
 import copy
 import heapq
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -153,10 +154,16 @@ def fit(
         tuple((part, limits[r] + 0.5) for part in (*_alone(moments[r]), None)) for r in program.placement
     )
     queue: list[tuple[tuple[float, float], int, list[int], Caps]] = []
+    known = defaultdict[Any, dict[tuple[int, int], bool]](dict)  # by the caps of a stage, which runs fit
 
     def look(caps: Caps) -> None:
+        runs = [known[each] for each in caps]
+
         def fits(stage: int, start: int, end: int) -> bool:
-            return all(footprint.total(start, end, part) < cap for part, cap in caps[stage])
+            run = start, end
+            if run not in runs[stage]:
+                runs[stage][run] = all(footprint.total(start, end, part) < cap for part, cap in caps[stage])
+            return runs[stage][run]
 
         try:
             counts = balance(weights, num_stages, forbidden, fits, speeds=speeds)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from pipeshard.errors import PartitionError
 from pipeshard.schedule.given import is_v
@@ -42,9 +43,10 @@ def balance(
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]
+    lowest = [_lowest(edges, partial(fits, stage)) for stage in range(num_stages)] if fits is not None else None
 
     def cost(stage: int, start: int, end: int) -> float:
-        if fits is not None and not fits(stage, edges[start], edges[end]):
+        if lowest is not None and start < lowest[stage][end]:
             return math.inf
         return (sums[edges[end]] - sums[edges[start]]) / (speeds[stage] if speeds else 1.0)
 
@@ -56,6 +58,17 @@ def balance(
     if ranks is not None and is_v(tuple(ranks), num_stages // 2):
         cuts = _level(cuts, ranks, cost)
     return [edges[b] - edges[a] for a, b in itertools.pairwise(cuts)]
+
+
+def _lowest(edges: Sequence[int], fits: Callable[[int, int], bool]) -> list[int]:
+    """For each end of a run of blocks, the smallest start with which the run fits. It never decreases, since a run that
+    contains one that does not fit does not fit either."""
+    lowest, start = [0], 0
+    for end in range(1, len(edges)):
+        while start < end and not fits(edges[start], edges[end]):
+            start += 1
+        lowest.append(start)
+    return lowest
 
 
 def _level(cuts: list[int], ranks: Sequence[int], cost: Callable[[int, int, int], float]) -> list[int]:

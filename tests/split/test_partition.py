@@ -62,6 +62,27 @@ def test_a_partition_by_speed_is_the_best_of_all(costs: list[int], speeds: list[
     assert value(counts, costs, speeds) == min(value(other, costs, speeds) for other in partitions(len(costs), 4))
 
 
+@given(costs_of_calls, st.lists(st.integers(0, 9), min_size=8, max_size=8), st.lists(st.integers(9, 30), min_size=3))
+def test_a_partition_within_limits_is_the_best_of_all(costs: list[int], sizes: list[int], limits: list[int]) -> None:
+    """A plan of 82 unit calls for 8 stages took two minutes, which asked about every run of calls anew."""
+
+    def fits(stage: int, start: int, end: int) -> bool:
+        return sum(sizes[start:end]) <= limits[stage]
+
+    possible = [
+        counts
+        for counts in partitions(len(costs), 3)
+        if all(fits(stage, *run) for stage, run in enumerate(runs(counts)))
+    ]
+    if not possible:
+        with pytest.raises(PartitionError):
+            balance(costs, 3, fits=fits)
+        return
+    counts = balance(costs, 3, fits=fits)
+    assert counts in possible
+    assert value(counts, costs) == min(value(other, costs) for other in possible)
+
+
 def of_ranks(counts: Sequence[int], costs: Sequence[int]) -> tuple[int, int]:
     """The dearest rank of a V, and the sum of squares over its ranks."""
     sums = [sum(costs[a:b]) for a, b in runs(counts)]
