@@ -1,10 +1,11 @@
-"""Auto: the idle time of searched programs beside that of the best known schedule, for twelve uneven models.
+"""Auto: the idle time of searched schedules, compared with the best known schedule, for twelve uneven models.
 
 `python -m benchmarks.auto [--ranks 4 8 16] [--models NAME ...]` builds each model on meta, counts its costs, and
-simulates a step of 2p microbatches of one sample (2,048 tokens; T5 512, images with 2,048). Each rank has the memory
-that 1F1B takes on its fullest rank, with AdamW and bf16. `least` is the idle time with the cuts that are possible: the
-unit call that costs most is whole, and its rank makes it in each microbatch. `less` is how much less idle time the
-searched program has than the best known schedule that fits, `of it` the same of what is above `least`.
+simulates a step of 2p microbatches of one sample (2,048 tokens, of which some are an image; T5 512). The memory limit
+of each rank is what 1F1B takes on its fullest rank, with AdamW and bf16. `least` is a lower bound of the idle time for
+any cut: the most expensive unit call cannot be divided, and its rank runs it in each microbatch. `less` is the
+reduction of idle time relative to the best known schedule that fits. `of it` is the reduction of the part above
+`least`.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pipeshard.planner.planner import automatic, first_microbatch, study
 
 BAR, SECONDS = 0.4, 30.0
 LLAMA = "hidden_size={} intermediate_size={} num_hidden_layers={} num_attention_heads={} num_key_value_heads=8"
-MODELS = {  # a model type, fields of its config, and the tokens of a sample
+MODELS = {  # model type, fields of its config, tokens per sample
     "Gemma 3 27B, 262k words": (
         "gemma3_text",
         "vocab_size=262208 hidden_size=5376 intermediate_size=21504 num_hidden_layers=62 num_attention_heads=32 "
@@ -92,7 +93,7 @@ def studied(name: str) -> Subject:
 
 
 def with_image(model: nn.Module, length: int) -> dict[str, torch.Tensor]:
-    """A sample of so many tokens, the first of which stand for an image."""
+    """Return a sample of `length` tokens, of which the first are placeholders of an image."""
     config: Any = model.config
     size, token = config.vision_config.image_size, config.image_token_id
     count = getattr(config, "mm_tokens_per_image", (size // config.vision_config.patch_size) ** 2)
@@ -142,8 +143,8 @@ def main() -> None:
     console.print(table)
     less, of_it = (statistics.mean(shares) for shares in zip(*((row.less, row.of_it) for row in rows)))
     longest = max(row.seconds for row in rows)
-    console.print(f"mean {less:.1%} less idle time, the bar is {BAR:.0%}; {of_it:.1%} of what is above the least")
-    console.print(f"the longest search took {longest:.0f} s on one core, the bar is {SECONDS:.0f} s")
+    console.print(f"mean {less:.1%} less idle time (target: at least {BAR:.0%}); {of_it:.1%} of that above the least")
+    console.print(f"the longest search took {longest:.0f} s on one core (target: at most {SECONDS:.0f} s)")
     raise SystemExit(less < BAR or longest > SECONDS)
 
 

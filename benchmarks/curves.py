@@ -1,6 +1,6 @@
-"""Curves: the losses of a fine-tuned SmolLM2-135M, by one process and by two replicas of two stages.
+"""Curves: the losses of SmolLM2-135M, fine-tuned in one process, and with two replicas of two stages.
 
-`make curves` trains the same batches both ways and draws docs/curves.svg; it fails where a loss differs by more than
+`make curves` trains on the same batches both ways and draws docs/curves.svg. It fails if a loss differs by more than
 `TOLERANCE`.
 """
 
@@ -28,7 +28,7 @@ BATCH, LENGTH, RATE, SEED = 4, 32, 5e-5, 0
 
 
 def alone(rank: int, steps: int, output: Path, meeting: Path) -> None:
-    """One process, plain torch."""
+    """Train in one process, with plain torch."""
     _join(rank, 1, meeting)
     model, tokenizer = _loaded(AutoModelForCausalLM.from_pretrained)
     model.config.use_cache = False
@@ -46,7 +46,7 @@ def alone(rank: int, steps: int, output: Path, meeting: Path) -> None:
 
 
 def replicas(rank: int, steps: int, output: Path, meeting: Path) -> None:
-    """Two replicas of two stages, each with half of every batch."""
+    """Train with two replicas of two stages. Each replica has half of every batch."""
     from colossalai.booster import Booster
 
     from pipeshard import PipelinePlugin
@@ -70,7 +70,7 @@ def replicas(rank: int, steps: int, output: Path, meeting: Path) -> None:
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> float:
-    """The curves above their difference; returns its largest value."""
+    """Plot the curves above their difference. Returns the largest difference."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -96,7 +96,7 @@ def _join(rank: int, world: int, meeting: Path) -> None:
 
 
 def _loaded(load: Callable[..., Any]) -> Any:
-    """SmolLM2 by `load`, and its tokenizer."""
+    """Return SmolLM2, loaded with `load`, and its tokenizer."""
     folder, weights = source("smollm2")
     model = load(folder, gguf_file=weights, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(folder, gguf_file=weights)

@@ -1,10 +1,11 @@
-"""GPU check: the first thing to run on a machine with GPUs. Real steps, compared with the unsplit model, as a table.
+"""GPU check: compares real steps with the unsplit model. Run it first on a machine with GPUs.
 
-`python -m benchmarks.gpu [--device cpu] [--json FILE]`: every schedule by every transport, 16 bits, replicas, sharding,
-slices, recomputation, the proof at boost, generation. Each case also runs a step in which every action waits for the
-whole device, as an autotuner or a late kernel does. Where there are fewer GPUs than ranks, several share one: NCCL
-takes them for several hosts. A case that hangs is a result, and the next one gets new processes. With `--device cpu`
-the same code runs on the CPU, by gloo. Without a GPU it says so, and is done.
+`python -m benchmarks.gpu [--device cpu] [--json FILE]` prints a table of cases: every schedule with every transport, 16
+bits, replicas, sharding, slices, recomputation, the proof at boost, and generation. Each case also runs a step in which
+every action synchronizes the whole device, as an autotuner or a late kernel does. If there are fewer GPUs than ranks,
+several ranks share one GPU, and NCCL treats them as separate hosts. A case that hangs is reported as such, and the next
+case gets new processes. With `--device cpu`, the same code runs on the CPU with gloo. Without a GPU, the command prints
+a message and exits.
 """
 
 import argparse
@@ -32,17 +33,17 @@ from rich.table import Table
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 3e-2}  # of the gradients, relative to the norm of each
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 3e-2}  # largest error of a gradient, relative to its norm
 BACKENDS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}
-LIMIT = 120.0  # seconds for a case, the start of its processes included
+LIMIT = 120.0  # seconds per case, including the start of its processes
 FAULTS = ("raises", "is killed", "stalls")
 SHARED = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
-SHARED |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # of ranks on one GPU
+SHARED |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # if ranks share a GPU
 
 
 @dataclass(frozen=True)
 class Case:
-    """Some steps of a small llama."""
+    """Some steps of a small llama (with ep > 1: of a Qwen3-MoE)."""
 
     schedule: str = "1f1b"
     p2p: str = "broadcast"
@@ -52,13 +53,13 @@ class Case:
     pp: int = 2
     dp: int = 1
     tp: int = 1
-    ep: int = 1  # ranks that divide experts, of a qwen3-moe
+    ep: int = 1  # expert-parallel ranks
     microbatches: int = 4
-    options: tuple[tuple[str, Any], ...] = ()  # more of PipelinePlugin's
+    options: tuple[tuple[str, Any], ...] = ()  # more options of PipelinePlugin
     generates: bool = False
-    kernel: bool = False  # its activation is one of Triton
-    quantized: bool = False  # adapters on a base in 4 bits
-    fault: str = ""  # what happens to rank 1 in the second step, of which the others have to tell
+    kernel: bool = False  # with an activation written in Triton
+    quantized: bool = False  # adapters on a 4-bit base
+    fault: str = ""  # what happens to rank 1 in the second step; other ranks must report it
 
     @property
     def ranks(self) -> int:
@@ -80,7 +81,7 @@ class Case:
 
 @dataclass
 class Result:
-    """`error` is the largest one of the loss and of a gradient; `problem` says what happened instead of steps."""
+    """`error` is the largest error of the loss and the gradients. `problem` says why the steps did not complete."""
 
     error: float = 0.0
     milliseconds: float = 0.0
@@ -89,7 +90,7 @@ class Result:
 
 
 def cases(device: str) -> list[Case]:
-    """By number of ranks, since these share processes."""
+    """Return all cases, sorted by number of ranks, because cases with equally many ranks share processes."""
     transports = [("broadcast", "gloo"), ("broadcast", "nccl"), ("isend", "nccl")]
     sliced, compiled, sharded = (("num_slices", 4),), (("compile", True),), (("fsdp", True),)
     of_one = [Case(pp=1), Case(pp=1, precision="bf16"), Case(pp=1, precision="bf16", autocast=True)]
@@ -102,7 +103,7 @@ def cases(device: str) -> list[Case]:
     of_two += [Case(schedule, options=(("offload", "activations"),)) for schedule in ("gpipe", "zb-h1", "zbv")]
     of_two += [Case(kernel=True)] * (device == "cuda") + [Case(options=compiled)]
     of_two += [Case(quantized=True), Case("zbv", quantized=True)]
-    of_two += [Case(pp=1, ep=2)]  # not in 16 bits, where a router chooses other experts
+    of_two += [Case(pp=1, ep=2)]  # not in 16 bits: rounding would make the router select other experts
     of_two += [Case(fault=fault) for fault in FAULTS]
     of_four = [Case(dp=2), *(Case(schedule, pp=4) for schedule in ("1f1b", "interleaved", "zbv")), Case(tp=2)]
     of_four += [Case(dp=2, options=(("zero_stage", 1),)), Case(dp=2, options=sharded)]
@@ -113,7 +114,7 @@ def cases(device: str) -> list[Case]:
 
 @contextlib.contextmanager
 def settling(device: torch.device) -> Iterator[None]:
-    """Inside, every action waits for all that its device has been given."""
+    """Inside, every action synchronizes its device."""
 
     def settled(method: Any) -> Any:
         def call(stage: Any, *args: Any) -> Any:
@@ -137,7 +138,7 @@ def settling(device: torch.device) -> Iterator[None]:
 
 
 def in_four_bits(model: Any, device: torch.device) -> tuple[Any, Any]:
-    """The model with adapters on packed weights, as one process has it and as stages load it."""
+    """Return the model with adapters on 4-bit weights twice: loaded in one process, and blank, for stages to load."""
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import save_file
     from transformers import BitsAndBytesConfig
@@ -148,8 +149,8 @@ def in_four_bits(model: Any, device: torch.device) -> tuple[Any, Any]:
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     options = {"quantization_config": config, "dtype": torch.float32}
     adapters = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
-    folder = tempfile.mkdtemp()  # which the stages read when the model is boosted
-    model.config.save_pretrained(folder)  # the model's own is of the first rank alone
+    folder = tempfile.mkdtemp()  # the stages read it in boost
+    model.config.save_pretrained(folder)  # the model's save_pretrained only writes on the first rank
     save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
     whole = type(model).from_pretrained(folder, device_map={"": device}, **options).train()
     blank = PipelinePlugin.from_pretrained(type(model), folder, **options).train()
@@ -160,7 +161,7 @@ def in_four_bits(model: Any, device: torch.device) -> tuple[Any, Any]:
 
 
 def small(experts: bool) -> Any:
-    """A llama, or a qwen3-moe."""
+    """Build a small llama, or a Qwen3-MoE."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -173,7 +174,7 @@ def small(experts: bool) -> Any:
 
 
 def steps(case: Case, device: torch.device) -> Result:
-    """What this rank's part of a split model makes, beside the unsplit one on the same device."""
+    """Run the steps of a case on this rank, and compare them with the unsplit model on the same device."""
     from colossalai.booster import Booster
 
     from pipeshard import PipelinePlugin
@@ -235,7 +236,7 @@ def steps(case: Case, device: torch.device) -> Result:
         worst = max(worst, error(step()))
     optimizer.step()
     began = time.perf_counter()
-    worst = max(worst, error(step()))  # which waits for the device
+    worst = max(worst, error(step()))  # reading the loss waits for the device
     seconds = time.perf_counter() - began
     if case.generates:
         prompts = {"input_ids": own[:4, :8].to(device), "attention_mask": (own[:4, :8] > 20).cummax(-1)[0].to(device)}
@@ -247,7 +248,7 @@ def steps(case: Case, device: torch.device) -> Result:
 
 
 def told(case: Case, model: Any, step: Any) -> Result:
-    """How long it takes until the other rank tells of rank 1's fault."""
+    """Measure the time until the other rank reports the fault of rank 1."""
     from pipeshard.errors import PipeshardError
 
     def fail(*_: Any) -> None:
@@ -270,7 +271,7 @@ def told(case: Case, model: Any, step: Any) -> Result:
 
 
 def serve(rank: int, ranks: int, todo: Sequence[Case], device: str, folder: str, results: Connection) -> None:
-    """One rank's process: the cases one after the other, each in a world of its own, until one fails."""
+    """Run one rank's process: the cases one after the other, each with its own process group, until one fails."""
     import warnings
 
     warnings.filterwarnings("ignore")
@@ -286,7 +287,7 @@ def serve(rank: int, ranks: int, todo: Sequence[Case], device: str, folder: str,
             index = rank % torch.cuda.device_count() if device == "cuda" else None
             results.send(steps(case, torch.device(device, index) if index is not None else torch.device(device)))
             dist.destroy_process_group()
-        except BaseException as error:  # whatever it is, it is this case's result
+        except BaseException as error:  # any error is the result of this case
             text = (str(error).strip() or "without a message").splitlines()[0]
             results.send(Result(problem=f"{type(error).__name__}: {text}"[:200]))
             results.close()
@@ -294,7 +295,7 @@ def serve(rank: int, ranks: int, todo: Sequence[Case], device: str, folder: str,
 
 
 def attempt(todo: Sequence[Case], device: str) -> Iterator[Result]:
-    """The results of these cases, of as many ranks, as they come, up to the first that fails."""
+    """Yield the results of cases with equally many ranks, as they arrive, up to the first failure."""
     context, ranks = multiprocessing.get_context("spawn"), todo[0].ranks
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
@@ -328,7 +329,7 @@ def answer(results: Connection, until: float) -> Result:
 
 
 def merged(of_ranks: Sequence[Result]) -> Result:
-    """The worst of each; of problems, one that an error tells of comes before what the others say for it."""
+    """Return the worst value of all ranks. A problem that has an error message is preferred to one without."""
     problems = sorted(filter(None, (r.problem for r in of_ranks)), key=lambda text: "Error: " not in text)
     error, milliseconds = max(r.error for r in of_ranks), max(r.milliseconds for r in of_ranks)
     return Result(error, milliseconds, max(r.megabytes for r in of_ranks), problems[0] if problems else "")
@@ -358,16 +359,16 @@ def verdict(case: Case, result: Result) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", help="cases with this regular expression in their names")
-    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--only", default="", help="run cases whose names match this regular expression")
+    parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args(arguments)
     console = Console()
     if args.device == "cuda" and not torch.cuda.is_available():
         console.print("gpu-check: there is no GPU here (make gpu-check DEVICE=cpu runs the same code on the CPU)")
         return 0
     found = check([case for case in cases(args.device) if re.search(args.only, str(case))], args.device, console)
-    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, by gloo whatever the case says"
-    table = Table("case", "error", "ms a step", "MB", "", title=f"torch {torch.__version__}, {where}")
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, with gloo in every case"
+    table = Table("case", "error", "ms/step", "MB", "", title=f"torch {torch.__version__}, {where}")
     for case, result in found.items():
         numbers = (f"{result.error:.1e}", f"{result.milliseconds:.0f}", f"{result.megabytes:.0f}")
         table.add_row(str(case), *numbers, verdict(case, result))

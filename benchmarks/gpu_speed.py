@@ -1,9 +1,9 @@
-"""GPU speed: time and memory of a step on one GPU, beside a plain loop that sums the gradients of the microbatches.
+"""GPU speed: time and memory of a step on one GPU, compared with a plain loop with gradient accumulation.
 
-`python -m benchmarks.gpu_speed [--rounds N] [--json FILE]`: llamas in bf16, all stages in one process: a wide one, for
-which the GPU takes longer than Python does; a narrow one, for which Python does; and a narrow one with one long sample,
-plain, recomputed and in slices. The contenders take turns in one process, so that a ratio is one of the same seconds.
-What it does not have is a transfer: that takes more GPUs.
+`python -m benchmarks.gpu_speed [--rounds N] [--json FILE]` trains llamas in bf16, with all stages in one process: a
+wide one, whose steps are bound by the GPU; a narrow one, whose steps are bound by Python; and a narrow one with one
+long sample: plain, recomputed and in slices. The contenders take turns in one process, so ratios compare steps that ran
+at about the same time. The benchmark has no transfers between GPUs.
 """
 
 import argparse
@@ -28,13 +28,13 @@ Step = Callable[[], float]
 
 @dataclass
 class Measured:
-    """Of one contender: seconds of each step, the most bytes that a step took beside what lay there before it."""
+    """Results of one contender: the seconds of each step, and the peak bytes of a step above those before it."""
 
     part: str
     name: str
     seconds: list[float] = field(default_factory=list)
     bytes: int = 0
-    error: float = 0.0  # of all gradients, relative to their norm, from those of the plain loop
+    error: float = 0.0  # difference of all gradients from those of the plain loop, relative to their norm
     problem: str = ""
 
 
@@ -55,7 +55,7 @@ def llama(layers: int, hidden: int) -> Any:
 
 
 def lowered(model: Any, device: torch.device) -> Any:
-    """A copy in bf16 but for its buffers: positions in 16 bits would turn far ones by other angles."""
+    """Return a copy in bf16. Buffers keep their dtype: 16 bits are too few for the rotary angles of far positions."""
     copied = copy.deepcopy(model).to(device)
     for parameter in copied.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -63,7 +63,7 @@ def lowered(model: Any, device: torch.device) -> Any:
 
 
 def plain(model: Any, ids: torch.Tensor, microbatches: int, recompute: bool = False) -> tuple[Step, Any]:
-    """As a user would write it: forward and backward of one microbatch after the other."""
+    """Return a step as a user would write it: forward and backward of one microbatch after the other, and its model."""
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -107,8 +107,8 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 
 def compare(part: str, makers: dict[str, Callable[[], tuple[Step, Any]]], rounds: int) -> list[Measured]:
-    """Each contender's first step is compared with that of the first one; then they take turns. A contender that runs
-    out of memory is a result."""
+    """Compare each contender's first gradients with those of the first contender, then time steps in turns. If a
+    contender runs out of memory, this is its result."""
     found, steps = [], {}
     exact: dict[str, torch.Tensor] = {}
     for name, make in makers.items():
@@ -145,7 +145,7 @@ def tokens(rows: int, length: int) -> torch.Tensor:
 
 
 def whole(layers: int, hidden: int, length: int, rounds: int, device: torch.device) -> list[Measured]:
-    """8 microbatches of 2 samples."""
+    """Compare contenders on 8 microbatches of 2 samples."""
     model, ids = llama(layers, hidden), tokens(16, length)
     makers: dict[str, Callable[[], tuple[Step, Any]]] = {
         "plain loop": lambda: plain(lowered(model, device), ids.to(device), 8),
@@ -158,7 +158,7 @@ def whole(layers: int, hidden: int, length: int, rounds: int, device: torch.devi
 
 
 def slices(layers: int, hidden: int, length: int, rounds: int, device: torch.device) -> list[Measured]:
-    """One long sample."""
+    """Compare contenders on one long sample."""
     model, ids = llama(layers, hidden), tokens(1, length)
     makers: dict[str, Callable[[], tuple[Step, Any]]] = {
         "plain loop": lambda: plain(lowered(model, device), ids.to(device), 1),
@@ -172,7 +172,7 @@ def slices(layers: int, hidden: int, length: int, rounds: int, device: torch.dev
 
 def report(found: Sequence[Measured], console: Console) -> None:
     for part in dict.fromkeys(each.part for each in found):
-        table = Table("", "ms a step", "quartiles", "relative to the plain loop", "GB a step", "gradients", title=part)
+        table = Table("", "ms/step", "quartiles", "relative to the plain loop", "GB/step", "gradients", title=part)
         group = [each for each in found if each.part == part]
         first = group[0]
         for each in group:

@@ -1,9 +1,9 @@
-"""Memory: the most that a rank takes over what it holds, while a model is materialized, saved and loaded, and gets
-adapters, on a base in 4 bits too.
+"""Memory: the peak memory of a rank, relative to its parameters, while a model is materialized, saved and loaded, and
+while adapters are added, including adapters on a 4-bit base.
 
-`python -m benchmarks.memory [--p 2 4]` builds a llama of 1.1 billion parameters on meta and prints, for each phase, the
-peak of the resident memory above what the imports take, as a ratio to the bytes of the rank's parameters; in 4 bits,
-where these are few beside what Python and one matrix take, both as they are.
+`python -m benchmarks.memory [--p 2 4]` builds a llama of 1.1 billion parameters on meta. For each phase, it prints the
+peak resident memory above that of the imports, divided by the bytes of the rank's parameters. For the 4-bit base, it
+prints both values in MB, because its parameters are small compared with Python's memory and one matrix.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def measure(rank: int, p: int, store: str, folder: str, phases: tuple[str, ...],
 
 
 def import_floor() -> None:
-    """What transformers imports only when a model of this kind is built for the first time."""
+    """Trigger the imports that transformers postpones until the first model of this kind is built."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
     quantize_blank(model, BitsAndBytesConfig(**NF4))
@@ -92,7 +92,7 @@ def import_floor() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--p", type=int, nargs="+", default=[2, 4], help="numbers of stages (default: 2 4)")
-    table = Table("p", "rank", "holds (MB)", *PHASES, "packed (MB): holds, peak", title="peak memory over what is held")
+    table = Table("p", "rank", "holds (MB)", *PHASES, "packed (MB): holds, peak", title="peak memory / parameters")
     worst = 0.0
     with Manager() as manager, tempfile.TemporaryDirectory() as scratch:
         for p in parser.parse_args().p:
@@ -112,7 +112,7 @@ def main() -> None:
                 held = f"{sizes[rank, PHASES[0]] / 1e6:.0f}"
                 table.add_row(str(p), str(rank), held, *(f"{ratio:.3f}" for ratio in ratios), packed)
     Console().print(table)
-    Console().print(f"worst {worst:.3f}, the bar is {BAR:.2f}")
+    Console().print(f"worst {worst:.3f} (target: at most {BAR:.2f})")
     raise SystemExit(worst > BAR)
 
 

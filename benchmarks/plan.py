@@ -1,7 +1,7 @@
-"""Plan: how long `pipeshard plan` takes for a model of 405 billion parameters, and how much memory.
+"""Plan: the time and memory of `pipeshard plan` for a model of 405 billion parameters.
 
-`python -m benchmarks.plan [--rounds 9]` runs the command with and without a picture, and a process that only imports
-what the model is made of, in turns; it prints medians, the range, and the most resident memory.
+`python -m benchmarks.plan [--rounds 9]` runs, in turns, the command with and without a plot, and a process that only
+imports the model's code. It prints the median and the range of the times, and the peak resident memory.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SECONDS, BYTES = 5.0, 1e9
 
 
 def run(command: list[str]) -> tuple[float, int]:
-    """Seconds that a process takes, and its most resident memory in bytes."""
+    """Run a process. Returns its seconds and its peak resident memory in bytes."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -42,7 +42,7 @@ def run(command: list[str]) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="runs of each after the first (default: 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="runs of each command after the first (default: 9)")
     rounds = parser.parse_args().rounds
     plan = [str(Path(sys.executable).with_name("pipeshard")), "plan", "llama"]
     plan += [*(f"{name}={value}" for name, value in LLAMA.items()), *OPTIONS.split()]
@@ -66,9 +66,7 @@ def main() -> None:
         table.add_row(name, *(f"{value:.2f}" for value in row), f"{max(sizes) / 1e6:.0f}")
     Console().print(table)
     seconds, size = figures[0]
-    Console().print(
-        f"plan: {seconds:.2f} s, the bar is {SECONDS:.0f}; {size / 1e6:.0f} MB, the bar is {BYTES / 1e6:.0f}"
-    )
+    Console().print(f"plan: {seconds:.2f} s (target: {SECONDS:.0f}); {size / 1e6:.0f} MB (target: {BYTES / 1e6:.0f})")
     raise SystemExit(seconds > SECONDS or size > BYTES)
 
 

@@ -1,10 +1,10 @@
-"""Planned: the most memory that ranks take in a step, and its time, beside what `pipeshard.plan` says.
+"""Planned: the peak memory and the time of a step, compared with the predictions of `pipeshard.plan`.
 
-`python -m benchmarks.planned` trains a llama of 50 million parameters, built on meta, under layouts that differ in
-precision, replicas, recompute and stages, and adapters of it on packed weights. For the fullest rank it prints the peak
-of its resident memory above what it has after a step of a tiny model, and for layouts with a core for each rank how
-long a step takes, each beside the plan. Freed memory is given back to the system at once. Units are timed on all ranks
-at the same time, as they run in a step.
+`python -m benchmarks.planned` trains a llama of 50 million parameters, built on meta, with layouts that differ in
+precision, replicas, recompute and stages; two layouts train adapters on packed (quantized) weights. For the fullest
+rank, it prints the peak resident memory above that after a step of a tiny model. If each rank has its own core, it also
+prints the time of a step. Both are compared with the plan. The allocator returns freed memory to the system at once.
+Units are timed on all ranks at the same time, as they run in a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # as fixed, or freed blocks stay in the heap
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # a dynamic one keeps freed blocks in the heap
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
 
 import torch
@@ -38,7 +38,7 @@ from pipeshard.planner.models import QUANTIZATIONS
 
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 16000}
 LAYERS, TINY = 8, 2
-ROWS, MICROBATCHES, LENGTH = 8, 4, 256  # of each replica
+ROWS, MICROBATCHES, LENGTH = 8, 4, 256  # per replica
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (2, {"precision": "bf16"}),
@@ -50,12 +50,12 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"quantize": "int8"}),
 ]
 LORA = LoraConfig(r=16, target_modules="all-linear")
-STEPS = 2  # of which the second is one like all others
+STEPS = 2  # the second one is like all later steps
 BAR = 0.10
 
 
 def make(layers: int, folder: str, quantize: str | None) -> Any:
-    """On meta; packed weights are those of a folder."""
+    """Build the model on meta; with `quantize`, with adapters, and packed weights from a folder."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers, dtype=torch.float32))
     if quantize is None:
@@ -77,7 +77,7 @@ def joined(rank: int, world: int, store: str) -> None:
 
 
 def study(rank: int, world: int, p: int, options: dict[str, Any], timed: bool, folder: str, plans: Any) -> None:
-    """Plan, with units that are timed on every rank at once."""
+    """Make a plan. If `timed`, units are timed on all ranks at the same time."""
     joined(rank, world, f"{folder}/plans")
     counted = dict(options)
     model = make(LAYERS, folder, counted.pop("quantize", None))
@@ -93,12 +93,12 @@ def study(rank: int, world: int, p: int, options: dict[str, Any], timed: bool, f
 
 
 def step(layers: int, p: int, options: dict[str, Any], counts: Any, steps: int, folder: str) -> list[float]:
-    """Boost a model, and make so many steps; the seconds of each, the optimizer's apart, as in a plan."""
+    """Boost a model and run `steps` steps. Returns the seconds of each, without the optimizer's, as in a plan."""
     options = dict(options)
     batch, model = make_batch(), make(layers, folder, options.pop("quantize", None))
     shared: dict[str, Any] = {"dry_run_input": batch, "init_weights": True, "verify": False}
     booster = Booster(plugin=PipelinePlugin(p, num_microbatches=MICROBATCHES, partition=counts, **shared, **options))
-    # As torch does by default on a GPU, and the plan counts.
+    # foreach is torch's default on a GPU, and the plan assumes it.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained, foreach=True))
     seconds = []
@@ -127,7 +127,7 @@ def measure(
 
 
 def row(p: int, options: dict[str, Any], timed: int) -> tuple[list[str], list[float]]:
-    """A line of the table, and its ratios of measured to planned."""
+    """Return a row of the table, and its ratios of measured to planned values."""
     world = p * options.get("dp_size", 1)
     timed = timed if world <= len(os.sched_getaffinity(0)) else 0
     with Manager() as manager, tempfile.TemporaryDirectory() as folder:
@@ -156,8 +156,8 @@ def row(p: int, options: dict[str, Any], timed: int) -> tuple[list[str], list[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", type=int, nargs="+", default=range(len(LAYOUTS)), help="by number; default all")
-    parser.add_argument("--timed", type=int, default=9, help="steps that are timed; 0 measures memory alone")
+    parser.add_argument("--layouts", type=int, nargs="+", default=range(len(LAYOUTS)), help="numbers (default: all)")
+    parser.add_argument("--timed", type=int, default=9, help="timed steps; 0 measures only memory")
     arguments = parser.parse_args()
     console = Console(width=150)
     table = Table("layout", "rank", "MB planned", "measured", "ratio", "s planned", "measured", "ratio")
@@ -168,7 +168,7 @@ def main() -> None:
         table.add_row(*line)
         worst = max(worst, *(abs(ratio - 1) for ratio in ratios))
     console.print(table)
-    console.print(f"worst {worst:.1%} off, the bar is {BAR:.0%}")
+    console.print(f"largest deviation {worst:.1%} (target: at most {BAR:.0%})")
     raise SystemExit(worst > BAR)
 
 

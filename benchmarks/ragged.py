@@ -1,9 +1,9 @@
-"""Ragged: tokens per second of samples of different lengths, grouped in several ways.
+"""Ragged: tokens per second for samples of different lengths, with several ways of grouping them into microbatches.
 
-`python -m benchmarks.ragged` draws lengths as those of FLAN's samples are, from a lognormal distribution with a long
-tail (a median of 128 tokens, a deviation of the logarithm of 1.2, at least 8 and at most 1,024). For a small llama with
-p = 2, each way to group trains on the same batches in turns; for p = 4 and 8 the schedule is simulated with the costs
-that pipeshard groups by. No way exceeds the limit of padded tokens per microbatch.
+`python -m benchmarks.ragged` samples lengths from a lognormal distribution with a long tail, like the lengths of FLAN's
+samples (median 128 tokens, deviation of the logarithm 1.2, from 8 to 1,024). For p = 2, each way of grouping trains a
+small llama on the same batches in turns. For p = 2, 4 and 8, the schedule is simulated with the costs that pipeshard's
+grouping uses. No way of grouping exceeds the limit of padded tokens per microbatch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from pipeshard.schedule import one_f_one_b, simulate_parts
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "vocab_size": 1024}
 LAYERS, MEDIAN, DEVIATION, LEAST, MOST = 6, 128, 1.2, 8, 1024
-SAMPLES, LIMIT, STEPS, ROUNDS = 48, 2048, 3, 4  # each step is repeated in ROUNDS, of which the fastest counts
+SAMPLES, LIMIT, STEPS, ROUNDS = 48, 2048, 3, 4  # each step runs once per round; the fastest round counts
 SIMULATED = 30  # steps
-BARS = {"samples": 1.5, "greedy": 1.15, "greedy, sorted": 1.15}  # how many times as many tokens per second
+BARS = {"samples": 1.5, "greedy": 1.15, "greedy, sorted": 1.15}  # least speedup in tokens per second
 OURS = "microbatch_tokens"
 Lengths = Sequence[Sequence[int]]
 Groups = list[list[int]]
@@ -49,13 +49,13 @@ def lengths_of(step: int) -> list[int]:
 
 
 def by_samples(lengths: Lengths, limit: int, cost: TokenCost, idle: float) -> Groups:
-    """As many samples each as fit the limit if one is the longest."""
+    """Group equally many samples, as many as fit within the limit if each has the largest length."""
     size = limit // MOST
     return [list(range(k, min(k + size, len(lengths)))) for k in range(0, len(lengths), size)]
 
 
 def greedy(lengths: Lengths, limit: int, cost: TokenCost, idle: float, is_sorted: bool = False) -> Groups:
-    """Samples in their order, or from short to long, until the next one exceeds the limit."""
+    """Add samples, in order or from short to long, until the next one would exceed the limit."""
     groups: Groups = [[]]
     numbers = range(len(lengths))
     for k in sorted(numbers, key=lambda k: lengths[k][0]) if is_sorted else numbers:
@@ -84,7 +84,7 @@ def as_given(times: Sequence[float]) -> Iterator[list[int]]:
 
 @contextmanager
 def grouping(name: str) -> Iterator[None]:
-    """Inside, pipeshard groups in this way, with each microbatch's padding cut to its own longest sample."""
+    """Inside, pipeshard uses this way of grouping. Each microbatch is padded to its own longest sample."""
     path, tried = "pipeshard.engine.ragged", orders if name == OURS else as_given
     with mock.patch(f"{path}.group", WAYS[name]), mock.patch(f"{path}.orders", tried):
         yield
@@ -98,7 +98,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
 
 
 def measure(rank: int, store: str, results: Any) -> None:
-    """By each way: the seconds of each step, its loss and its number of microbatches."""
+    """Measure, for each way of grouping: seconds, loss and number of microbatches of each step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def measure(rank: int, store: str, results: Any) -> None:
 
 
 def simulated(p: int, name: str, cost: TokenCost) -> list[float]:
-    """Tokens per time of 1F1B, step by step, by these costs."""
+    """Return the tokens per time unit of 1F1B with these costs, for each step."""
     found, even = [], [1.0] * p
     for step in range(SIMULATED):
         lengths = lengths_of(step)
@@ -162,12 +162,12 @@ def main() -> None:
     console.print(table)
     losses = {name: [loss for _, loss, _ in steps] for name, steps in found.items()}
     off = max(abs(a - b) / abs(b) for each in losses.values() for a, b in zip(each, losses[OURS], strict=True))
-    console.print(f"{cost}; losses differ by at most {off:.1e}; bars {BARS}")
+    console.print(f"{cost}; losses differ by at most {off:.1e}; targets {BARS}")
     raise SystemExit(failed)
 
 
 def _ratio(rates: dict[str, list[float]], name: str) -> float:
-    """How many times as many tokens per second pipeshard's grouping trains, as the median over the steps."""
+    """Return the speedup of pipeshard's grouping in tokens per second: the median over the steps."""
     return statistics.median(a / b for a, b in zip(rates[OURS], rates[name], strict=True))
 
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 
 def resident() -> int:
-    """What is in use now."""
+    """Return the current resident memory."""
     return _bytes("VmRSS")
 
 
 def peak() -> int:
-    """The most since the last `reset_peak`."""
+    """Return the peak since the last `reset_peak`."""
     return _bytes("VmHWM")
 
 

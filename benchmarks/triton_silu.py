@@ -1,4 +1,4 @@
-"""Triton silu: an activation whose forward and backward are kernels of Triton, which know no meta tensors."""
+"""Triton SiLU: an activation whose forward and backward are Triton kernels, which do not support meta tensors."""
 
 from typing import Any
 

@@ -1,9 +1,10 @@
-"""The cost of watching: steps with the watch and without it, in turns, in the same processes.
+"""Watch: the cost of the watchdog. Steps with and without it run in turns, in the same processes.
 
-`python -m benchmarks.watch [--rounds N]` prints the medians of the ratios of each pair of rounds, with quartiles: of
-seconds, and of CPU seconds of a rank, which other work on the machine disturbs less. What it takes is too little for
-that: beside them are the CPU time of the watch's own threads, which the kernel counts in nanoseconds, as a share of
-a core; and the time of all that a step notes and tells, each thing timed a thousand times, as a share of the step.
+`python -m benchmarks.watch [--rounds N]` prints the ratios of each pair of rounds (median and quartiles), in seconds
+and in CPU seconds of a rank, which other processes disturb less. The cost is too small to be visible in these ratios.
+The table therefore also has the CPU time of the watchdog's threads, as a share of a core (the kernel counts it in
+nanoseconds), and the time of all progress notes and call comparisons of a step, as a share of the step (each kind of
+note is timed a thousand times).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pipeshard.distributed.progress import NOW, Progress
 from pipeshard.distributed.watch import Watch
 from pipeshard.engine import optimizer
 
-# name: hidden size, layers, sequence length, microbatches, samples of each, steps in a round
+# name: hidden size, layers, sequence length, microbatches, samples per microbatch, steps per round
 WORKS = {"20 M parameters": (256, 8, 128, 8, 2, 1), "bound by overhead": (64, 8, 32, 64, 1, 2)}
 STAGES = 2
 
@@ -47,7 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.watch", description=__doc__)
     parser.add_argument("--rounds", type=int, default=31, help="pairs of rounds after the warm-up")
     rounds = parser.parse_args().rounds
-    table = Table(title="a step with the watch, as a multiple of one without")
+    table = Table(title="time of a step with the watchdog / without it")
     for column in ("work", "seconds", "CPU seconds", "ms with", "ms without", "threads", "notes"):
         table.add_column(column)
     for name in WORKS:
@@ -76,8 +77,8 @@ def ratio(watched: Sequence[float], bare: Sequence[float]) -> str:
 
 
 def measure(rank: int, folder: str, name: str, rounds: int, results: Any) -> None:
-    """One rank: seconds and CPU seconds of steps with the watch, and without; the share of its threads, and the seconds
-    that a step takes for its notes."""
+    """Run one rank. Measures seconds and CPU seconds of steps with and without the watchdog, the CPU share of its
+    threads, and the seconds that a step spends on notes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=STAGES)
     hidden, layers, length, microbatches, size, steps = WORKS[name]
@@ -110,7 +111,7 @@ def measure(rank: int, folder: str, name: str, rounds: int, results: Any) -> Non
 
     watched, bare, shares = [], [], []
     for k in range(rounds + 2):
-        for watches in (False, True) if k % 2 else (True, False):  # the first may find the machine busier
+        for watches in (False, True) if k % 2 else (True, False):  # alternate which is first
             if not watches:
                 with unwatched():
                     bare.append(seconds())
@@ -125,13 +126,13 @@ def measure(rank: int, folder: str, name: str, rounds: int, results: Any) -> Non
 
 
 def thread_seconds() -> float:
-    """Of CPU time, that the watch's threads have taken."""
+    """Return the CPU seconds that the watchdog's threads have used."""
     own = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("pipeshard-")]
     return sum(int(Path(f"/proc/{os.getpid()}/task/{task}/schedstat").read_text().split()[0]) for task in own) / 1e9
 
 
 def note_seconds(step: Callable[[], None]) -> float:
-    """What all notes of a step take, and what ranks tell each other of the call they are at."""
+    """Return the seconds of all notes of a step, and of comparing the current call between ranks."""
     watch = watching._here.watch
     assert watch is not None
     done = SimpleNamespace(wait=lambda: None)
@@ -152,14 +153,14 @@ def note_seconds(step: Callable[[], None]) -> float:
         }
         step()
         counts = {key: counted.call_count for key, counted in patches.items()}
-    counts[consistency, "compare_calls"] -= 1  # that of the batches, which are compared without a watch, too
+    counts[consistency, "compare_calls"] -= 1  # batches are also compared without the watchdog
     dist.barrier()
     return sum(counts[key] * timeit(note, number=1000) / 1000 for key, note in each.items())
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Without threads, and without what ranks note and say of the call they are at."""
+    """Disable the watchdog's threads, its notes, and the comparison of the current call between ranks."""
 
     @contextlib.contextmanager
     def not_calling(name: str) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""Speed: the same training work by pipeshard and by its peers, measured in turns, beside the schedule's limit."""
+"""Speed: the same training steps with pipeshard and its peers, timed in turns and compared with a schedule's limit."""

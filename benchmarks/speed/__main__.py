@@ -44,7 +44,7 @@ FIGURES = ROOT / "outputs" / "benchmarks"
 def main() -> int:
     args = _arguments()
     if platform.system() != "Linux":
-        sys.exit("the benchmark reads /proc: run it on Linux")
+        sys.exit("make bench reads /proc, which only Linux has: run it on Linux")
     effort = Effort(args.rounds or (2 if args.quick else 9), args.quick)
     figures = FIGURES / "quick" if args.quick else FIGURES
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -68,9 +68,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all)")
     parser.add_argument("--rounds", type=int, help="rounds after the warm-up (default: 9, or 2 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="small models, to see that everything runs")
-    parser.add_argument("--require", action="store_true", help="exit with 1 if a contender fails or a bar is not met")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where benchmarks.md goes once all parts ran")
+    parser.add_argument("--quick", action="store_true", help="use small models, to check that everything runs")
+    parser.add_argument("--require", action="store_true", help="exit with 1 if a contender fails or a target is missed")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder for benchmarks.md after all parts")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Contender: a pair of processes that trains by one library, told by the driver when."""
+"""Contender: a pair of processes that train with one library when the driver requests it."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from tests.hosts import INTERFACE, Hosts
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "outputs" / "benchmarks" / "logs"
 RANKS = 2
-PATIENCE = 300.0  # seconds until a contender that does not answer has failed
+PATIENCE = 300.0  # seconds: a contender that does not answer for longer has failed
 
-Batches = Sequence[tuple[int, int | None]]  # (seed, length, or the work's own) of each step
+Batches = Sequence[tuple[int, int | None]]  # (seed, length) of each step; None is the length of the work
 
 
 @dataclass(frozen=True)
 class Contender:
-    """What to start: the trainer of this module name with these options, by the Python of this environment."""
+    """The name of a module in `trainers`, the options of its Trainer, and the environment whose Python runs it."""
 
     name: str
     trainer: str
@@ -46,8 +46,8 @@ class ContenderError(Exception):
 
 
 class Pair:
-    """A contender's two live processes, stopped unless `round` is running: the threads of process groups would poll.
-    With `hosts` each runs in a separate network."""
+    """The two processes of a contender. They are stopped unless `round` is running, because threads of process groups
+    poll. With `hosts`, each process runs in a separate network namespace."""
 
     def __init__(self, contender: Contender, work: Work, label: str = "", hosts: Hosts | None = None) -> None:
         self.contender, self.label, self.hosts = contender, label, hosts
@@ -67,7 +67,7 @@ class Pair:
             raise
 
     def round(self, batches: Batches) -> list[dict[str, Any]]:
-        """One step for each batch; each rank's answer (see `worker.py`). Raises ContenderError."""
+        """Run one step per batch, and return the answer of each rank (see `worker.py`). Raises ContenderError."""
         try:
             self._signal(signal.SIGCONT)
             for connection in self.connections:
@@ -93,7 +93,7 @@ class Pair:
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes:
-            process.send_signal(number)  # nothing happens to one that has ended
+            process.send_signal(number)  # no effect on a process that has exited
 
     def _start(self, rank: int, work: Work) -> None:
         contender = self.contender
@@ -132,22 +132,22 @@ class Pair:
         answers: list[dict[str, Any]] = []
         for rank, connection in enumerate(self.connections):
             if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise ContenderError(f"no answer of rank {rank} after {PATIENCE:.0f} s (see {self.logs[rank]})")
+                raise ContenderError(f"rank {rank} did not answer within {PATIENCE:.0f} s (see {self.logs[rank]})")
             try:
                 answers.append(connection.recv())
             except (EOFError, ConnectionResetError):
                 answers.append({"error": self._epitaph(rank), "at": 0.0})
         failed = [answer for answer in answers if "error" in answer]
-        if failed:  # the first to fail has the reason; the other lost its connection
+        if failed:  # the first failure has the cause; the other rank lost its connection
             first = min(failed, key=lambda answer: answer["at"])
             raise ContenderError(first["error"].strip().splitlines()[0][:200])
         return answers
 
     def _epitaph(self, rank: int) -> str:
-        """How a process ended that said nothing: its exit status, and the last it printed."""
+        """Describe how a process exited without an answer: its exit status and the last line of its log."""
         code = self.processes[rank].wait()
         lines = self.logs[rank].read_text(errors="replace").strip().splitlines()
-        return f"rank {rank} died ({code}): {lines[-1] if lines else 'without a word'}"
+        return f"rank {rank} died ({code}): {lines[-1] if lines else 'it printed nothing'}"
 
 
 def _environment(rank: int, interface: str) -> dict[str, str]:
@@ -158,10 +158,10 @@ def _environment(rank: int, interface: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "GLOO_SOCKET_IFNAME": interface,
         "DS_ACCELERATOR": "cpu",
-        # Memory that was freed stays with the process, for all alike: page faults are much of the noise.
+        # In all contenders, freed memory stays with the process: page faults cause much of the noise.
         "MALLOC_MMAP_THRESHOLD_": str(2**32),
         "MALLOC_TRIM_THRESHOLD_": str(2**36),
-        # DeepSpeed reads these even where torch.distributed has been started already.
+        # DeepSpeed reads these even if torch.distributed is already initialized.
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(RANKS),

@@ -1,4 +1,4 @@
-"""Lanes: contenders that run the same batches in turns, round by round, and what came of it."""
+"""Lanes: contenders that train on the same batches in turns, round by round, and their outcomes."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ from benchmarks.speed.contender import Batches, Contender, ContenderError, Pair
 from benchmarks.speed.work import Work
 from tests.hosts import Hosts
 
-TOLERANCE = 1e-4  # of losses, relative
+TOLERANCE = 1e-4  # relative difference of losses
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A contender and the batches of its round k (0 is the warm-up). Lanes of one stream have the same batches."""
+    """A contender and the batches of its round k (0 is the warm-up). Lanes of the same stream have the same batches."""
 
     contender: Contender
     batches: Callable[[int], Batches]
@@ -29,12 +29,12 @@ class Lane:
 
 @dataclass
 class Outcome:
-    """What a lane's rounds came to, the warm-up left out but for the losses.
+    """The measurements of a lane, without the warm-up; `losses` includes the warm-up.
 
-    `seconds` is a step's time in each round, `losses` that of every step, `memory` the bytes that each rank took
-    beyond the start of each round, `resident` those that it took in all, `sent` those of a step that left it,
-    `reports` the trainers' own figures, `asleep` the share of a core that the ranks used between their rounds. `error`
-    says why there is no more.
+    `seconds` is the time of a step in each round. `losses` has the loss of every step. `memory` is the peak memory of
+    each rank above the start of each round, in bytes; `resident` is the total peak. `sent` is the bytes that each rank
+    sent per step. `reports` are the trainers' own measurements. `asleep` is the share of a core that the ranks used
+    between their rounds. `error` is the reason why the lane stopped.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -48,10 +48,10 @@ class Outcome:
 
 
 class Rounds:
-    """Runs all lanes of one work: starts them one by one, then `rounds` rounds in which each has its turn.
+    """Runs all lanes of one work: starts them one by one, then runs `rounds` rounds in which each lane runs once.
 
-    A lane's turn is at another place in every round, so that none always follows the same one. With `hosts` the ranks
-    are on these. `before` is called with the number of a round before it, 0 for the warm-up.
+    The order rotates from round to round, so the position of a lane changes. With `hosts`, the ranks run on these
+    hosts. `before` is called before each round with its number, 0 for the warm-up.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Rounds:
 
 
 def loss_errors(lanes: Sequence[Lane], outcomes: dict[str, Outcome]) -> dict[str, float]:
-    """The largest relative difference of each lane's losses from the median of its stream's, over all steps."""
+    """Return, for each lane, the largest relative difference between its losses and the median of its stream."""
     errors = {}
     for lane in lanes:
         others = [outcomes[other.name].losses for other in lanes if other.stream == lane.stream]
@@ -139,7 +139,7 @@ def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def failures(lanes: Sequence[Lane], outcomes: dict[str, Outcome]) -> list[str]:
-    """What must not happen: a lane that does not run, or trains to other losses."""
+    """Describe every lane that did not run, or whose losses differ from those of the other lanes."""
     failed = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
     wrong = loss_errors(lanes, outcomes)
     return failed + [f"{name}: its losses are off by {error:.1e}" for name, error in wrong.items() if error > TOLERANCE]

@@ -1,6 +1,6 @@
-"""Picture: a step's time and a rank's memory between two hosts, from the rows of docs/benchmarks.md.
+"""Picture: plots the time of a step and the memory of a rank between two hosts, from the rows of docs/benchmarks.md.
 
-`python -m benchmarks.speed.picture` draws docs/links.svg, as `make bench` does once it has written the page.
+`python -m benchmarks.speed.picture` draws docs/links.svg. `make bench` does this after it has written the page.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ CAPTION = (
 
 
 def rows(page: str) -> dict[str, dict[str, str]]:
-    """The cells of the page's table, by contender and column."""
+    """Return the cells of the table "Between two hosts", by contender and column."""
     section = page.partition("## Between two hosts")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     (_, *columns), _, *cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
@@ -31,7 +31,7 @@ def rows(page: str) -> dict[str, dict[str, str]]:
 
 
 def described(table: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """What the picture shows, as a line per contender; it is in the file, too."""
+    """Yield the content of the plot, one line per contender. The SVG file contains these lines, too."""
     for name in SHOWN:
         yield f"{name}: {'; '.join(f'{column} {table[name][column]}' for column in TITLES)}"
 
@@ -40,7 +40,7 @@ def draw(table: Mapping[str, Mapping[str, str]], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 2.6), layout="constrained", facecolor="white")  # on a dark page, too
+    figure = Figure(figsize=(10, 2.6), layout="constrained", facecolor="white")  # readable on dark pages, too
     panels = figure.subplots(1, len(TITLES), sharey=True)
     for axes, (column, title) in zip(panels, TITLES.items()):
         cells = [_numbers(table[name][column]) for name in SHOWN]
@@ -57,12 +57,12 @@ def draw(table: Mapping[str, Mapping[str, str]], path: Path) -> None:
     panels[0].set_yticks(range(len(SHOWN)), SHOWN)
     panels[0].invert_yaxis()
     figure.supxlabel(CAPTION, size=8, x=0.01, ha="left")
-    with rc_context({"svg.hashsalt": "links"}):  # the same rows are the same file
+    with rc_context({"svg.hashsalt": "links"}):  # the same rows give the same file
         figure.savefig(path, metadata={"Date": None, "Description": "\n".join(described(table))})
 
 
 def _numbers(cell: str) -> tuple[float, float, float]:
-    """Median and quartiles of `1798 (1783 to 1993)`; `856` is all three."""
+    """Return the median and quartiles of `1798 (1783 to 1993)`; for `856`, all three are 856."""
     numbers = [float(word) for word in cell.replace("(", "").replace(")", "").replace(" to ", " ").split()]
     return (numbers[0], numbers[-2], numbers[-1]) if len(numbers) > 1 else (numbers[0],) * 3
 

@@ -1,4 +1,4 @@
-"""The report: docs/benchmarks.md, of the sections that were measured last, and its picture."""
+"""Report: writes docs/benchmarks.md and its plots from the latest result of each section."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,32 +10,36 @@ from benchmarks.speed.section import Section
 HEAD = """\
 # Benchmarks
 
-`make bench` measures all of this and writes this page. Two processes of one thread each, on a machine of two cores;
-gloo. Every contender is a pair of processes that stays alive and is stopped while others run; in each round each of
-them has one turn, at a place that changes from round to round. All of them start from the same weights, and their
-losses are compared after every step: they may differ by 1e-4 at most."""
+`make bench` measures everything on this page and writes the page. Each contender is a pair of processes with one thread
+each, connected by gloo, on a machine with two CPU cores. The processes of a contender stay alive until the last round,
+and are stopped (SIGSTOP) while another contender runs. In each round, every contender runs once. The order rotates from
+round to round. Round 0 is the warm-up, which is not timed. All contenders start from the same weights. Their losses are
+compared step by step, and may differ by at most 1e-4.
+
+The lists below the tables compare the results with targets. A line ends with "NOT MET" if a target was missed."""
 
 PEERS = """\
-## What the peers need, and do
+## Requirements and limitations of the peers
 
-- **torch** takes hand-written stages, knows no tied weights (the script sums both copies' gradients), and ends the
-  process when a message has another length than in the first step.
-- **DeepSpeed** takes a list of layers, each a module of one input; it clips gradients to norm 1.0 unless it is told
-  not to (`"gradient_clipping": 0.0` here), and with `dynamic_shape=False` a new length is refused or read into a
-  buffer of the first.
-- **ColossalAI** 0.5.0 runs transformers 4.51.3 only. On a CPU its messages ask torch for `is_hccl_available`, and
-  its GPT-2 sets a CUDA device: both are patched here. GPT-2 needs an `attention_mask` beside the ids, and with sdpa
-  attends to future tokens, so GPT-2 has eager attention here, for all contenders. With a changing length
-  `enable_metadata_cache=False` pickles a header a message."""
+- **torch** requires hand-written stages. It does not support tied weights: the script sums the gradients of both
+  copies. The process ends if a message has a different length than in the first step.
+- **DeepSpeed** requires a list of layers, each a module with one input. It clips gradients to norm 1.0 by default
+  (turned off here with `"gradient_clipping": 0.0`). With `dynamic_shape=False`, a batch of a new length is rejected, or
+  read into a buffer that has the length of the first batch.
+- **ColossalAI** 0.5.0 only supports transformers 4.51.3. On a CPU, its communication calls `is_hccl_available`, which
+  only torch's builds for Ascend have, and its GPT-2 sets a CUDA device: both are patched here. Its GPT-2 requires an
+  `attention_mask` in addition to the ids. With sdpa, its GPT-2 attends to future tokens, so all contenders use eager
+  attention for GPT-2. With `enable_metadata_cache=False`, which changing lengths require, it pickles a header for every
+  message."""
 
-LEFT, RIGHT = 0.8, 1.2  # of the picture; bars that begin at 0 look alike
+LEFT, RIGHT = 0.8, 1.2  # limits of the x axis: differences between bars that start at 0 are hard to see
 
 
 def write(sections: Mapping[str, Section], folder: Path) -> None:
     lines = [HEAD, ""]
     if "work" in sections:
         _plot(sections["work"], folder / "benchmarks.svg")
-        lines += ["![time of a step over the limit of 1F1B](benchmarks.svg)", ""]
+        lines += ["![step time divided by the limit of 1F1B](benchmarks.svg)", ""]
     for section in sections.values():
         lines += section.markdown()
     page = "\n".join([*lines, PEERS, ""])
@@ -45,7 +49,7 @@ def write(sections: Mapping[str, Section], folder: Path) -> None:
 
 
 def _plot(section: Section, path: Path) -> None:
-    """The median ratio to 1F1B's limit, from quartile to quartile; a panel for each work."""
+    """Plot the median ratio to the limit of 1F1B, with quartiles, in one panel per work."""
     works = {
         name: {c: spread(values) for c, values in figures["ratios"].items() if values and c != UNSPLIT.name}
         for name, figures in section.raw.items()
@@ -54,7 +58,7 @@ def _plot(section: Section, path: Path) -> None:
 
 
 def draw(works: Mapping[str, Mapping[str, tuple[float, float, float]]], path: Path) -> None:
-    """Lower quartile, median and upper quartile of each contender, in each work."""
+    """Plot `works`, which maps each work and contender to (lower quartile, median, upper quartile)."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -69,7 +73,7 @@ def draw(works: Mapping[str, Mapping[str, tuple[float, float, float]]], path: Pa
         bars = axes.barh(positions, [m - LEFT for m in middle], 0.7, LEFT, color=colours, label="_")
         axes.errorbar(middle, positions, xerr=whiskers, fmt="none", ecolor="black", elinewidth=1, capsize=2)
         for bar, ratio in zip(bars, middle):
-            if ratio > RIGHT:  # off the picture
+            if ratio > RIGHT:  # outside the plot
                 axes.text(RIGHT, bar.get_y() + 0.35, f"{ratio:.2f} ", ha="right", va="center", fontsize=8)
         line = axes.axvline(1.0, color="#D55E00", linewidth=1)
         axes.set_xlim(LEFT, RIGHT)
@@ -85,7 +89,7 @@ def draw(works: Mapping[str, Mapping[str, tuple[float, float, float]]], path: Pa
 
 
 def stored(page: str) -> dict[str, dict[str, tuple[float, float, float]]]:
-    """What `draw` takes, from the tables of docs/benchmarks.md."""
+    """Return the argument of `draw`, read from the tables of docs/benchmarks.md."""
     section = page.partition("## The same work")[2].partition("\n## ")[0]
     works: dict[str, dict[str, tuple[float, float, float]]] = {}
     for line in section.splitlines():

@@ -1,4 +1,4 @@
-"""Section: what one part of the benchmark found: tables, bars that were met or not, and the raw figures."""
+"""Section: the results of one part of the benchmark: tables, targets met or missed, and raw measurements."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from rich import table as rich_table
 from rich.console import Console
 from rich.markup import escape
 
-FAILED = "failed"  # the cell of a contender that has no figures; the section says why
+FAILED = "failed"  # cell of a contender without results; the section lists the reason
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """Something the project asks of itself, and whether these figures met it."""
+    """A target of the project, and whether the measurements met it."""
 
     text: str
     met: bool
@@ -45,7 +45,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Section:
-    """`raw` is kept as JSON; `failed` names what could not run, or trained to other losses."""
+    """`raw` is saved as JSON; `failed` lists the contenders that did not run, or whose losses differ."""
 
     title: str
     text: str

@@ -1,4 +1,4 @@
-"""Stages by hand: a part of a Hugging Face model as a user of torch's or DeepSpeed's pipelines writes it."""
+"""Hand-written stages of a Hugging Face model, as a user of torch's or DeepSpeed's pipelines writes them."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 
 class HandStage(nn.Module):
-    """Layers `start` to `end` of a causal language model, the embedding before the first, norm and head after the last.
+    """Layers `start` to `end` of a causal language model, with its embedding, or its norm and head, at either end.
 
     Takes token ids (b, s) or hidden states (b, s, hidden); returns hidden states or logits (b, s, vocabulary).
-    `ends=False` leaves out the embedding and the head.
+    `ends=False` omits the embedding and the head.
     """
 
     def __init__(self, model: Any, start: int, end: int, ends: bool = True) -> None:
@@ -47,7 +47,7 @@ class HandStage(nn.Module):
         return hidden
 
     def _context(self, hidden: Tensor) -> dict[str, Any]:
-        """What the layers share: rotary embeddings for llama's sdpa, the causal mask for GPT-2's eager attention."""
+        """Arguments of all layers: rotary embeddings for llama's sdpa, a causal mask for GPT-2's eager attention."""
         if self.rotary is not None:
             return {"position_embeddings": self.rotary(hidden, _positions(hidden))}
         length = hidden.shape[1]
@@ -56,7 +56,7 @@ class HandStage(nn.Module):
 
 
 def causal_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy of each token after the first."""
+    """Return the mean cross entropy over all tokens after the first."""
     shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
     return F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=-100)
 

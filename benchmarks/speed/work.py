@@ -1,6 +1,6 @@
-"""Work: what every contender trains: a model, its first weights, and batches, all of them known by seeds alone.
+"""Work: the model, initial weights and batches that every contender trains; all of them follow from seeds.
 
-It runs in each contender's own environment, with whichever transformers is installed there.
+This module runs in each contender's own environment, with the version of transformers that is installed there.
 """
 
 import zlib
@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 class Work:
     """A model ("llama", or "gpt2" with tied embeddings) and the size of its batches.
 
-    A batch has `microbatches` × `microbatch` samples of `length` tokens, every one a label too.
+    A batch has `microbatches` × `microbatch` samples of `length` tokens. Its labels equal its token ids.
     """
 
     family: str = "llama"
@@ -43,7 +43,7 @@ class Work:
         return self.microbatch * self.microbatches
 
     def config(self) -> Any:
-        # Eager attention in GPT-2 for all alike: ColossalAI's with sdpa attends to future tokens.
+        # Eager attention in GPT-2 for all contenders: with sdpa, ColossalAI's GPT-2 attends to future tokens.
         if self.family == "gpt2":
             return GPT2Config(
                 vocab_size=self.vocabulary,
@@ -71,7 +71,7 @@ class Work:
         )
 
     def model(self) -> Any:
-        """The model in training mode. What is drawn for a parameter depends on its name only, so all start alike."""
+        """Build the model in training mode. A parameter's values depend on its name: all contenders start equal."""
         model = AutoModelForCausalLM.from_config(self.config())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -84,7 +84,7 @@ class Work:
         return {"input_ids": ids, "labels": ids}
 
     def share(self, batch: Batch, rank: int, size: int) -> list[Batch]:
-        """The microbatches of replica `rank` of `size`."""
+        """Return the microbatches of data-parallel replica `rank` of `size`."""
         parts = self.split(batch)
         return parts[rank * len(parts) // size : (rank + 1) * len(parts) // size]
 

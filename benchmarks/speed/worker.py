@@ -1,4 +1,4 @@
-"""The worker: one rank of a contender, a process that trains when it is told to and sleeps in between."""
+"""Worker: the process of one rank of a contender. It trains when the driver requests it, and is stopped otherwise."""
 
 import ctypes
 import importlib
@@ -19,18 +19,18 @@ from benchmarks.resident import peak, reset_peak, resident
 from benchmarks.speed.trainers import Trainer
 from benchmarks.speed.work import Work
 
-PR_SET_PDEATHSIG = 1  # of Linux
+PR_SET_PDEATHSIG = 1  # Linux
 
 
 def main() -> None:
-    """`worker.py FD '{"trainer": ..., "work": ..., ...}'`: answers rounds over the socket FD until it closes."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would stay when the driver dies
+    """Run `worker.py FD '{"trainer": ..., "work": ..., ...}'`: serve rounds over the socket FD until it closes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # else a stopped process would outlive the driver
     connection = Connection(int(sys.argv[1]))
     order = json.loads(sys.argv[2])
     try:
         _serve(connection, order)
     except EOFError:
-        os._exit(0)  # the driver has gone; some libraries hang when they leave their groups one by one
+        os._exit(0)  # the driver exited; some libraries hang while they destroy their process groups
     except BaseException as error:
         traceback.print_exc()
         connection.send({"error": f"{type(error).__name__}: {error}", "at": time.monotonic()})
@@ -55,14 +55,14 @@ def _serve(connection: Connection, order: dict[str, Any]) -> None:
 
 
 def _round(work: Work, trainer: Trainer, batches: list[tuple[int, int | None]]) -> dict[str, Any]:
-    """One step for each (seed, length): when it began and ended, each loss, the most memory it took beyond the
-    start's and in all, and the bytes that left by the network."""
+    """Run one step per (seed, length). Returns the start and end times, the losses, the peak memory (total, and above
+    the start), and the bytes sent over the network."""
     data = [work.batch(*batch) for batch in batches]
     reset_peak()
     floor, before = resident(), _sent()
     start = time.perf_counter()
     losses = [trainer.step(batch) for batch in data]
-    end = time.perf_counter()  # of a clock that all processes share
+    end = time.perf_counter()  # all processes share this clock
     figures = {"memory": peak() - floor, "resident": peak(), "sent": _sent() - before}
     return {"start": start, "end": end, "losses": losses, **figures}
 

@@ -1,4 +1,4 @@
-"""Parts: one file for each question that the benchmark answers."""
+"""Parts: one file per section of docs/benchmarks.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from benchmarks.speed.section import Section
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: rounds of each lane, and `quick` for small models and few steps."""
+    """How much to measure: the rounds of each lane, and `quick` for small models and few steps."""
 
     rounds: int
     quick: bool

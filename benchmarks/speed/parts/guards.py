@@ -1,4 +1,4 @@
-"""What the guards of a step take of it, and how many steps the proof at boost takes."""
+"""Guards: their share of a step, and the time of the proof at boost, in steps."""
 
 import contextlib
 import functools
@@ -32,14 +32,18 @@ from pipeshard.verify.decide import alone
 from pipeshard.verify.proof import prove
 
 TEXT = """\
-Two stages in two processes, in CPU time of the thread that trains; the figures are those of the rank whose guards take
-the larger share. Every guard (what a unit returns, what gets a gradient, whether flags, the answers of a batch, what is
-trained, gradients before an update and the options of it are as they were) is timed each time that it is called, the
-clock's own cost included. The proof is that of `verify`, for two stages, all of whose ranks run in one process, in CPU
-time of all threads, and in training steps of the unsplit model on the whole batch."""
+Guards are the checks that pipeshard runs in every step. They check that the following match the trace or have not
+changed: the results of units (modules that are never split, such as layers), the values that receive gradients, flags
+of the model, the answers that the model's code gets from a batch, the set of trained parameters and, before an update,
+the gradients and the options of the update. Every call of every guard is timed, including the cost of the clock. Two
+stages run in two processes. The table shows CPU time of the training thread, on the rank whose guards take the larger
+share of a step.
+
+The proof is the comparison of `verify` with the unsplit model, for two stages, with all ranks in one process. The table
+shows its CPU time over all threads, and the same time in training steps of the unsplit model on the whole batch."""
 
 Work = tuple[int, int, int, int, int]
-# name: hidden size, layers, sequence length, microbatches, samples of each
+# name: hidden size, layers, sequence length, microbatches, samples per microbatch
 WORKS: dict[str, Work] = {"20 M parameters": (256, 8, 128, 8, 2), "bound by overhead": (64, 8, 32, 64, 1)}
 QUICK: dict[str, Work] = {"quick": (32, 2, 8, 2, 1)}
 GUARDS: list[tuple[Any, str]] = [
@@ -60,9 +64,9 @@ GUARDS: list[tuple[Any, str]] = [
     (StepGuard, "check"),
     (planning, "_answers"),
 ]
-STAGES, STEPS = 2, 3  # of a pipeline; in a round
-WARM = FIRST + 1  # steps that trace, prove places and compare updates
-BAR = 0.01  # of a step
+STAGES, STEPS = 2, 3  # per pipeline; per round
+WARM = FIRST + 1  # steps that trace, verify places and compare updates
+BAR = 0.01  # share of a step
 PROOF_BARS = {"20 M parameters": 3.0}  # steps of the unsplit model
 
 
@@ -83,17 +87,18 @@ def run(effort: Effort, progress: Progress) -> Section:
         progress.advance(task)
         rows.append([name, f"{1e3 * whole:.0f}", middle, f"{low} to {high}", f"{proof:.2f}", f"{proof / step:.1f}"])
         met = effort.quick or statistics.median(shares) < BAR
-        bars.append(Bar(f"{name}: guards take {middle} of a step, below {BAR:.0%}", met))
+        bars.append(Bar(f"{name}: guards take {middle} of a step (target: below {BAR:.0%})", met))
         if bar := PROOF_BARS.get(name):
-            bars.append(Bar(f"{name}: the proof takes {proof / step:.1f} steps, below {bar:.0f}", proof / step < bar))
+            text = f"{name}: the proof takes {proof / step:.1f} unsplit steps (target: below {bar:.0f})"
+            bars.append(Bar(text, proof / step < bar))
         raw[name] = {"steps": ranks, "proof": proof, "unsplit": step}
     torch.set_num_threads(threads)
     progress.remove_task(task)
-    columns = ["", "ms a step", "guards", "quartiles", "s of the proof", "in unsplit steps"]
-    return Section("Guards, and the proof", TEXT, [Table("llama", columns, rows)], bars, raw=raw)
+    columns = ["", "ms/step", "guards", "quartiles", "proof (s)", "proof (unsplit steps)"]
+    return Section("Guards and the proof", TEXT, [Table("llama", columns, rows)], bars, raw=raw)
 
 
-Steps = list[tuple[float, float]]  # CPU seconds of each, and of the guards in it
+Steps = list[tuple[float, float]]  # CPU seconds of each step, and of its guards
 
 
 def shares_of(steps: Steps) -> list[float]:
@@ -101,7 +106,7 @@ def shares_of(steps: Steps) -> list[float]:
 
 
 def measured(work: Work, count: int) -> list[Steps]:
-    """So many steps of each rank."""
+    """Measure `count` steps on each rank."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(STAGES, get_context("spawn")) as ranks:
         started = [ranks.submit(of_rank, rank, f"file://{folder}/meeting", work, count) for rank in range(STAGES)]
         return [steps.result() for steps in started]
@@ -128,7 +133,7 @@ def of_rank(rank: int, meeting: str, work: Work, count: int) -> Steps:
 
 
 def proven(work: Work) -> tuple[float, float]:
-    """CPU seconds that the proof takes, whose ranks are threads, and those of a step of the unsplit model."""
+    """Return the CPU seconds of the proof, which runs all ranks in this process, and of a step of the unsplit model."""
     model, batch, microbatches = made(work)
     with alone():
         plugin = PipelinePlugin(STAGES, num_microbatches=microbatches)
@@ -147,7 +152,7 @@ def proven(work: Work) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def timed() -> Iterator[list[float]]:
-    """Inside, the CPU seconds of all guards are added up."""
+    """Add up the CPU seconds of all guards that run inside this context."""
     spent = [0.0]
 
     def timing(guard: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The same work by pipelines and by replicas, on two hosts with links of several speeds between them."""
+"""Links: pipelines and data-parallel replicas on two hosts, connected by links of several rates."""
 
 import statistics
 from collections.abc import Mapping
@@ -15,15 +15,18 @@ from benchmarks.speed.work import Work
 from tests.hosts import Hosts, missing
 
 TEXT = """\
-![time of a step and memory of a rank, by link](links.svg)
+![step time and memory per rank, by link](links.svg)
 
-Two ranks, each in a separate network namespace, with AdamW in fp32 on the same batches of 16 samples. A pipeline
-cuts the model, replicas cut the batch. FSDP2 divides parameters, gradients and the optimizer's state between the
-replicas: "each microbatch" gathers a layer's parameters for every forward and backward, "once a step" keeps them until
-the step's end. Both, and DDP, accumulate the gradients of their microbatches and reduce them once a step; ZeRO-3
-divides the same, and reduces after each microbatch. The link has no other traffic and adds no latency
-(`tc tbf`). Times are a step's, medians over the rounds. Memory is the largest resident set of a rank in a step, Python
-and torch included, and sent what a rank sends in a step."""
+Two ranks, each in a separate network namespace, train on the same batches of 16 samples with AdamW in fp32. Pipelines
+split the model; DDP, FSDP2 and ZeRO-3 split the batch between data-parallel replicas. FSDP2 shards the parameters,
+gradients and optimizer states across the replicas. "FSDP2, each microbatch" all-gathers the parameters of a layer for
+every forward and every backward. "FSDP2, once a step" keeps the gathered parameters until the end of the step. DDP and
+both variants of FSDP2 accumulate the gradients of their microbatches and reduce them once per step. ZeRO-3 shards the
+same tensors as FSDP2, and reduces gradients after each microbatch.
+
+The link has no other traffic and adds no latency; `tc tbf` limits its rate. Times are per step: medians over the
+rounds, with quartiles. "Memory" is the largest resident set of a rank during a step, including Python and torch. "Sent"
+is the amount of data that a rank sends per step."""
 
 LINKS = {"no limit": "", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 DDP = Contender("DDP", "replicas", {"by": "ddp"})
@@ -32,14 +35,14 @@ GATHERED = Contender("FSDP2, once a step", "replicas", {"by": "gathered"})
 ZERO = Contender("DeepSpeed ZeRO-3", "zero", {}, ".venv-deepspeed")
 MINE = [ours(schedule, verify=False) for schedule in ("1f1b", "zb-h1", "zbv")]
 CONTENDERS = [*MINE, TORCH, DDP, GATHERED, FSDP, ZERO]
-AHEAD = [  # of the fastest of pipeshard, at least, with this link
+AHEAD = [  # link, contender, its least time relative to the fastest schedule of pipeshard
     ("1 Gbit/s", FSDP, 4.0),
     ("1 Gbit/s", DDP, 1.2),
     ("100 Mbit/s", FSDP, 25.0),
     ("100 Mbit/s", DDP, 5.0),
     ("100 Mbit/s", TORCH, 1.15),
 ]
-MEMORY = 0.75  # of FSDP2's, at most
+MEMORY = 0.75  # at most, relative to FSDP2
 MOST = 3  # rounds: some steps take a minute
 
 
@@ -52,7 +55,7 @@ def run(effort: Effort, progress: Progress) -> Section:
     with Hosts() as hosts:
 
         def before(k: int) -> None:
-            hosts.limit(rates[max(k - 1, 0) // rounds])  # the warm-up has the first one
+            hosts.limit(rates[max(k - 1, 0) // rounds])  # the warm-up uses the first rate
 
         found = Rounds(work, lanes, rounds * len(LINKS), progress, hosts, before).run()
     raw = {name: vars(outcome) for name, outcome in found.items()}
@@ -67,7 +70,7 @@ def run(effort: Effort, progress: Progress) -> Section:
 
 
 def of_links(outcome: Outcome) -> dict[str, list[float]]:
-    """A step's times with each link, which have equally many rounds one after the other."""
+    """Return the times of a step for each link. Links have equally many rounds, one link after the other."""
     rounds = len(outcome.seconds) // len(LINKS)
     return {link: outcome.seconds[k * rounds : (k + 1) * rounds] for k, link in enumerate(LINKS)}
 
@@ -79,12 +82,14 @@ def bars_of(found: Mapping[str, Outcome]) -> list[Bar]:
         mine = [times[contender.name] for contender in MINE if contender.name in times]
         if mine and other.name in times:
             ratio = times[other.name] / min(mine)
-            text = f"{link}: {other.name} takes {ratio:.2f} times as long as the fastest pipeline, at least {least:g}"
+            text = f'{link}: "{other.name}" takes {ratio:.2f} times as long as the fastest schedule of pipeshard'
+            text += f" (target: at least {least:g})"
             bars.append(Bar(text, ratio >= least))
     memory = {name: _largest(outcome.resident) for name, outcome in whole.items()}
     if FSDP.name in memory:
         share = min(memory[contender.name] for contender in MINE if contender.name in memory) / memory[FSDP.name]
-        bars.append(Bar(f"a pipeline takes {share:.2f} of FSDP2's memory, at most {MEMORY}", share <= MEMORY))
+        text = f'the smallest memory of pipeshard is {share:.2f} times that of "{FSDP.name}" (target: at most {MEMORY})'
+        bars.append(Bar(text, share <= MEMORY))
     return bars
 
 

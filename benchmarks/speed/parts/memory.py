@@ -1,4 +1,4 @@
-"""The memory of a step: activations beyond what a rank holds, by pipeshard and by torch, and as simulated."""
+"""Memory: the activations of a step, with pipeshard, with torch, and in the simulation."""
 
 import dataclasses
 
@@ -13,13 +13,14 @@ from benchmarks.speed.work import Work
 from pipeshard.schedule import SCHEDULES
 
 TEXT = """\
-A llama whose activations outweigh its parameters. A row has the most resident memory of a rank during a step beyond
-what was resident at its start (gradients and activations; the largest of the rounds), and the same in activations:
-one is what the forward pass of one microbatch leaves behind on a rank's whole stage, measured by itself. The
-simulator's number counts, from a microbatch's F to its last B or W; schedules with two chunks a rank count halves.
-For this part freed memory goes back to the system at once."""
+The activations of this llama take more memory than its parameters. "Peak" is the largest resident memory of a rank
+during a step, minus its resident memory at the start of the step (gradients and activations; the largest value of all
+rounds). "Activations" divides the peak by the memory that the forward of one microbatch leaves allocated on the whole
+stage of this rank, which is measured separately. "Simulated" is the number of activations in the simulation: an
+activation counts from the F of a microbatch to its last B or W. In schedules with two chunks per rank, each half of the
+stage is counted separately. In this section, the allocator returns freed memory to the system at once."""
 
-# glibc otherwise keeps what was freed, and a step's peak would be that of all steps before it.
+# glibc otherwise keeps freed memory, and the peak of a step would include earlier steps.
 PROMPT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
@@ -44,16 +45,18 @@ def run(effort: Effort, progress: Progress) -> Section:
             rows.append([name, str(rank), f"{peak / 1e6:.0f}", *counts])
             if schedule in ("zb-h1", "zbv"):
                 off = (peak - least) / activation
-                text = f"{schedule}, rank {rank}: {off:+.2f} activations from the simulator's number, within 1"
+                text = f"{schedule}, rank {rank}: {off:+.2f} activations relative to the simulation (target: within 1)"
                 bars.append(Bar(text, abs(off) <= 1))
     both = list(zip(peaks(outcomes[ours("1f1b").name]), peaks(outcomes[TORCH.name])))
     if both:
         worst = max(mine / theirs for mine, theirs in both)
-        bars.append(Bar(f"1F1B takes {worst:.2f} times torch's memory on the worse rank, at most 1.05", worst <= 1.05))
-    columns = ["contender", "rank", "peak (MB)", "in activations", "simulated"]
+        text = f"pipeshard 1f1b takes {worst:.2f} times the memory of torch 1F1B on the worse rank"
+        text += " (target: at most 1.05)"
+        bars.append(Bar(text, worst <= 1.05))
+    columns = ["contender", "rank", "peak (MB)", "activations", "simulated"]
     return Section("Memory", TEXT, [Table(f"{work}, {work.length} tokens", columns, rows)], bars, failed, raw)
 
 
 def peaks(outcome: Outcome) -> list[float]:
-    """The most that each rank took in any round."""
+    """Return the largest memory of each rank over all rounds, in bytes."""
     return [float(max(rank)) for rank in zip(*outcome.memory)]

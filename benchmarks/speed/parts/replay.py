@@ -1,4 +1,4 @@
-"""What a stage's forward costs for each unit that is on another stage."""
+"""Replay: the cost, in a stage's forward, of each unit that belongs to another stage."""
 
 import statistics
 import time
@@ -18,8 +18,11 @@ from pipeshard.split.policy import Policy
 from pipeshard.split.route import Route
 
 TEXT = """\
-The forward of a last stage that holds the last of few, or of many, layers. A unit that is not there costs the
-difference, divided by the number of layers: the call itself, finding its place, and a tensor in its result's place."""
+Each stage runs the model's own forward. A unit (a module that is never split, such as a layer) that belongs to another
+stage is called, but not computed. This section measures the cost of such a call. The last stage has one layer, of a
+model with few or with many layers. The difference between the times of its two forwards, divided by the difference
+between the numbers of layers, is the cost per unit: the call itself, finding its position in the trace, and a tensor
+that replaces its result."""
 
 FEW, MANY = 4, 68
 WIDTH = 16
@@ -46,14 +49,15 @@ def run(effort: Effort, progress: Progress) -> Section:
     torch.set_num_threads(threads)
     progress.remove_task(task)
     low, middle, high = (f"{1e6 * cost:.1f}" for cost in spread(costs))
-    table = Table("layers in a row", ["", "µs", "quartiles"], [["a unit on another stage", middle, f"{low} to {high}"]])
+    rows = [["a unit on another stage", middle, f"{low} to {high}"]]
+    table = Table("linear layers in sequence", ["", "µs", "quartiles"], rows)
     cost = statistics.median(costs)
-    bar = Bar(f"a unit on another stage costs {1e6 * cost:.1f} µs, below {1e6 * BAR:.0f}", cost < BAR)
-    return Section("Replay", TEXT, [table], [bar], raw={"costs": costs})
+    bar = Bar(f"a unit on another stage costs {1e6 * cost:.1f} µs (target: below {1e6 * BAR:.0f})", cost < BAR)
+    return Section("Units on other stages", TEXT, [table], [bar], raw={"costs": costs})
 
 
 class Layers(nn.Module):
-    """Linear layers in a row."""
+    """Linear layers in sequence."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -66,7 +70,7 @@ class Layers(nn.Module):
 
 
 def last_stage(layers: int) -> Callable[[], None]:
-    """Its forward of one microbatch, without a graph."""
+    """Return the forward of the last stage for one microbatch, without autograd."""
     model, data = Layers(layers), {"x": torch.ones(2, WIDTH)}
     batch, flow = read_batch(model, data), trace(model, data)
     policy = Policy(model, flow, 1, 2, [layers - 1, 1])

@@ -1,4 +1,4 @@
-"""Slices: long samples cut along the sequence, beside the same schedule with whole ones."""
+"""Slices: long samples cut along the sequence, compared with the same schedule and whole samples."""
 
 import statistics
 from collections.abc import Sequence
@@ -21,21 +21,23 @@ from pipeshard.slices.cut import lengths
 from pipeshard.slices.refusals import attention_slope
 
 TEXT = """\
-A llama of a hidden size of 896 and 4 layers, m samples of 2,048 tokens a step, one in each microbatch. With
-`num_slices=n` each is cut into n slices, so that the stages need not wait for whole samples. "Faster" is the time of
-1F1B with whole samples over that of the contender in the same round, median and quartiles: of torch's, which takes no
-fewer microbatches than stages, and for m = 1, where the stages work one after the other, of one process. "Limit" is
-what it would be if slices cost no more than their share of a sample, by simulation, where F, B and W take the same
-time. pipeshard's 1F1B splits its last backwards (`shorten_cooldown`). Slices cost more than their share: a matrix
-product of 256 rows takes longer a row than one of 2,048, and each slice's Python takes its time.
+A llama with hidden size 896 and 4 layers trains on m samples of 2,048 tokens per step, one per microbatch.
+`num_slices=n` cuts each sample into n slices, so that stages do not wait for whole samples. "Speedup" is the time of
+the table's first row divided by the time of the contender in the same round (median and quartiles). The first row has
+whole samples: it is torch's 1F1B or, for m = 1, one process. torch requires at least as many microbatches as stages,
+and with m = 1, the stages run one after the other. "Limit" is the speedup in a simulation in which n slices together
+take as long as the sample, and F, B and W take the same time. pipeshard's 1F1B splits its last backwards
+(`shorten_cooldown`). In practice, slices together take longer than the sample: a matrix product with 256 rows takes
+longer per row than one with 2,048, and Python takes additional time for each slice.
 
-The last table has the most memory that the first rank takes in a step, counted in what the forward of a whole
-microbatch leaves behind, for a small model whose activations outweigh all else, m = 4. Slices are cut so that they take
-equally long, so the first ones, which attend to least, are the longest: "simulated" counts their lengths."""
+The last table shows the peak memory of the first rank during a step. It is divided by the memory that the forward of a
+whole microbatch leaves allocated. The model is small, its activations take more memory than everything else, and m = 4.
+The slices are cut so that they take equally long. The first slices attend to the fewest tokens, so they are the
+longest. "Simulated" takes the lengths into account."""
 
 SLICES = 4, 6, 8
-BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: how many times as fast as 1F1B at least
-RANKS, MANY = 2, 4  # microbatches, of which whole ones keep as many as there are ranks
+BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: the least speedup over whole samples
+RANKS, MANY = 2, 4  # MANY microbatches: without slices, the first rank keeps RANKS of them
 
 
 def run(effort: Effort, progress: Progress) -> Section:
@@ -50,13 +52,13 @@ def run(effort: Effort, progress: Progress) -> Section:
         lanes = [Lane(contender, lambda k: batches(k, 2)) for contender in contenders]
         outcomes = Rounds(work, lanes, effort.rounds, progress).run()
         rows = [[*_row(each.name, plain.name, outcomes), _number(limits.get(each.name))] for each in contenders]
-        columns = ["contender", "ms/step", "quartiles", "faster", "quartiles", "limit"]
+        columns = ["contender", "ms/step", "quartiles", "speedup", "quartiles", "limit"]
         tables.append(Table(f"{work}, {work.length} tokens", columns, rows))
         for n, contender in cut.items():
             ratios = against(contender.name, plain.name, outcomes)
             if ratios and (m, n) in BARS:
                 ratio, bar = statistics.median(ratios), BARS[m, n]
-                text = f"m={m}: {n} slices are {ratio:.2f} times as fast as 1F1B, at least {bar}"
+                text = f"m={m}: {n} slices are {ratio:.2f} times as fast as {plain.name} (target: at least {bar})"
                 bars.append(Bar(text, effort.quick or ratio >= bar))
         failed += failures(lanes, outcomes)
         raw[f"m={m}"] = {name: vars(outcome) for name, outcome in outcomes.items()}
@@ -66,7 +68,7 @@ def run(effort: Effort, progress: Progress) -> Section:
 
 
 def _memory(effort: Effort, progress: Progress) -> tuple[list[Table], list[Bar], dict[str, Outcome]]:
-    """The most activations of the first rank, in those that a whole microbatch leaves behind."""
+    """Measure the peak activations of the first rank, relative to those of the forward of a whole microbatch."""
     work, n = Work(hidden=128, heads=4, vocabulary=256, length=2048, microbatch=1, microbatches=MANY), max(SLICES)
     contenders = {k: ours("1f1b", num_slices=k, verify=False) for k in (1, n)}
     lanes = [
@@ -83,19 +85,19 @@ def _memory(effort: Effort, progress: Progress) -> tuple[list[Table], list[Bar],
         simulated = most(split_backwards(sliced("1f1b", RANKS, MANY, k)), _shares(work, k))
         rows.append([contender.name, f"{kept:.2f}", f"{simulated:.2f}"])
         if k > 1:
-            text = f"{k} slices keep {kept:.2f} microbatches of activations, within 1/4 of {simulated:.2f}"
+            text = f"{k} slices keep {kept:.2f} microbatches of activations (target: within 1/4 of {simulated:.2f})"
             bars.append(Bar(text, abs(kept - simulated) <= 0.25))
     title = f"memory of rank 0, {work}, {work.length} tokens"
-    return [Table(title, ["contender", "peak in activations", "simulated"], rows)], bars, outcomes
+    return [Table(title, ["contender", "peak (activations)", "simulated"], rows)], bars, outcomes
 
 
 def _shares(work: Work, n: int) -> list[float]:
-    """Of each of n slices, which are cut by their time, as a share of the sample."""
+    """Return the length of each of n slices, relative to the sample. The slices take equally long."""
     return [length / work.length for length in lengths(work.length, n, attention_slope(work.model()))]
 
 
 def most(program: Program, shares: Sequence[float]) -> float:
-    """The most that the first rank keeps at a time, of slices that take so much of a microbatch."""
+    """Return the largest number of microbatches that the first rank keeps, if slices have these shares of one."""
     kept, largest = 0.0, 0.0
     for kind, number, _ in program.ranks[0]:
         share = shares[number % len(shares)]
@@ -111,7 +113,7 @@ def _work(m: int, quick: bool) -> Work:
 
 
 def limit(m: int, n: int) -> float:
-    """How many times as fast as 1F1B the program of n slices is, if each takes the n-th part of a microbatch."""
+    """Return the simulated speedup of n slices over 1F1B, if each slice takes 1/n of a microbatch's time."""
     cut = split_backwards(sliced("1f1b", RANKS, m, n)) if n > 1 else shorten_cooldown(one_f_one_b(RANKS, m))
     whole, part = [1.0] * RANKS, [1.0 / n] * RANKS
     return (

@@ -1,4 +1,4 @@
-"""The same work by every contender, as a ratio to the limit of 1F1B."""
+"""Work: the step time of every contender for the same model, relative to the limit of 1F1B."""
 
 import functools
 import statistics
@@ -16,17 +16,24 @@ from benchmarks.speed.work import Work
 from pipeshard.schedule import SCHEDULES
 
 TEXT = """\
-Each contender trains the same model on the same batches with AdamW in fp32, p = 2, the layers cut in the middle.
-Times are a step's, medians over the rounds with their quartiles. The limit is the schedule's makespan, simulated
-with the stages' own F, B and W as measured in the same round, plus the optimizer's step; messages, ties and Python
-cost nothing in it. The unit of the plot is the limit of 1F1B as it is in the literature, and as its peers run it.
-pipeshard's own limit is shorter: after its last forward a rank sends each gradient before it computes the weight
-gradients of that microbatch (`shorten_cooldown`). One process is the unsplit model with gradient accumulation, two
-copies of it at once, one on each core: two ranks share memory bandwidth and clock, too."""
+All contenders train the same model on the same batches with AdamW in fp32 and p = 2. The layers are split into equal
+parts. Times are per step: medians over the rounds, with quartiles. The limit of a schedule is its simulated makespan
+plus the time of the optimizer's step. The simulation uses the F, B and W times of each stage (forward, input gradients,
+weight gradients), measured in the same round. In the simulation, messages, tied weights and Python take no time.
+
+The plot and the column "time / limit" divide the time of a step by the limit of 1F1B as it is published, and as the
+peers run it. "Own limit" is the limit of the schedule that the contender runs. pipeshard's own limit is lower: after
+its last forward, a rank sends each input gradient before it computes the weight gradients of that microbatch
+(`shorten_cooldown`). "One process" is the unsplit model with gradient accumulation. Two copies of it run at the same
+time, one on each core, because two ranks also share memory bandwidth and clock frequency. "Loss error" is the largest
+relative difference from the median loss of all contenders.
+
+In the list, the results of pipeshard's 1F1B are geometric means over all tables. The other results compare the fastest
+schedule of pipeshard with the fastest peer."""
 
 
 def ours(schedule: str, **options: Any) -> Contender:
-    """pipeshard, its layers cut into equal parts."""
+    """Return pipeshard with this schedule, and layers split into equal parts."""
     chunks = CHUNKS.get(schedule, 1)
     if schedule == "interleaved":
         options["num_model_chunks"] = chunks
@@ -37,13 +44,13 @@ def ours(schedule: str, **options: Any) -> Contender:
 
 
 def compiled(how: Any) -> str:
-    """What the names of contenders say of options of torch.compile."""
+    """Return the name of torch.compile's options in names of contenders."""
     if not isinstance(how, dict):
         return "compiled"
     return "compiled, C++ calls"
 
 
-CPP_CALLS = {"options": {"cpp_wrapper": True}}  # what calls the kernels is C++, too, and not Python
+CPP_CALLS = {"options": {"cpp_wrapper": True}}  # C++ code launches the kernels, instead of Python
 TORCH = Contender("torch 1F1B", "torch")
 TORCHS_OWN = [
     Contender(f"torch {name}", "torch", {"schedule": name})
@@ -54,8 +61,8 @@ COLOSSALAI = Contender("ColossalAI", "colossalai", {}, ".venv-colossalai")
 UNSPLIT = Contender("one process", "unsplit")
 LIMIT = Contender("limit", "limit")
 WITHOUT_LIMIT = {UNSPLIT.name, *(contender.name for contender in TORCHS_OWN)}
-PEERS = [TORCH, DEEPSPEED, COLOSSALAI]  # with 1F1B
-LEADS = {8: 0.08, 4: 0.12}  # of the best schedule on the best of all peers', by the number of microbatches
+PEERS = [TORCH, DEEPSPEED, COLOSSALAI]  # all run 1F1B
+LEADS = {8: 0.08, 4: 0.12}  # by microbatches: how much less time the fastest schedule takes than the fastest peer
 CONTENDERS = [*map(ours, SCHEDULES), ours("1f1b", p2p="isend"), *PEERS, *TORCHS_OWN, UNSPLIT, LIMIT]
 
 
@@ -65,7 +72,7 @@ def run(effort: Effort, progress: Progress) -> Section:
         works = [work.having(hidden=112, length=32) for work in works[::3]]
     tables, failed, raw, found = [], [], {}, {}
     for work in works:
-        steps = 8 // work.microbatches  # of each turn: as many tokens for every m
+        steps = 8 // work.microbatches  # per turn: equally many tokens for every m
         lanes = [Lane(contender, functools.partial(batches, steps=steps)) for contender in CONTENDERS]
         outcomes = Rounds(work, lanes, effort.rounds, progress).run()
         ratios = against_limit(work, outcomes)
@@ -77,52 +84,54 @@ def run(effort: Effort, progress: Progress) -> Section:
 
 
 def batches(k: int, steps: int) -> Batches:
-    """Those of round k: seeds that no other round has."""
+    """Return the batches of round k, with seeds that no other round has."""
     return [(k * steps + step + 1, None) for step in range(steps)]
 
 
 def against_limit(work: Work, outcomes: dict[str, Outcome]) -> dict[str, list[float]]:
-    """Each contender's time over that of the literature's 1F1B at best, round by round."""
+    """Return each contender's time divided by the limit of 1F1B as published, for each round."""
     limits = _limits("1f1b", work, outcomes, plain=True)
     others = {name: outcome for name, outcome in outcomes.items() if name != LIMIT.name}
     return {name: [a / b for a, b in zip(outcome.seconds, limits)] for name, outcome in others.items()}
 
 
 def bars_of(outcomes: Mapping[Work, dict[str, Outcome]]) -> list[Bar]:
-    """1F1B beside its own limit, each peer and isend, as geometric means over the works, which a busy machine disturbs
-    one by one; and for each work the best schedule beside the fastest peer. All of median times."""
+    """Compare 1F1B with its own limit, each peer and isend, as geometric means over the works, because a busy machine
+    disturbs single works; and, for each work, the fastest schedule with the fastest peer. All times are medians."""
     plain, isend = _name("1f1b"), ours("1f1b", p2p="isend").name
     times = {work: _medians(work, found) for work, found in outcomes.items()}
     bars = []
     for name, what, most in (
-        ("", "off the limit", 0.05),
-        *((peer.name, f"beside {peer.name}'s", 0.0) for peer in PEERS),
-        (isend, "beside the same with isend", 0.03),
+        ("", "its own limit", 0.05),
+        *((peer.name, peer.name, 0.0) for peer in PEERS),
+        (isend, isend, 0.03),
     ):
         ratios = [of[plain] / of[name] for of in times.values() if plain in of and name in of]
         if ratios:
             off = statistics.geometric_mean(ratios) - 1
-            bars.append(Bar(f"1F1B's time is {off:+.1%} {what}, at most {most:+.0%}", off <= most))
+            text = f"{plain}: step time {off:+.1%} relative to {what} (target: at most {most:+.0%})"
+            bars.append(Bar(text, off <= most))
     for work, of in times.items():
         peers = [peer.name for peer in (*PEERS, *TORCHS_OWN) if peer.name in of]
         mine = [name for name in map(_name, SCHEDULES) if name in of]
         if peers and mine:
             peer, best, lead = min(peers, key=lambda n: of[n]), min(mine, key=lambda n: of[n]), LEADS[work.microbatches]
             ahead = 1 - of[best] / of[peer]
-            text = f"{work}: {best} is {ahead:.1%} faster than {peer}, the fastest peer, at least {lead:.0%}"
+            text = f"{work}: {best} takes {ahead:.1%} less time than the fastest peer, {peer}"
+            text += f" (target: at least {lead:.0%})"
             bars.append(Bar(text, ahead >= lead))
     return bars
 
 
 def _medians(work: Work, outcomes: dict[str, Outcome]) -> dict[str, float]:
-    """Of each contender's step, and of 1F1B's limit under no name."""
+    """Return the median step time of each contender, and the limit of 1F1B under the empty name."""
     limits = _limits("1f1b", work, outcomes)
     found = {name: outcome.seconds for name, outcome in outcomes.items() if name != LIMIT.name} | {"": limits}
     return {name: statistics.median(values) for name, values in found.items() if values}
 
 
 def _limits(schedule: str, work: Work, outcomes: dict[str, Outcome], plain: bool = False) -> list[float]:
-    """Of each round."""
+    """Return the limit of the schedule in each round."""
     return [limit(schedule, work.microbatches, report, plain) for report in outcomes[LIMIT.name].reports]
 
 
@@ -131,7 +140,7 @@ def _name(schedule: str) -> str:
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:
-    """Quartiles: low, median, high."""
+    """Return the lower quartile, the median and the upper quartile."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -156,11 +165,11 @@ def _table(work: Work, lanes: list[Lane], outcomes: dict[str, Outcome], ratios: 
             low, middle, high = spread(ratios[name])
             row += [over, f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
         rows.append([*row, *[""] * (6 - len(row)), f"{wrong[name]:.0e}"])
-    columns = ["contender", "ms/step", "quartiles", "own limit (ms)", "over 1F1B's", "quartiles", "loss differs by"]
+    columns = ["contender", "ms/step", "quartiles", "own limit (ms)", "time / limit", "quartiles", "loss error"]
     title = f"{work}: {work.samples}×{work.length} tokens, {parameters(work):.0f} M parameters"
     return Table(title, columns, rows)
 
 
 def parameters(work: Work) -> float:
-    """In millions."""
+    """Return the number of parameters in millions."""
     return sum(parameter.numel() for parameter in work.model().parameters()) / 1e6

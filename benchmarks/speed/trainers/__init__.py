@@ -1,4 +1,4 @@
-"""Trainers: one file a library, each with a class Trainer that does one optimizer step on a batch."""
+"""Trainers: one file per library. Each has a class Trainer that runs one optimizer step on a batch."""
 
 from typing import Any, Protocol
 
@@ -6,10 +6,10 @@ from benchmarks.speed.work import Batch
 
 
 class Trainer(Protocol):
-    """One rank of one contender, made as `Trainer(work, rank, size, **options)`."""
+    """One rank of one contender, created with `Trainer(work, rank, size, **options)`."""
 
     def step(self, batch: Batch) -> float | None:
-        """Forward and backward of all microbatches, and the optimizer's step; the loss, where this rank has it."""
+        """Run forward and backward of all microbatches, and the optimizer step. Returns the loss, if known here."""
 
     def report(self) -> dict[str, Any]:
-        """Figures of its own about the steps since the last report; every rank is asked for it."""
+        """Return the trainer's own measurements since the last report. Called on every rank."""

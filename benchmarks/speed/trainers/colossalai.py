@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its messages ask for a backend that only torch's builds for Ascend have, and its GPT-2 sets a CUDA device, anywhere.
+# Its communication looks for a backend that only torch's builds for Ascend have; its GPT-2 always sets a CUDA device.
 dist.is_hccl_available = lambda: False  # type: ignore[attr-defined]
 torch.cuda.set_device = lambda device: None
 
@@ -26,7 +26,7 @@ class Trainer:
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
 
     def step(self, batch: Batch) -> float | None:
-        if self.work.family == "gpt2":  # its GPT-2 fails without
+        if self.work.family == "gpt2":  # required by its GPT-2
             batch = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
         out = self.booster.execute_pipeline(
             iter([batch]), self.model, lambda outputs, inputs: outputs.loss, self.optimizer, return_loss=True

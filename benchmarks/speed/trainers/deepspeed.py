@@ -1,4 +1,4 @@
-"""DeepSpeed: a PipelineModule over a list of layers, the tied ends as TiedLayerSpec."""
+"""DeepSpeed: a PipelineModule over a list of layers, with TiedLayerSpec for a tied embedding and head."""
 
 from functools import cache
 from typing import Any
@@ -35,19 +35,19 @@ class Trainer:
 
 
 def settings(work: Work, microbatches: int) -> dict[str, Any]:
-    """DeepSpeed's config, for this number of microbatches of a rank."""
+    """Return DeepSpeed's config for this number of microbatches per rank."""
     adamw = {"lr": LEARNING_RATE, "weight_decay": 0.01, "torch_adam": True, "adam_w_mode": True}
     return {
         "train_micro_batch_size_per_gpu": work.microbatch,
         "gradient_accumulation_steps": microbatches,
         "optimizer": {"type": "AdamW", "params": adamw},
-        "gradient_clipping": 0.0,  # left out, it would be 1.0
+        "gradient_clipping": 0.0,  # the default is 1.0
         "steps_per_print": 10**9,
     }
 
 
 def _layers(work: Work) -> list[Any]:
-    """The embedding, each layer (the final norm with the last one), and the head."""
+    """Return specs of the embedding, each layer (the last one with the final norm) and the head."""
     blocks = [LayerSpec(_Block, work, k) for k in range(work.layers)]
     if work.family == "gpt2":
         embedding = TiedLayerSpec("tokens", _Embedding, work)
@@ -59,7 +59,7 @@ class _Embedding(nn.Module):
     def __init__(self, work: Work) -> None:
         super().__init__()
         self.stage = HandStage(_model(work), 0, 0)
-        self.weight = _model(work).get_input_embeddings().weight  # what TiedLayerSpec ties
+        self.weight = _model(work).get_input_embeddings().weight  # TiedLayerSpec ties this attribute
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.stage.embed(ids)

@@ -1,4 +1,4 @@
-"""Generating: the tokens that a batch's prompts get, by pipeshard's stages or by one process."""
+"""Generating: new tokens for a batch of prompts, with pipeshard's stages or in one process."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipeshard import PipelinePlugin
 
 
 class Trainer:
-    """`new` tokens for each prompt; `alone` by the whole model in each process."""
+    """Generates `new` tokens per prompt. With `alone`, each process runs the whole model."""
 
     def __init__(
         self, work: Work, rank: int, size: int, new: int, num_microbatches: int | None = None, alone: bool = False
@@ -27,7 +27,7 @@ class Trainer:
         self.model: Any = model
 
     def step(self, batch: Batch) -> float:
-        """The sum of all tokens, which tells whether they are the same."""
+        """Generate, and return the sum of all tokens, to compare contenders."""
         ids = batch["input_ids"]
         with torch.no_grad():
             tokens = self.model.generate(

@@ -1,6 +1,6 @@
-"""The limit: what the stages' own computing takes, without messages or waiting, with both ranks busy at once.
+"""Limit: the time of the stages' computation without messages and waiting, while both ranks compute.
 
-Rank r holds the layers of its stage, as two halves (chunks 2r and 2r+1), and runs them on made-up inputs.
+Rank r holds the layers of its stage as two halves (chunks 2r and 2r+1), and runs them on random inputs.
 """
 
 import time
@@ -14,12 +14,12 @@ from benchmarks.resident import resident
 from benchmarks.speed.stages import HandStage, causal_loss
 from benchmarks.speed.work import LEARNING_RATE, Batch, Work
 
-CHUNKS = 2  # of each rank
+CHUNKS = 2  # per rank
 
 
 class Trainer:
-    """Measures F, B and W of each chunk: B is the backward pass with every parameter frozen, W what the whole one
-    takes beyond it. The optimizer's step is that of all of the rank's parameters."""
+    """Measures F, B and W of each chunk. B is the backward with all parameters frozen. W is the additional time of the
+    backward without frozen parameters. The optimizer's step updates all parameters of the rank."""
 
     def __init__(self, work: Work, rank: int, size: int) -> None:
         self.work, model = work, work.model()
@@ -45,7 +45,7 @@ class Trainer:
         self.steps += 1
 
     def report(self) -> dict[str, Any]:
-        """Mean seconds of F, B and W of each chunk and of the optimizer's step; bytes that F leaves alive."""
+        """Return mean seconds of F, B, W per chunk and of the optimizer's step, and the bytes of F's activations."""
         forward, frozen, whole = ([t / self.passes for t in self.seconds[key]] for key in ("F", "B", "B+W"))
         weight = [max(0.0, both - one) for both, one in zip(whole, frozen)]
         optimizer = self.seconds["optimizer"][0] / self.steps
@@ -63,7 +63,7 @@ class Trainer:
             entering = torch.randn(*part["input_ids"].shape, self.work.hidden, requires_grad=True)
         else:
             entering = part["input_ids"]
-            if frozen:  # the gradient goes as far as the first layer, whose weights want theirs
+            if frozen:  # the backward must reach the first layer, to compute its weight gradients
                 entering = chunk.embed(entering).requires_grad_(True)
         before = resident()
         if frozen:

@@ -11,7 +11,7 @@ from pipeshard.schedule import Kind
 
 
 class Trainer:
-    """`stages` cuts the layers into so many equal parts, `partition` lets the plugin do it."""
+    """`stages` splits the layers into this many equal parts; with `partition`, the plugin splits them."""
 
     def __init__(self, work: Work, rank: int, size: int, stages: int = 0, **arguments: Any) -> None:
         model = work.model()
@@ -32,8 +32,8 @@ class Trainer:
         return float(out["loss"])
 
     def report(self) -> dict[str, Any]:
-        """For each stage: its unit calls, the seconds that F, B and W of a microbatch took together (medians), and
-        what the partition expected of them: seconds if it went by a profile, else relative."""
+        """Return for each stage: its unit calls, the seconds of F, B and W of a microbatch together (medians), and the
+        cost that the partition predicted: in seconds with a profile, otherwise relative."""
         policy, recording = self.model.pipeline.policy, self.plugin.recording()
         units, expected = ([0.0] * len(policy.placement) for _ in range(2))
         for stage, cost in zip(policy.stages, policy.costs(), strict=True):

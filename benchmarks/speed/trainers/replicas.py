@@ -1,4 +1,4 @@
-"""Replicas: each rank trains the whole model on its share of the samples, by torch's DDP or FSDP2."""
+"""Replicas: each rank trains the whole model on its share of the samples, with torch's DDP or FSDP2."""
 
 import contextlib
 from typing import Any
@@ -12,8 +12,8 @@ from benchmarks.speed.work import LEARNING_RATE, Batch, Work
 
 
 class Trainer:
-    """`by` is "ddp", or "fsdp", which gathers the parameters of a layer for each microbatch, or "gathered", which
-    gathers them once a step. Gradients are reduced once a step."""
+    """`by` is "ddp", "fsdp" (all-gathers the parameters of a layer for each microbatch), or "gathered" (all-gathers
+    them once per step). Gradients are reduced once per step."""
 
     def __init__(self, work: Work, rank: int, size: int, by: str) -> None:
         self.work, self.rank, self.size, self.by = work, rank, size, by

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: one of its schedules over stages made by hand."""
+"""torch.distributed.pipelining: one of its schedules with hand-written stages."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ SEVERAL = ("InterleavedZeroBubble", *IN_A_V)  # schedules with two stages on eac
 
 
 class Trainer:
-    """`schedule` is named as torch does. `compile` is True, or options of torch.compile: each layer is compiled by
-    itself."""
+    """`schedule` is torch's name of a schedule. `compile` is True, or options of torch.compile; each layer is compiled
+    separately."""
 
     def __init__(
         self, work: Work, rank: int, size: int, schedule: str = "1F1B", compile: bool | dict[str, Any] = False
@@ -53,8 +53,8 @@ class Trainer:
 
 
 def _untied(parts: list[HandStage]) -> list[Any]:
-    """The weights of the embedding and the head that are here, as separate copies: torch knows no ties, so the user
-    sums their gradients. (Two stages with one parameter get another gradient under a schedule with W.)"""
+    """Return this rank's weights of the embedding and the head, as separate copies. torch does not support ties, so the
+    caller sums their gradients. (Two stages that share a parameter get a different gradient if a schedule has W.)"""
     ends = [end for part in parts for end in (part.tokens, part.head) if end is not None]
     for end in ends[1:]:
         end.weight = nn.Parameter(end.weight.detach().clone())

@@ -1,4 +1,4 @@
-"""One process with the whole model and gradient accumulation; two of them at once, as two ranks share a machine."""
+"""Unsplit: one process with the whole model and gradient accumulation. Two of them run at once, like two ranks."""
 
 from typing import Any
 

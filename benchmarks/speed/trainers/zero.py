@@ -1,4 +1,4 @@
-"""ZeRO-3 of DeepSpeed: each rank trains on its share of the samples, with parameters and states divided."""
+"""DeepSpeed ZeRO-3: each rank trains on its share of the samples; parameters and optimizer states are sharded."""
 
 from typing import Any
 
