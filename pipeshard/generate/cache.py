@@ -1,8 +1,8 @@
 """Cache: the entries of a cache that this rank's units have written, and their description for other ranks.
 
-A stage holds the states of its own layers. For the others it has ghosts: entries of the same class with the same
-numbers, whose tensors are on meta, so that lengths are right and no memory is taken. Code that reads the values of a
-ghost fails with an error of torch, since meta tensors cannot be combined with others.
+A stage holds the states of its own layers. For other layers it has ghosts: entries of the same class with the same
+plain values, whose tensors are on meta. So lengths are right, and ghosts need no memory. Code that reads the values of
+a ghost fails with a torch error, since meta tensors cannot be combined with other tensors.
 """
 
 import copy
@@ -20,7 +20,8 @@ Path = tuple[str | int, ...]
 
 
 class GhostState(Tensor):
-    """A state of another stage's layer. It does not move, even if code moves all states of a cache."""
+    """A state of another stage's layer, on meta. It stays there, even if code moves all states of a cache to a
+    device."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,24 +39,24 @@ class Entries:
         self._own: set[Path] = set()
 
     def begin(self) -> None:
-        """Start a forward."""
+        """Record the entries before a forward, for `changes`."""
         self._before = {path: _signature(entry) for path, entry in _entries(self.cache)}
 
     def changes(self) -> dict[str, Any]:
-        """The changes of the forward on this rank, for `update` on the others."""
+        """The entries that the forward has changed on this rank, as plain data for `update` on other ranks."""
         changed = {p: e for p, e in _entries(self.cache) if self._before.get(p, _NONE) != _signature(e)}
         self._own |= changed.keys()
         return {_text(path): _described(entry) for path, entry in changed.items()}
 
     def update(self, changes: dict[str, Any]) -> None:
-        """Create ghosts for changes of another rank that this rank does not have."""
+        """Create ghosts for entries that another rank has changed, except those that this rank has written itself."""
         for text, told in changes.items():
             path = _path(text)
             if path not in self._own:
                 self._set(path, told)
 
     def adopt(self, other: "Entries") -> None:
-        """Take over changes that a forward has made in a copy of the cache."""
+        """Set the entries that a forward has changed in `other`, whose cache is a copy of this one."""
         for path, entry in _entries(other.cache):
             if other._before.get(path, _NONE) != _signature(entry):
                 _put_at(self._holder(path), path[-1], entry)
@@ -70,18 +71,18 @@ class Entries:
         _put_at(holder, last, _ghost(told, here))
 
     def _holder(self, path: Path) -> Any:
-        """The list, the mapping or the object that has the entry of this path."""
+        """The list, mapping or object that contains the entry at this path."""
         holder = self.cache
         for step in path[:-1]:
             holder = getattr(holder, step) if isinstance(step, str) else holder[step]
         return holder
 
     def _lengthen(self, entries: list[Any], last: int) -> None:
-        """Extend a cache that grows with the layers that are called to this number."""
+        """Extend `entries` to index `last`, for a cache that creates entries when layers run."""
         if not entries:
             raise TraceError(
                 f"{type(self.cache).__name__} creates its entries only when layers run, and this rank has run none, so "
-                "a pipeline cannot generate with it. Pass a cache that is created from the config "
+                "a pipeline cannot generate with this cache. Pass a cache that is created from the config "
                 "(DynamicCache(config=model.config))"
             )
         while len(entries) <= last:
@@ -101,7 +102,8 @@ def _put_at(holder: Any, last: str | int, entry: Any) -> None:
 
 
 def _entries(cache: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The parts of a cache that are sent separately: the members of its lists and mappings, and other attributes."""
+    """The entries of a cache, each of which is sent separately, with their paths: the members of its lists and
+    mappings, and its other attributes."""
     for name, value in vars(cache).items():
         path = (*at, name)
         if is_cache(value):
@@ -129,7 +131,7 @@ def _signature(value: Any) -> Any:
 
 
 def _described(entry: Any) -> Any:
-    """An entry as plain data: a value, or the attributes of an object of a class that the other ranks also have."""
+    """An entry as plain data: a value, or the class name and the attributes of an object."""
     inside = getattr(entry, "__dict__", None)
     if inside is None or isinstance(entry, Tensor):
         return {"value": describe(entry, _put, {})}
@@ -143,7 +145,7 @@ def _put(tensor: Tensor) -> Any:
 
 
 def _ghost(told: Any, here: Any) -> Any:
-    """The received entry, in place of the current one."""
+    """The ghost of a received entry, which replaces `here`, the current entry on this rank."""
 
     def get(spec: Any) -> Tensor:
         shape, dtype, *values = spec

@@ -1,7 +1,7 @@
 """Described: a value as plain data (JSON), with its tensors separate, for sending it to other ranks.
 
-No code from another rank is executed: classes are looked up by name among those of outputs and caches that this
-process already has.
+No code from another rank is executed: a class is looked up by name, and must be a class of model outputs that this
+process has already imported.
 """
 
 import sys
@@ -14,15 +14,15 @@ from torch import Tensor
 from pipeshard.errors import MessageError
 from pipeshard.hf import is_output_class
 
-SMALL = 64  # numbers in a tensor of a cache that travels by value: counters and windows are no states
+SMALL = 64  # the maximum number of elements of an integer tensor of a cache that is sent by value (counters, windows)
 PLAIN = (type(None), bool, int, float, str)
-Put = Callable[[Tensor], Any]  # what stands for a tensor
+Put = Callable[[Tensor], Any]  # plain data that represents a tensor
 Get = Callable[[Any], Tensor]
 
 
 def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
-    """The value for `restore`. `known` has names of objects, by id, that the other rank also has. An object that is
-    neither known nor made of numbers, strings, tensors and containers becomes None."""
+    """The value as plain data for `restore`. `known` maps the ids of objects that the other ranks also have to their
+    names. An object that is neither known nor built from plain values, tensors and containers becomes None."""
     if isinstance(value, Tensor | dict | list | tuple) and id(value) in known:
         return {"known": known[id(value)]}
     if isinstance(value, Tensor):
@@ -44,12 +44,16 @@ def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
 
 
 def restore(told: Any, get: Get, known: Mapping[str, Any]) -> Any:
-    """Inverse of `describe`, with `get` for its tensors and the objects `known` here by name."""
+    """The inverse of `describe`: `get` returns its tensors, and `known` maps names to objects on this rank. Raises
+    MessageError for an unknown name or class."""
     if not isinstance(told, dict):
         return told
     if "known" in told:
         if told["known"] not in known:
-            raise MessageError(f"another rank returned {told['known']}, which no forward on this rank has returned")
+            raise MessageError(
+                f"another rank's message refers to {told['known']}, but this rank has no input or cache of that name. "
+                "Call generate on all ranks of a pipeline with the same prompts and arguments"
+            )
         return known[told["known"]]
     if "tensor" in told:
         return get(told["tensor"])
@@ -65,17 +69,20 @@ def restore(told: Any, get: Get, known: Mapping[str, Any]) -> Any:
 
 
 def _output_class(module: str, name: str) -> Any:
-    """A class of model outputs of this name. Raises MessageError for any other class."""
+    """The class of model outputs with this name in `module`. Raises MessageError for any other class."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
     if not is_output_class(found):
-        raise MessageError(f"{module}.{name}, received from another rank, is not a model output class on this rank")
+        raise MessageError(
+            f"{module}.{name}, received from another rank, is not a model output class on this rank: use the same "
+            "versions of transformers and of your code on all ranks"
+        )
     return found
 
 
 def spec_of(tensor: Tensor) -> list[Any]:
-    """Shape and dtype of a tensor as plain data."""
+    """The shape and the dtype of a tensor as plain data."""
     return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
 
 
@@ -83,5 +90,7 @@ def dtype_of(name: str) -> torch.dtype:
     """The dtype of this name. Raises MessageError if torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise MessageError(f"{name!r}, received from another rank, is not a dtype")
+        raise MessageError(
+            f"{name!r}, received from another rank, is not a torch dtype: use the same version of torch on all ranks"
+        )
     return dtype

@@ -1,8 +1,8 @@
-"""Entry: one call of a module of the model, which all stages make together.
+"""Entry: one call of a module of the model that all stages run together.
 
-While a model generates, its code calls the whole model, only its encoder, or a part of it. Each such call is a forward
-of the pipeline. Its way through the stages is that of a twin: the same call without a cache, with only the
-new positions. The twin is traced like a batch of training.
+While a model generates, its code calls the whole model, only its encoder, or another part of it. Each such call is a
+forward of the pipeline. Its routes are those of a twin: the same call without a cache, with only the new positions. The
+twin is traced like a training batch.
 """
 
 import inspect
@@ -20,15 +20,16 @@ from pipeshard.hf import CACHES, DECODER_MASK, MASK, USES_CACHE, is_encoder_deco
 
 
 def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch:
-    """A call of the module `path`, "" for the model itself, with these arguments by name.
+    """The Batch of a call of the module `path` ("" for the model itself) with these arguments by name.
 
-    Raises BatchError without a tensor among them.
+    Raises BatchError if the arguments contain no tensor.
     """
     return replace(Batch.of(arguments) if path else read_batch(model, arguments, lists=_Opened()), entry=path)
 
 
 class _Opened(dict[str, bool]):
-    """Says for every list that it does not have one entry per sample: an encoder's output may have any number."""
+    """Declares for every list that it does not have one entry per sample: an encoder's output may have any number of
+    entries."""
 
     def __contains__(self, path: object) -> bool:
         return True
@@ -38,13 +39,13 @@ class _Opened(dict[str, bool]):
 
 
 def key_of(entry: Batch) -> tuple[Any, ...]:
-    """The structure and the sizes of a call."""
+    """A key of the structure and the sizes of a call."""
     tensors = ((path, leaf.shape, leaf.dtype) for path, leaf in entry.tensors.items())
     return (entry.entry, *tensors, *entry.others)
 
 
 def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name. Raises UsageError for a forward with positional-only arguments."""
+    """All arguments of a call by name. Raises UsageError if one belongs to a positional-only or variadic parameter."""
     if not args:
         return dict(kwargs)
     bound = inspect.signature(forward).bind(*args, **kwargs)
@@ -53,20 +54,20 @@ def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     if any(kinds[name] in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in given):
         raise UsageError(
             f"{getattr(forward, '__qualname__', forward)} has positional-only or variadic parameters, so a pipeline "
-            "cannot generate with it. Give the parameters names"
+            "cannot generate with it. Declare a named parameter for each argument"
         )
     more = {name: given.pop(name) for name in list(given) if kinds[name] is inspect.Parameter.VAR_KEYWORD}
     return dict(given) | {key: value for extra in more.values() for key, value in extra.items()}
 
 
 def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of the same call without a cache; of masks only the part for the new positions."""
+    """The arguments of the same call without a cache; masks contain only the new positions."""
     kept = {name: value for name, value in arguments.items() if name not in CACHES}
     if USES_CACHE in inspect.signature(forward).parameters or USES_CACHE in kept:
         kept[USES_CACHE] = False
     is_decoder = is_encoder_decoder(model) and not path
     new = next((value.shape[1] for name, value in kept.items() if is_new(name, value, is_decoder)), None)
-    if new is None or len(kept) == len(arguments):  # nothing was kept of earlier positions
+    if new is None or len(kept) == len(arguments):  # no cache of earlier positions
         return kept
     return {
         name: _newest(value, new) if name == (DECODER_MASK if is_decoder else MASK) else value
@@ -75,7 +76,7 @@ def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Cal
 
 
 def _newest(mask: Any, new: int) -> Any:
-    """A mask, or several by kind of layer, for only the last positions."""
+    """The last `new` positions of a mask, or of each mask in a mapping by kind of layer; a shorter mask is padded."""
     if isinstance(mask, Mapping):
         return {kind: _newest(part, new) for kind, part in mask.items()}
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] == new:

@@ -1,7 +1,8 @@
-"""Forward: one call of a module of the model by all stages, each of which runs its own units.
+"""Forward: one call of a module of the model, in which every stage runs its own units.
 
 Lengths grow with every token, so a trace for each length would take longer than the forward. The trace of a twin
-(`entry.py`) determines the values that cross a cut; a stage sends their sizes to the next one in a header.
+(`entry.py`) determines the values that cross a cut. A stage sends the sizes of these values to the next stage in a
+header.
 """
 
 import json
@@ -27,35 +28,35 @@ from pipeshard.graph.taint import Value
 from pipeshard.hf import LOGITS, disable_caches, enable_caches, is_cache, is_ids
 from pipeshard.split.route import Route
 
-MOST_DIMS = 8  # of a tensor that crosses a cut
-OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # in errors of layers that find no states of others
-TOKENS = 256  # of a microbatch, at least: fewer take as long, since reading the weights takes the time
+MOST_DIMS = 8  # the maximum number of dimensions of a tensor that crosses a cut
+OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # in errors of layers that read states of another stage
+TOKENS = 256  # the minimum per microbatch: fewer tokens take as long, since reading the weights dominates
 
 
 class Way(NamedTuple):
-    """The routes of a call through this rank's stages, and how its sizes differ from the traced ones."""
+    """The routes of a call through this rank's stages, and the differences of its sizes from the traced ones."""
 
     routes: Sequence[Route]
     deltas: tuple[int, ...]
 
 
 class Forward:
-    """Makes calls of modules of a pipeline's model, with all ranks of the pipeline."""
+    """Runs calls of modules of the model together with all other ranks of the pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.group = pipeline, pipeline.group
         self.is_running = False
-        self._sends: list[tuple[dist.Work, Tensor, int]] = []  # with what is sent, and to which rank
+        self._sends: list[tuple[dist.Work, Tensor, int]] = []  # work, content, destination
 
     def begin(self, last_only: bool, num_microbatches: int | None) -> None:
-        """Prepare a `generate`. With `last_only` other ranks get only the logits of the last position."""
+        """Prepare a call of `generate`. With `last_only`, ranks receive only the logits of the last position."""
         self.last_only, self.num_microbatches = last_only, num_microbatches
         self._sends.clear()
         self._ways: dict[Any, Way] = {}
         self._caches: dict[int, Entries] = {}
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of the module `path`, whose own forward is `forward`, for these arguments, on every rank."""
+        """Call the module `path`, whose own forward is `forward`, on all stages; return its result on every rank."""
         self.is_running = True
         try:
             return self._make(path, forward, by_name(forward, args, kwargs))
@@ -66,8 +67,8 @@ class Forward:
         pipeline = self.pipeline
         entry = entry_of(pipeline.model, path, arguments)
         entry = pipeline.precision.of_batch(entry).to(pipeline.device)
-        self._used: dict[int, Entries] = {}  # by id, in the order in which all ranks meet them
-        self._parts: dict[int, CacheParts] = {}  # by the ids of caches of single microbatches, or stages
+        self._used: dict[int, Entries] = {}  # by id, in the same order on all ranks
+        self._parts: dict[int, CacheParts] = {}  # by the ids of their parts
         self._meet((), entry.data)
         batches = self._microbatches(entry)
         ways = [self._way(path, batch.data, forward) for batch in batches]
@@ -75,7 +76,7 @@ class Forward:
         return self._share(output, entry, list(self._used.values()))
 
     def _microbatches(self, entry: Batch) -> list[Batch]:
-        """The call cut along its samples, with a cache for each part."""
+        """The call split into microbatches, each with its own part of every cache."""
         tokens = max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
         asked = min(self.num_microbatches or tokens // TOKENS, entry.rows)
         if asked <= 1 or len(self.pipeline.stages.whole) > 1:
@@ -94,22 +95,22 @@ class Forward:
         ]
 
     def _meet(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Register the caches among the arguments of a call: glue may have created new ones."""
+        """Register the caches among the arguments of a call, since glue may have created new caches."""
         for value in (*args, *kwargs.values()):
             if not is_cache(value) or id(value) in self._used or id(value) in self._parts:
                 continue
             if self._parts:
                 raise UsageError(
-                    f"{type(self.pipeline.model).__name__} creates a cache in its forward, which cannot be merged "
-                    "from several microbatches: call model.generate(..., num_microbatches=1)"
+                    f"{type(self.pipeline.model).__name__} creates a cache in its forward, and the caches of several "
+                    "microbatches cannot be merged: call model.generate(..., num_microbatches=1)"
                 )
             if id(value) not in self._caches:
-                self._caches[id(value)] = Entries(value)  # which keeps it, so that the id stays its own
+                self._caches[id(value)] = Entries(value)  # keeps the cache alive, so that its id is not reused
             self._used[id(value)] = self._caches[id(value)]
             self._used[id(value)].begin()
 
     def _way(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Way:
-        """The way of this call through the stages; traced if no call with this structure and sizes was made before."""
+        """The Way of this call. It is traced once per `generate` for calls of the same structure and sizes."""
         model, traces = self.pipeline.model, self.pipeline.traces
         entry = entry_of(model, path, twin(model, path, arguments, forward))
         key = key_of(entry)
@@ -128,8 +129,8 @@ class Forward:
         return self._ways[key]
 
     def _agreed(self, found: FoundWays | None, failure: str, entry: Batch) -> FoundWays:
-        """The way that all ranks of the pipeline have found. If they differ, ranks lend the deciding values, as in a
-        step. Raises TraceError on every rank if they still differ, or if one has none."""
+        """The trace that all ranks of the pipeline have found. If their traces differ, ranks exchange the values that
+        decide, as in a training step. Raises TraceError on every rank if they still differ, or if a rank found none."""
         grid, traces = self.pipeline.grid, self.pipeline.traces
         number = -1 if found is None else traces.number(found)
         numbers = gather(torch.tensor([number]), self.group)[:, 0].tolist()
@@ -140,17 +141,19 @@ class Forward:
             found = traces.find_alike([[entry]], None, True, grid, found)
         elif len(set(numbers)) > 1:
             raise TraceError(
-                f"{what} takes a different path through the model on rank {self.pipeline.rank} than on others. Give "
-                "all ranks of a pipeline the same prompts and arguments, and the same seed (torch.manual_seed)"
+                f"{what} takes a different path through the model on rank {self.pipeline.rank} than on other ranks. "
+                "Pass the same prompts and arguments on all ranks of a pipeline, and use the same seed "
+                "(torch.manual_seed)"
             )
         assert found is not None
         return found
 
     def _run(self, batches: Sequence[Batch], ways: Sequence[Way]) -> Any:
-        """The output for all microbatches, on the rank that has the last stage; None on others."""
+        """Run this rank's stages, and return the output for all microbatches on the rank of the last stage, None on
+        other ranks."""
         pipeline = self.pipeline
         replay, placement = pipeline.policy.replay, pipeline.policy.placement
-        passed: list[dict[Value, Tensor]] = [{} for _ in batches]  # what the stage before has left on this rank
+        passed: list[dict[Value, Tensor]] = [{} for _ in batches]  # outputs of the previous stage on this rank
         outputs: list[Any] = []
         changed: list[tuple[Entries, Entries]] = []
         with replay.randomness.step(pipeline.seed, pipeline.steps):
@@ -180,8 +183,8 @@ class Forward:
         return self._joined(outputs, [batch.rows for batch in batches])
 
     def _copies(self, rows: int) -> list[tuple[Entries, Entries]]:
-        """Each cache, and a copy for each further stage of this rank: glue runs on each of them, and must find the
-        lengths from before."""
+        """Each cache with a copy for one stage of this rank: glue runs on every stage, and must find the lengths from
+        before the forward."""
         copies = []
         for entries in self._used.values():
             parts = CacheParts(entries.cache, [rows])
@@ -201,7 +204,7 @@ class Forward:
             raise
 
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """One output, with whole caches."""
+        """The outputs of all microbatches joined into one, with the original caches; None if there are none."""
         whole = {id(part): parts.cache for parts in self._parts.values() for part in parts.parts}
         for parts in {id(parts): parts for parts in self._parts.values() if len(parts.parts) > 1}.values():
             parts.join()
@@ -244,7 +247,8 @@ class Forward:
             own_progress().wait(work, (p2p.ranks[other],))
 
     def _share(self, output: Any, entry: Batch, caches: Sequence[Entries]) -> Any:
-        """The output of the last stage on every rank, and ghosts of the cache entries that others have filled."""
+        """Create ghosts of the cache entries that other ranks have changed, and return the output of the last stage on
+        every rank."""
         pipeline = self.pipeline
         own_progress().start("the output of a forward that generates")
         known: dict[str, Any] = {f"[{k}]": leaf for k, leaf in enumerate(entry.leaves) if _has_content(leaf)}
@@ -286,13 +290,14 @@ class Forward:
         return output
 
     def _checked(self, output: Any) -> Any:
-        """Raise TraceError, on every rank, for NaN logits: values that a stage lacks are NaN."""
+        """Return `output`; raise TraceError on every rank if its logits contain NaN, as values that a stage lacks
+        do."""
         logits = getattr(output, LOGITS, None)
         if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
             raise TraceError(
                 f"the logits of {type(self.pipeline.model).__name__} are NaN. Either its parameters are not finite, or "
-                "it reads cache entries of another stage during generation. Cut the model elsewhere "
-                "(the partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
+                "a layer reads cache entries of a layer on another stage. Cut the model elsewhere (the partition "
+                "argument of PipelinePlugin), or generate without a cache (use_cache=False)"
             )
         return output
 
@@ -305,18 +310,19 @@ def _reads_ghost(stage: int, error: Exception) -> TraceError:
 
 
 def _part_of(leaf: Any, cut: Sequence[CacheParts], i: int) -> Any:
-    """The part of a batch's leaf for microbatch i."""
+    """Part i of a leaf that is a split cache; any other leaf itself."""
     return next((parts.parts[i] for parts in cut if parts.cache is leaf), leaf)
 
 
 def _has_content(value: Any) -> bool:
-    """Whether both ranks have it, so that sending its name suffices."""
+    """Whether to send this input by name instead of by content, since every rank has it: true for tensors, caches and
+    dicts."""
     return isinstance(value, Tensor) or is_cache(value) or isinstance(value, dict)
 
 
 def _gathered(said: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """The values of every rank of the group, as plain data: JSON, once per token, takes a twentieth of the time that
-    `gather_objects` takes for values that may contain tensors."""
+    """The plain data of every rank of the group, sent as JSON. This runs once per token, and takes a twentieth of the
+    time of `gather_objects`, which also sends tensors."""
     content = json.dumps(said).encode()
     lengths = gather(torch.tensor([len(content)]), group)[:, 0].tolist()
     padded = torch.frombuffer(bytearray(content.ljust(max(lengths), b" ")), dtype=torch.uint8)

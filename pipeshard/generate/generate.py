@@ -26,17 +26,17 @@ class Generation:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.forward = Forward(pipeline)
-        # The same ones each time: another attribute of a module would be another state of the model.
+        # Reused, since a new object in a module's attribute would count as a new state of the model.
         self._stand_ins: dict[nn.Module, _Together] = {}
 
     @together_in("model.generate")
     def __call__(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
-        """The result of the model's own `generate`, on every rank of the pipeline. Call it on all of them with the same
-        prompts and arguments.
+        """Run the model's own `generate`, and return its result on every rank of the pipeline. Call it on all these
+        ranks with the same prompts and arguments.
 
-        Each forward is cut along its samples into `num_microbatches` parts that are in flight together, so that stages
-        do not wait for each other. By default a part has at least 256 tokens: a prompt is cut, single tokens are not.
-        Raises ConfigurationError for a pipeline whose parameters are sharded among replicas.
+        The batch of each forward is split into `num_microbatches` microbatches, which are in flight at the same time,
+        so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
+        single new tokens are not. Raises ConfigurationError if parameters are sharded across replicas (fsdp=True).
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
@@ -54,14 +54,14 @@ class Generation:
         enable_caches(pipeline.cached)
         try:
             with pipeline.precision.running(), self._together():
-                kind: Any = type(pipeline.model)  # a Trainer may have this generation in the place of the model's own
+                kind: Any = type(pipeline.model)  # not `model.generate`, which a Trainer may have replaced with this
                 return kind.generate(pipeline.model, *args, **kwargs)
         finally:
             disable_caches(pipeline.model)
             own_progress().in_flight = False
 
     def _share_generators(self) -> None:
-        """Let all ranks of the pipeline use the random numbers of its first rank."""
+        """Set the generators of all ranks of the pipeline to the states of its first rank."""
         grid = self.pipeline.grid
         generators = self.pipeline.policy.replay.randomness.generators
         for group in (grid.stages, grid.slices):
@@ -72,7 +72,7 @@ class Generation:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Inside, all stages run a call of a module that has units, or is one."""
+        """Context manager in which all stages together run each call of a unit, or of a module that contains units."""
         pipeline = self.pipeline
         if pipeline.num_stages == 1:
             yield
@@ -97,7 +97,7 @@ class Generation:
 
 
 class _Together:
-    """Replaces a module's forward; inside a forward that all stages run, it is the module's own."""
+    """Replaces a module's forward with a call on all stages; during such a call, it runs the module's own forward."""
 
     def __init__(self, make: Forward, name: str, own: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)

@@ -1,4 +1,4 @@
-"""Rows: caches and outputs cut along their samples, so that several microbatches of a forward are in flight."""
+"""Rows: caches and outputs split by samples, so that several microbatches of a forward are in flight."""
 
 import copy
 from collections.abc import Sequence
@@ -12,26 +12,27 @@ from pipeshard.hf import is_cache
 
 
 class CacheParts:
-    """A cache cut into one for each microbatch, which has `sizes[i]` samples.
+    """A cache split into one cache per microbatch; microbatch i has `sizes[i]` samples.
 
     Attributes:
-        parts: the caches. Layers that write in place into existing states write to the whole cache directly.
+        parts: the cache of each microbatch. Its states are views of those of the original cache, so that in-place
+            writes go to the original.
     """
 
     def __init__(self, cache: Any, sizes: Sequence[int]) -> None:
         self.cache, self.sizes = cache, sizes
-        self._given: dict[int, tuple[Tensor, int]] = {}  # what parts begin with by id, and the version of a copy
+        self._given: dict[int, tuple[Tensor, int]] = {}  # by id: tensors of new parts, and the version (-1: a view)
         starts = [end - size for size, end in zip(sizes, accumulate(sizes))]
         self.parts = [self._cut(cache, start, size) for start, size in zip(starts, sizes)]
 
     def join(self) -> None:
-        """Concatenate the states of all parts in the cache."""
+        """Update the original cache with the concatenated states of all parts."""
         self._join(self.cache, self.parts)
 
     def _cut(self, value: Any, start: int, size: int) -> Any:
         if isinstance(value, Tensor):
             if value.ndim == 0 or value.shape[0] != sum(self.sizes):
-                counter = value.clone()  # which every part moves in place
+                counter = value.clone()  # every part advances its own in place
                 self._given[id(counter)] = counter, counter._version
                 return counter
             view = value[start : start + size]
@@ -48,7 +49,7 @@ class CacheParts:
         return part
 
     def _join(self, whole: Any, parts: Sequence[Any]) -> Any:
-        """The whole for these parts of `whole`, which is changed in place if possible."""
+        """The value joined from `parts`, the parts of `whole`; `whole` is changed in place if possible."""
         first = parts[0]
         if isinstance(first, Tensor):
             return whole if all(map(self._is_as_given, parts)) else joined(parts, self.sizes)
@@ -72,19 +73,19 @@ class CacheParts:
         return mine
 
     def _is_as_given(self, part: Tensor) -> bool:
-        """Whether a layer has left this tensor unchanged, or changed it in the whole cache directly."""
+        """Whether the tensor is a view of the original cache, or an unchanged copy: the original is then up to date."""
         _, version = self._given.get(id(part), (None, -2))
         return version == -1 or version == part._version
 
 
 def _is_open(value: Any) -> bool:
-    """Whether this is a cache, or its entry for one layer."""
+    """Whether the value is a cache, or a cache's entry for one layer."""
     return is_cache(value) or (hasattr(value, "get_seq_length") or hasattr(value, "reorder_cache"))
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int], whole: dict[int, Any] | None = None) -> Any:
-    """The results of microbatches of `sizes[i]` samples as one result; `whole` has, by the id of a part, its whole
-    object."""
+    """Join the results of microbatches with `sizes[i]` samples into one result. `whole` maps the id of a part (a cache)
+    to the original object, which replaces its parts."""
     first, whole = parts[0], whole or {}
     if id(first) in whole:
         return whole[id(first)]

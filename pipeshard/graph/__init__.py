@@ -1,1 +1,1 @@
-"""Graph: which unit calls a model makes, and what each of them depends on."""
+"""Graph: the unit calls of a model's forward, and the dependencies of each call."""

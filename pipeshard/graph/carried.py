@@ -1,9 +1,9 @@
-"""Carried: state that the glue of one forward leaves to the next: counters, running statistics, generators.
+"""Carried: state that the glue of one forward leaves for the next: counters, running statistics, generators.
 
-In one process this state needs no handling. In a pipeline every stage runs the glue, so each needs to know the last
-call of a forward at which such a place changes, the unit results from which it is computed, and its readers in the next
-forward. Two more runs of the glue find this: one that watches the places after every call, and one that starts where
-the first has ended.
+In one process, this state needs no handling. In a pipeline, every stage runs the glue. So each stage needs to know the
+last call of a forward at which such a place changes, the unit results from which its state is computed, and the readers
+of the state in the next forward. Two more runs of the glue find this: the first watches the places before and after
+every call, and the second starts from the state that the first left.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from pipeshard.graph.tracer import Tracer
 
 
 class Held(NamedTuple):
-    """The content of a place at some time: the value and, if it is mutable, its entries."""
+    """The content of a place at some time: the value and, if the value is mutable, a Snapshot of its content."""
 
     value: Any
     content: Snapshot | None
@@ -72,7 +72,7 @@ class Place:
             held.content.restore()
 
     def has(self, held: Held) -> bool:
-        """Whether this is the current value, or a new list of the same items."""
+        """Whether the place still has this value, or a new list of the same items, with unchanged content."""
         is_there = is_same(self.value, held.value) or _has_same_items(self.value, held.value)
         return is_there and not (held.content and any(held.content.changes()))
 
@@ -82,7 +82,7 @@ def _has_same_items(a: Any, b: Any) -> bool:
 
 
 class _Record:
-    """The findings of the runs of the glue about one place; see Carried."""
+    """The observations of one place in the runs of the glue, from which a Carried is made."""
 
     def __init__(self, name: str, place: Place, before: Before) -> None:
         self.name, self.place, self.before = name, place, before
@@ -91,7 +91,7 @@ class _Record:
         self.readers: set[int] = set()
         self.uses = Reads()
         self.kind = ""
-        self.is_read_early = True  # by the next forward, before its last call, as far as that is known
+        self.is_read_early = True  # before the last call of the next forward; True if unknown
         self._take()
 
     @property
@@ -108,11 +108,11 @@ class _Record:
 
     @property
     def is_written(self) -> bool:
-        """Whether its tensors have been written to since."""
+        """Whether tensors of the place have been written to since the last look."""
         return self._writes() != self.writes
 
     def end_first(self, tracer: Tracer) -> None:
-        """Record the end of the forward that was watched."""
+        """Record the state at the end of the watched forward."""
         self._take()
         self.uses = Reads.of(tracer.taint.of(self.held.tensors))
         value = self.held.value
@@ -124,7 +124,7 @@ class _Record:
             self.kind = "generator" if is_generator(value) else ""
 
     def end_second(self, tracer: Tracer) -> None:
-        """Record the end of the next forward."""
+        """Record the state at the end of the next forward."""
         self.uses = self.uses.joined(Reads.of(tracer.taint.of(self.place.take().tensors)))
         if (is_array(self.held.value) or isinstance(self.held.value, int | float)) and not self.place.has(self.held):
             self.kind = "number"
@@ -135,14 +135,14 @@ class _Record:
         readers, end, kind = self.readers, self.until, self.kind
         is_lasting = isinstance(self.held.value, Tensor) and (kind == "tensor" or self.name in self.uses.kept)
         if -1 in self.writers and is_lasting and not readers:
-            readers = {-1}  # the user looks at it, or it is saved
+            readers = {-1}  # the user may read or save it
         is_alone = readers <= self.writers if len(self.writers) == 1 else not readers
         if is_alone and -1 not in self.writers:
-            end = -1  # a unit's own
+            end = -1  # only its unit uses it
         if self.is_late and not self.is_read_early and self.place.has(self.held):
-            end = -1  # set once, and read where the last stage alone is
+            end = -1  # set once, and read only on the last stage
         if end == -1 and not any(tensor.is_floating_point() for tensor in self.held.tensors):
-            kind = kind.replace("tensor", "")  # of which no backward needs what there was
+            kind = kind.replace("tensor", "")  # no backward needs its old values
         return Carried(
             name=self.name,
             path=self.place.path,
@@ -158,12 +158,13 @@ class _Record:
         self.writes = self._writes()
 
     def _writes(self) -> list[tuple[int, int]]:
-        """For each tensor, where its values are and how often they were written."""
+        """For each tensor of the place, the key of its storage and the number of writes to it."""
         return [(key, self.before.writes.times[key]) for key in map(storage_of, self.held.tensors)]
 
 
 def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, flow: Dataflow) -> Dataflow:
-    """`flow`, which the tracer has just found with `batch`, with the state that its glue has changed since `before`."""
+    """`flow`, which the tracer has just returned for `batch`, with `carried`: the state of the model that has changed
+    since `before`. Runs the tracer again if any has."""
     paths = {format_path(path): path for path in _changed(tracer.model, before)}
     if not paths:
         return flow
@@ -191,7 +192,7 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 def _run_next(
     tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
 ) -> tuple[str, ...]:
-    """Run the next forward, and find the places that it reads, and the decisions that no stage can make."""
+    """Run the next forward, record the readers of each place, and return the decisions that no stage can make."""
     tracer.reset = lambda: None
     tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
     with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):
@@ -209,7 +210,8 @@ def _run_next(
 
 @contextmanager
 def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> Iterator[None]:
-    """Inside, records which late places are read too early; reads that cannot be watched are assumed."""
+    """Context manager that records which late places are read while `is_early()` is true. A place whose reads cannot be
+    watched counts as read."""
     attributes = {
         (id(record.place.holder), record.place.path[-1].key): record
         for record in records
@@ -228,8 +230,8 @@ def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> I
 
 
 def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
-    """The calls (-1: the loss or an output) that depend on each place, also through other places that are computed from
-    it."""
+    """For each place, the calls (-1: the loss or an output) that depend on it, directly or through places that are
+    computed from it."""
     ends = [use for use in (flow.loss, *(use for _, use, _ in flow.outputs)) if use is not None]
     reads = [*enumerate(call.reads for call in flow.calls), *((-1, use) for use in ends)]
     readers = {name: {index for index, use in reads if name in use.kept} for name in uses}
@@ -241,7 +243,8 @@ def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
 
 
 def informed(flow: Dataflow) -> Dataflow:
-    """`flow`, in which readers of a place also depend on the inputs of the place, if these are computed before."""
+    """`flow` in which the readers of each carried place also depend on those inputs of the place that are computed
+    before them."""
     calls, loss, outputs, consulted = list(flow.calls), flow.loss, list(flow.outputs), flow.consulted
     for place in flow.carried:
         consulted |= place.uses.inputs
@@ -255,13 +258,13 @@ def informed(flow: Dataflow) -> Dataflow:
 
 
 def _changed(model: nn.Module, before: Before) -> list[Path]:
-    """The places of the model that have changed."""
+    """The paths of the places in the model that have changed since `before`."""
     return list(dict.fromkeys(place_of(model, change.path) for change in before.changes() if change.path[0].key == ""))
 
 
 def place_of(model: nn.Module, path: Path) -> Path:
-    """The place in the model that holds the value at a path: for an entry of a list, a tuple or a mapping, its
-    holder."""
+    """The path of the place that holds the value at `path`: for an entry of a list, tuple or mapping, the place of this
+    container."""
     value: Any = model
     for k, step in enumerate(path[1:], 2):
         try:

@@ -14,14 +14,14 @@ from pipeshard.graph.shapes import Axes, TensorSpec
 from pipeshard.graph.taint import Hidden, Hook, Hooked, Input, Kept, Tag, Used, Value
 from pipeshard.graph.unit_outputs import Part
 
-Wanted = bool | frozenset[str]  # of the model's output: all of it, nothing but the loss, or these fields
+Wanted = bool | frozenset[str]  # True: the model's whole output; False: only the loss; or fields of the output
 
 
 @dataclass(frozen=True)
 class Reads:
-    """The dependencies of a call, the loss or an output: unit results, parameters that glue reads itself, leaves of the
-    batch, calls whose hidden state it sees, tensors whose gradient glue observes, and places with state left by an
-    earlier forward."""
+    """The dependencies of a call, the loss or an output: unit results, parameters that glue reads directly, leaves of
+    the batch, calls that tensors escaped untracked, gradient hooks of glue, and places with state that an earlier
+    forward left."""
 
     values: frozenset[Value] = frozenset()
     parameters: frozenset[str] = frozenset()
@@ -42,26 +42,26 @@ class Reads:
         )
 
     def joined(self, *others: Self) -> Self:
-        """The union of these Reads and the others."""
+        """The union of these Reads and `others`."""
         uses = self, *others
         names = [part.name for part in fields(self)]
         return replace(self, **{name: frozenset().union(*(getattr(use, name) for use in uses)) for name in names})
 
     def until(self, call: int) -> Self:
-        """The part of these Reads that exists before a call."""
+        """These Reads without the results and hidden tensors of `call` and later calls."""
         values = frozenset(value for value in self.values if value.call < call)
         return replace(self, values=values, hidden=frozenset(made for made in self.hidden if made < call))
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit: what it reads, and the values that leave it, the result first.
+    """One call of a unit: its dependencies (`reads`), and its outputs (`parts`), the result first.
 
     `leaves` are the TensorSpecs and constants of all parts, in order. The gradient of leaf k flows to
-    `differentiated[k]`: the read values from which it was computed differentiably. `flops` and `elements`
-    (computed by its operators) are counted for one forward at the traced size; `flops` include glue with its own
-    parameters before the call. `writes` says whether it changes an argument in place, `is_cut` whether it is a
-    CutPoint.
+    `differentiated[k]`: the read values from which the leaf was computed differentiably. `flops` and `elements`
+    (computed by the call's operators) are counted for one forward at the traced size; `flops` include the operators of
+    glue that read parameters before the call. `writes` says whether the call changes an argument in place, `is_cut`
+    whether the unit is a CutPoint.
     """
 
     unit: str
@@ -76,8 +76,8 @@ class Call:
 
     @property
     def answered(self) -> Iterator[tuple[Part, range]]:
-        """The parts that are repeated in a run without the unit, each with the numbers of its leaves. Hooks inside a
-        unit that only count are omitted: they count runs of that unit."""
+        """The parts that a stage without the unit must reproduce, each with the range of its leaves. Parts of hooks
+        inside the unit are omitted if they contain no tensor: such hooks count runs of the unit."""
         start = 0
         for part in self.parts:
             numbers = range(start, start + part.tree.num_leaves)
@@ -87,20 +87,20 @@ class Call:
 
     @property
     def moves(self) -> bool:
-        """Whether it leaves a value at a place: in a buffer, an attribute, an object that it receives."""
+        """Whether the call leaves a value at a place: in a buffer, an attribute or an object that it receives."""
         return any(part.source.place for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A place in which one forward leaves state to the next.
+    """A place in which one forward leaves state for the next.
 
-    `path` leads to it from the model. `writers` are the unit calls that leave the state, -1 for glue. After `until`
-    calls it is final for every reader except its writer; None stands for the end of the forward. `uses` are the inputs
-    from which one forward computes it, and `readers` the unit calls that depend on it in the next forward, -1 for the
-    loss and the outputs. `kind` is "tensor" if it is written to in place, "parameter" if it is one, "settled" for a
-    parameter that the next forward does not write to, "generator", "number" for one that differs in each forward, or
-    "".
+    `path` leads from the model to the place. `writers` are the unit calls that write the state, -1 for glue. After unit
+    call `until`, the state is final for every reader except its writer: -1 if no other reader needs it, None at the end
+    of the forward. `uses` are the inputs from which one forward computes the state. `readers` are the unit calls that
+    depend on it in the next forward, -1 for the loss and the outputs. `kind` is "tensor" for a tensor that is written
+    to in place, "parameter" for a parameter, "settled" for a parameter that the next forward does not write to,
+    "generator", "number" for a number or array that every forward changes, otherwise "".
     """
 
     name: str
@@ -113,33 +113,33 @@ class Carried:
 
     @property
     def makers(self) -> frozenset[int]:
-        """The calls whose results the place needs to be correct."""
+        """The calls from whose results or side effects the state is computed."""
         return self.unseen | {value.call for value in self.uses.values}
 
     @property
     def unseen(self) -> frozenset[int]:
-        """The `makers` of which the place needs more than a result that stages send."""
+        """The `makers` whose results alone, which stages can send, do not determine the state."""
         return self.uses.hidden | (self.writers if -1 not in self.writers else frozenset())
 
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The unit calls of one forward in their order, and the values that the loss and the outputs need.
+    """The unit calls of one forward, in order, and the dependencies of the loss and the outputs.
 
-    `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
-    in place after they were computed. `decisions` are lines of glue that decide in Python on an activation before the
-    last call, `late_decisions` those of the forward after it, and `has_branches` says whether glue or the criterion
-    decides there. `consulted` are the leaves of the batch on which glue decides, or to which it writes (`rewritten`).
-    `watched` are those among them whose values the Dataflow is specific to: sizes of images, and masks that select.
-    `glue_random` says whether glue draws random numbers, `python_random` whether anything draws from `random` or
-    numpy's generator. `tail` are the flops of glue with its own parameters after the last call. `touched` are values
-    that operators of glue received, `questions` the Questions that glue asked about the batch's values: the Dataflow is
-    for batches with the same answers. `hooks` are those that glue puts on gradients, `carried` is the state left to the
-    next forward. `together` are the calls that the model's own checkpoints run again in the backward pass, the first
-    and the last of each. `valued` are the units that were visited with values, since they do not run on shapes alone.
-    `deciders` are modules without parameters that were running when glue decided, and could be units. `differentiated`
-    are the values that get a gradient of the loss from glue. `counts_results`: the count of the criterion's pair
-    depends on units.
+    `outputs` are the tensor leaves of the model's output: (path, Reads, spec). `written` are values that are changed
+    in place after they were computed. `decisions` are the lines of glue that branch on an activation before the last
+    call, `late_decisions` those of the forward after the last call; `has_branches` says whether the forward or the
+    criterion branches after it. `consulted` are the leaves of the batch on which glue branches, or to which it writes
+    (`rewritten`). The Dataflow is specific to the values of the leaves `watched`, such as sizes of images and masks
+    that select. `glue_random` says whether glue uses random numbers, `python_random` whether anything uses `random` or
+    numpy's generator. `tail` are the flops of operators of glue that read parameters after the last call. `touched` are
+    the values that operators of glue received. `questions` are the decisions of glue on the batch's values: the
+    Dataflow is valid for batches with the same answers. `hooks` are the gradient hooks that glue registers, `carried`
+    is the state left for the next forward. `together` has the first and the last call in each of the model's own
+    checkpoints, which run these calls again in the backward. `valued` are the units that were visited with values,
+    since they do not run on meta. `deciders` are modules without parameters that were running when glue branched, and
+    could be units. `differentiated` are the values that receive a gradient of the loss through glue. `counts_results`
+    says whether the criterion returns a count that depends on unit results.
     """
 
     calls: tuple[Call, ...]
@@ -168,28 +168,28 @@ class Dataflow:
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
-        """The unit of each call, and how many earlier calls of it there were."""
+        """The unit of each call, and the number of earlier calls of the same unit."""
         before: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         return tuple((call.unit, next(before[call.unit])) for call in self.calls)
 
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
-        """The calls of CutPoints, if there are any: cuts are then allowed only after one of them."""
+        """The indices of the calls of CutPoints. If there are any, cuts are allowed only after these calls."""
         return tuple(k for k, call in enumerate(self.calls) if call.is_cut)
 
     @property
     def ends_in_cut(self) -> bool:
-        """Whether a cut may come after the last call, so that the last stage runs none."""
+        """Whether the last call is of a CutPoint: after a cut there, the last stage runs no unit."""
         return bool(self.calls) and self.calls[-1].is_cut
 
     @cached_property
     def gradients_from(self) -> tuple[frozenset[Value], ...]:
-        """For each call, and last for the loss, the values that get a gradient of the loss from it; a value that is
-        computed only from integers or frozen units gets none."""
+        """For each call, and last for the loss, the values that receive a gradient of the loss from it. A value that is
+        computed only from integers or frozen units receives none."""
         from_loss = self._trained(self.differentiated)
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)
-        # Through hidden state the loss may send gradients to every result from the call on that leaves it.
+        # Through a hidden tensor, the loss may send gradients to all results from the tensor's call on.
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):
@@ -208,7 +208,7 @@ class Dataflow:
 
     @cached_property
     def receiving(self) -> frozenset[Value]:
-        """The values that get a gradient of the loss."""
+        """The values that receive a gradient of the loss."""
         return frozenset().union(*self.gradients_from)
 
     def spec(self, value: Value) -> TensorSpec:
@@ -216,19 +216,18 @@ class Dataflow:
         return spec
 
     def is_aside(self, value: Value) -> bool:
-        """Whether the value leaves its unit other than by the unit's result."""
+        """Whether the value leaves its unit through a hook or a place, not in the unit's result."""
         return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
     def uses(self) -> list[Reads]:
-        """Everything that units, the loss and the outputs depend on."""
+        """The Reads of each call, and last those of the loss and all outputs together."""
         return [*(call.reads for call in self.calls), self.needed(True)]
 
     def needed(self, outputs: Wanted = False) -> Reads:
-        """The values that the last stage needs for the loss and the requested outputs, or for all outputs if there is
-        no loss."""
+        """The dependencies of the loss and the requested outputs. Without a loss, False requests all outputs."""
         if isinstance(outputs, frozenset):
             uses = [use for path, use, _ in self.outputs if field_of(path) in outputs]
         else:
             uses = [use for _, use, _ in self.outputs] if outputs or self.loss is None else []
         uses += [self.loss] if self.loss is not None else []
-        return replace(Reads().joined(*uses), kept=frozenset())  # what is left to the next forward has its own readers
+        return replace(Reads().joined(*uses), kept=frozenset())  # `carried` lists the readers of kept state

@@ -1,7 +1,7 @@
 """Foreign parameters: trainable tensors that a loss depends on, but that do not belong to the model.
 
-Those of a criterion are found in the autograd graph of the loss, so they may be in a module, a closure, a global,
-a list or a bound method. Those of the model's own code have got a gradient in a step.
+The foreign parameters of a criterion are found in the autograd graph of the loss, so they may be in a module, a
+closure, a global, a list or a bound method. Those of the model's own code are found when a step gives them a gradient.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from pipeshard.graph.snapshot import Snapshot
 
 
 def leaves_of(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
-    """The leaves that get a gradient when `loss` is differentiated, except through the tensors `until`."""
+    """The leaf tensors that receive a gradient of `loss`, not counting paths through the tensors `until`."""
     found: list[Tensor] = []
     queue: list[Any] = [loss.grad_fn]
     seen: set[Any] = {tensor.grad_fn for tensor in until}
@@ -35,8 +35,8 @@ def leaves_of(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
 def refuse_foreign(
     loss: Tensor, own: Collection[Tensor], is_made: Callable[[Tensor], bool], criterion: Callable[..., Any] | None
 ) -> None:
-    """Raise ConfigurationError for a loss that trains tensors other than `own` and the tensors that the forward or the
-    criterion has created (`is_made`)."""
+    """Raise ConfigurationError if `loss` trains tensors other than `own` and those that the forward or the criterion
+    has created (`is_made`)."""
     known = {id(tensor) for tensor in own}
     foreign = [leaf for leaf in leaves_of(loss) if id(leaf) not in known and not is_made(leaf)]
     if not foreign:
@@ -45,45 +45,46 @@ def refuse_foreign(
 
 
 def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> ConfigurationError:
-    """The error for a loss that trains these tensors."""
+    """The error for a loss that trains the tensors `foreign`."""
     names = _foreign_names(foreign, criterion)
     return ConfigurationError(
         f"the loss trains {len(foreign)} parameters that the model does not contain (the first is {names[0]}), but "
-        "only the last stage computes the loss, so they would get no gradient on the other ranks: make the module that "
-        "holds them a submodule of the model, which then computes the loss in its forward, and pass the model's "
+        "only the last stage computes the loss, so the other ranks would have no gradients for them: make the module "
+        "that holds them a submodule of the model, compute the loss in the model's forward, and pass the model's "
         "parameters to the optimizer; or freeze them with requires_grad_(False)"
     )
 
 
 def kept(leaves: Iterable[Tensor], criterion: Callable[..., Any]) -> list[Tensor]:
-    """The leaves that the criterion did not create in the same call that used them."""
+    """The leaves that outlive a call of the criterion: parameters, and tensors at places that the criterion reaches."""
     others = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
     places = _places(criterion) if others else {}
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or id(leaf) in places]
 
 
 def _places(criterion: Callable[..., Any] | None) -> dict[int, str]:
-    """The places of the criterion's tensors, by their ids."""
+    """The place of each tensor that the criterion reaches, by the tensor's id."""
     return {id(tensor): format_path(path) for path, *_, tensor, _ in Snapshot({"the criterion": criterion}).tensors}
 
 
 def _foreign_names(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> list[str]:
-    """The criterion's names for these tensors, sorted; the shape of a tensor without a known name."""
+    """The places of these tensors in the criterion, sorted; for a tensor without a known place, its shape."""
     places = _places(criterion)
     return sorted(places.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}") for leaf in foreign)
 
 
 @contextmanager
 def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise ConfigurationError if one of these tensors, by its place, gets a gradient inside."""
+    """Context manager that raises ConfigurationError on exit if a tensor of `foreign` (by place) has received a
+    gradient."""
     before = {place: _state_of(leaf) for place, leaf in foreign.items()}
     yield
     graded = sorted(place for place, leaf in foreign.items() if _state_of(leaf) != before[place])
     if graded:
         raise ConfigurationError(
-            f"the forward trains {graded[0]}, which is not one of the model's parameters, and a rank adds only its own "
-            "part of the gradient: make it an nn.Parameter of the model (in a list, nn.ParameterList) and pass it to "
-            "the optimizer; or freeze it with requires_grad_(False)"
+            f"the forward trains {graded[0]}, which is not one of the model's parameters, so each rank has only its "
+            "own part of the gradient: make it an nn.Parameter of the model (in a list, nn.ParameterList) and pass it "
+            "to the optimizer; or freeze it with requires_grad_(False)"
         )
 
 

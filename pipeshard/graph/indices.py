@@ -1,8 +1,8 @@
 """Indices: a check that indices are in range, before a kernel runs on a GPU.
 
-On a CPU an operator raises an error for an index out of range. On a GPU the kernel aborts the process's CUDA context.
-Traces and trials run the model's code with other sizes or values than the batch's, so they may pass such an index.
-In traces and trials, each indexing operator therefore runs on the CPU first.
+On a CPU, an operator raises an error for an index out of range. On a GPU, its kernel aborts the process's CUDA context.
+Traces and trials run the model's code with other sizes or values than the batch's, so indices may be out of range.
+Each of their indexing operators on a GPU therefore runs on the CPU first.
 """
 
 from collections.abc import Sequence
@@ -31,20 +31,20 @@ INDEXING |= {getattr(aten, name + end) for name in WRITING for end in ("", "_")}
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """Raise the error that the operator would raise on a CPU, if `inputs`, its tensors, are on a GPU. Only indices and
-    masks are copied to the CPU."""
+    """If a tensor among `inputs`, the operator's tensors, is on a GPU, run the operator on the CPU first, so that it
+    raises an error for an index out of range. Only indices and masks are copied to the CPU."""
 
     def on_cpu(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu") if tensor.is_floating_point() else tensor.cpu()
 
     if func._overloadpacket in INDEXING and any(tensor.device.type == "cuda" for tensor in inputs):
-        with suppress(NotImplementedError):  # of a kernel that the CPU does not have, or of an index on meta
+        with suppress(NotImplementedError):  # no CPU kernel, or an index on meta
             args, kwargs = tree_map_only(Tensor, on_cpu, (args, kwargs))
             func(*args, **kwargs)
 
 
 class Checking(DispatchMode):
-    """Checks the indices of every operator."""
+    """Mode that checks the indices of every operator."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,5 +53,5 @@ class Checking(DispatchMode):
 
 
 def checking_indices(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, operators on this device raise an error for an index out of range."""
+    """Context manager in which an operator raises an error for an index out of range, even if `device` is a GPU."""
     return Checking() if device.type == "cuda" else nullcontext()

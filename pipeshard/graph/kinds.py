@@ -1,8 +1,8 @@
-"""Kinds: groups of unit calls that behave alike, so that a trace runs only one call of each.
+"""Kinds: groups of unit calls that behave the same, so that a trace runs only one call of each group.
 
-Most layers of a model behave the same for inputs of one shape. One call of each kind is visited: its forward
-runs on meta, where torch follows shapes, but not values that are written to Python objects, shared, or passed on; these
-are found here. Another call is of the same kind if everything that the visited call has read is equal.
+Most layers of a model behave the same for inputs of the same shape. One call of each kind is visited: its forward runs
+on meta, where torch propagates shapes. Values that this forward writes to Python objects, shares or passes on are found
+here. Another call is of the same kind if everything that the visited call has read is equal.
 """
 
 import contextlib
@@ -46,17 +46,17 @@ from pipeshard.private import (
     tree_unflatten,
 )
 
-Place = tuple[Path, Any]  # the path of a holder, and the key there
-Own = tuple[tuple[str, tuple[Any, ...]], ...]  # by name, values of a unit's own tensors
-FEW = 16  # numbers in such a tensor
+Place = tuple[Path, Any]  # the path of a holder, and a key of its content
+Own = tuple[tuple[str, tuple[Any, ...]], ...]  # names and values of a unit's own tensors
+FEW = 16  # the maximum number of elements of such a tensor
 
 
 class Settings:
-    """Everything that code could read of a unit or an argument, except the values of tensors, for comparison.
+    """Everything that code could read from a unit or an argument, except the values of tensors, for comparison.
 
     Attributes:
-        values: the values, by place.
-        modules: the modules in it and their paths, by address.
+        values: a comparable form of the value at each place.
+        modules: by id, each module inside the unit or argument, and its path.
     """
 
     def __init__(self, root: Any) -> None:
@@ -78,7 +78,7 @@ class Settings:
 
 
 class UnitCall(NamedTuple):
-    """A call of a unit that needs an answer: its forward, and its arguments as leaves of a tree."""
+    """A unit call to be answered; `leaves` and `tree` are its (args, kwargs)."""
 
     unit: str
     module: nn.Module
@@ -91,12 +91,12 @@ class UnitCall(NamedTuple):
 class Kind:
     """The result of the visit of one call.
 
-    `read` are the attributes of modules that it has read, among those of the modules at `watched`. `leaves` are the
-    leaves of all `parts`. For each leaf, `reached` has the inputs that get a gradient from it, and `reached_aside` the
-    values read elsewhere that do. `shares` pairs leaves with the inputs whose memory they share, `twins` with earlier
-    leaves of the same memory. `written` are the inputs that it writes to, `met` the tags of what it reads except its
-    inputs and parameters. `own` are the values of the unit's smallest tensors, if it was visited with values: sizes may
-    depend on them.
+    `watched` are the paths of the modules whose attribute reads were recorded, `read` the attributes that the call
+    read. `leaves` are the leaves of all `parts`. For each leaf, `reached` lists the inputs that receive a gradient from
+    it, and `reached_aside` the other values that do. `shares` pairs leaves with inputs that share their memory, `twins`
+    pairs leaves with earlier leaves that do. `written` are the inputs that the call writes to, `met` the tags of
+    everything that it reads except its inputs and parameters. `own` are the values of the unit's smallest tensors, on
+    which sizes may depend, or None for a visit on meta.
     """
 
     settings: Settings
@@ -117,25 +117,25 @@ class Kind:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it may stand for another unit: it neither read nor left any state that units share."""
+        """Whether other units may have this kind: the visited call neither read nor left state that units share."""
         common = any(step.how in ("cell", "global", "class") for part in self.parts for step in part.source.place)
         lists = any(p.source.how in LISTS and p.source.place[0].key == UNIT for p in self.parts)
         opaque = any(not isinstance(leaf, (TensorSpec, Known, Enum, *PLAIN)) for leaf in self.leaves)
         return not (self.met or common or lists or opaque)
 
     def is_of(self, settings: Settings) -> bool:
-        """Whether a unit with these settings behaves like this one: attributes that were not read may differ."""
+        """Whether a unit with `settings` behaves like the visited one: only attributes that it did not read differ."""
         places = self.settings.differences(settings)
         return all(place[0] in self.watched and place not in self.read for place in places)
 
 
 class Kinds:
-    """The known kinds of a model's units, kept between runs. A `meter` observes every visit. `device` is the device of
-    glue, `runs_on` the device of units that do not run on meta: their GPU, wherever the model is. `lent` has, by unit,
-    values of tensors that other ranks hold.
+    """The known kinds of a model's units, kept between runs. `meter` observes every visit. `device` is the device of
+    glue, `runs_on` that of units that do not run on meta: their GPU, even if the model is elsewhere. `lent` maps units
+    to values, by name, of their tensors that other ranks hold.
 
     Attributes:
-        valued: the units of a kind that was visited with values.
+        valued: the units whose kind was visited with values rather than on meta.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Kinds:
     def of(self, call: UnitCall, taint: Taint) -> Kind:
         """The kind of this call of a unit: cached, or found by a visit."""
         settings = self._settings_of(call)
-        # What glue has put in the places of its parameters (torch.func.functional_call) is this call's affair.
+        # Tensors with which glue replaces parameters (torch.func.functional_call) are specific to this call.
         if lent := taint.of(p for p in call.module.parameters() if id(p) not in self._own[call.unit]):
             visited = self._visit(call, taint, settings)
             self.valued |= {call.unit} if visited.own is not None else set()
@@ -176,36 +176,36 @@ class Kinds:
         return kind.is_of(settings) and (kind.own is None or kind.own == self._values_of(call))
 
     def _values_of(self, call: UnitCall) -> Own:
-        """The values of the unit's smallest tensors, as far as they are known here."""
+        """The values of the unit's smallest tensors, except those that this rank does not have."""
         named = (*call.module.named_parameters(), *call.module.named_buffers())
         few = {name: tensor for name, tensor in named if tensor.numel() <= FEW}
         lent = self.lent.get(call.unit, {})
         known = {name: lent.get(name, tensor) for name, tensor in few.items() if name in lent or has_values(tensor)}
-        with disable_current_modes():  # a look of ours, which decides nothing in the model; nor does one at a copy
+        with disable_current_modes():  # so that these reads do not count as decisions of the model
             values = {name: getattr(t, "pipeshard_values", t).detach().flatten().clone() for name, t in known.items()}
         return tuple((name, tuple(tensor.tolist())) for name, tensor in values.items())
 
     def _settings_of(self, call: UnitCall) -> Settings:
-        """The current settings of a unit; glue seldom changes any between two calls."""
+        """The current settings of a unit, cached until glue changes one."""
         settings = self._settings.get(call.unit)
         if settings is None or any(flagged(settings.snapshot)):
             settings = self._settings[call.unit] = Settings(call.module)
         return settings
 
     def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
-        """Run a unit's own forward on meta, or with temporary values if it does not run there, or if torch
-        casts by itself, which autocast does only on its own device."""
+        """Run a unit's own forward on meta; or with temporary values on a device if it fails on meta, as it does if
+        autocast would cast."""
         try:
             return self._visit_on(torch.device("meta"), call, taint, settings)
         except TraceError:
             raise
-        except Exception as on_meta:  # whatever a model raises where there are no values
+        except Exception as on_meta:  # of any type: raised by the model's code without values
             kind = casting() or self.runs_on.type
             try:
                 device = self.runs_on if kind == self.runs_on.type else torch.device(kind)
                 visited = self._visit_on(device, call, taint, settings)
                 return replace(visited, own=self._values_of(call))
-            except Exception as error:  # the model's own
+            except Exception as error:  # of any type: raised by the model's code
                 raise TraceError(
                     f"unit {call.unit} ({type(call.module).__name__}) failed: {summary(error)} "
                     f"(on the meta device: {summary(on_meta)}). Its inputs were "
@@ -218,7 +218,7 @@ class Kinds:
             inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
             state = blank_state(module, device, self.lent.get(call.unit))
         of_buffers = set[Value]()
-        for name, buffer in module.named_buffers():  # one that another unit has moved
+        for name, buffer in module.named_buffers():  # that another unit has written to
             if tags := taint.of([buffer]):
                 taint.mark(state[name], tags)
                 of_buffers |= {tag for tag in tags if isinstance(tag, Value)}
@@ -249,7 +249,7 @@ class Kinds:
             self.meter.end(visit, flat, state.values())
         tensors = [(k, t) for k, t in enumerate(flat) if isinstance(t, Tensor)]
         first: dict[int, int] = {}
-        passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # by no operator, from somewhere else
+        passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # no operator of this call computed these
         return Kind(
             settings=settings,
             watched=frozenset(settings.modules[address][1] for address in watched),
@@ -268,11 +268,11 @@ class Kinds:
         )
 
     def _spec(self, leaf: Any) -> Any:
-        """The form in which a leaf of a visit is kept: a tensor becomes its spec."""
+        """The leaf of a visit that a Kind keeps: the spec for a tensor, and glue's device for the meta device."""
         if isinstance(leaf, torch.device) and leaf.type == "meta":
-            return self.device  # a cache remembers where it is
+            return self.device  # a cache stores its device
         if isinstance(leaf, GeneratorType):
-            raise TraceError("a unit returns a generator, which runs only later: return a list of its items instead")
+            raise TraceError("a unit returns a generator, which runs after the unit: return a list of its items")
         return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -308,7 +308,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
-    """An argument for a visit: for a tensor, or a mapping with tensors, a copy on that device."""
+    """An argument for a visit: a tensor, or a mutable mapping with its tensors, is copied to `device`."""
     if isinstance(leaf, Tensor):
         return copy_to(leaf, device)
     if not isinstance(leaf, MutableMapping):
@@ -326,8 +326,8 @@ def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
 def _reached_aside(
     count: int, tensors: Sequence[tuple[int, Tensor]], taint: Taint, of_buffers: frozenset[Value]
 ) -> tuple[frozenset[Value], ...]:
-    """For each of `count` leaves, which values that a unit has read other than its inputs get a gradient from it; if
-    they are in its buffers, possibly all."""
+    """For each of `count` leaves, the values other than inputs that receive a gradient from it. Those in the unit's
+    buffers (`of_buffers`) are assumed to receive one from every tensor."""
     reached: list[frozenset[Value]] = [frozenset()] * count
     for k, tensor in tensors:
         reached[k] = taint.reached(tensor) | of_buffers
@@ -335,7 +335,8 @@ def _reached_aside(
 
 
 def _reached(count: int, tensors: Sequence[tuple[int, Tensor]], nodes: Mapping[Any, int]) -> tuple[frozenset[int], ...]:
-    """For each of `count` leaves, which inputs (by the nodes of their graphs) get a gradient from it."""
+    """For each of `count` leaves, the inputs that receive a gradient from it. `nodes` maps the grad_fn of each input to
+    the input's position."""
     reached: list[frozenset[int]] = [frozenset()] * count
     for k, tensor in tensors:
         inputs, stack, seen = set(), [tensor.grad_fn], set()

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeshard.graph.taint import storage_of
 from pipeshard.private import DispatchMode, tree_tensors
 
-Run = Callable[[Any, Any, Any], Any]  # of an operator with its arguments
+Run = Callable[[Any, Any, Any], Any]  # run(operator, args, kwargs) -> its result
 
 
 def _as_ever(func: Any, args: Any, kwargs: Any) -> Any:
@@ -18,11 +18,11 @@ def _as_ever(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Living(DispatchMode):
-    """Inside, counts new storages, each as long as it lives. Storages of `before` are subtracted when they die.
-    Operators run by `run`; results of those in `but` do not count.
+    """Mode that counts the bytes of living new storages. When a storage of `before` is freed, its bytes are
+    subtracted. `run` runs each operator; the results of operators in `but` do not count.
 
     Attributes:
-        bytes: the size of all counted storages.
+        bytes: the size of the living new storages, minus that of the freed storages of `before`.
         peak: the maximum of `bytes` so far.
     """
 

@@ -1,5 +1,4 @@
-"""Meter: the cost of each unit call of a trace, and the memory that autograd keeps for it, at the sizes of the
-batch."""
+"""Meter: the work of each unit call of a trace, and the memory that autograd saves for it, at the batch's sizes."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ aten = torch.ops.aten
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention on shapes, as in fused kernels: these keep the inputs, the result and one number per row, but no
-    scores."""
+    """Mode that runs attention on meta tensors as one fused operator, which saves the inputs, the result and one
+    element per row for the backward, but no scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,24 +73,25 @@ def _grouped_flops(tokens: Tensor, weights: Tensor, *args: Any, out_val: Tensor,
     return 2 * math.prod(out_val.shape) * tokens.shape[-1]
 
 
-# Operators that torch's own table of rules has not.
+# Rules for operators that torch's flop_registry lacks.
 FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._grouped_mm: _grouped_flops,
 }
-BY_ROWS = {aten.embedding_dense_backward}  # a stage adds a gradient to the rows that were read
-NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # results are their inputs, seen another way
+BY_ROWS = {aten.embedding_dense_backward}  # a stage updates only the rows that were read
+NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # their results alias their inputs
 
 
 @dataclass(frozen=True)
 class Work:
-    """One call of a unit at the traced sizes, and the glue between the call before it and this one.
+    """The work of one unit call and of the glue before it, since the previous call, at the traced sizes.
 
-    `flops` and `elements` (elements computed) are counted for one forward; `by_parameter` are the flops of operators
-    that read a parameter of the unit, by its name there (the largest one: not the bias). `kept` are the bytes of each
-    tensor that autograd keeps for the backward, except parameters: a result of a unit under its `Value`, another tensor
-    under a key that is the same for all calls that keep it. `temporary` are the most bytes of tensors that a backward
-    makes, gradients of the results among them, less what it has freed of `kept`.
+    `flops` and `elements` (elements computed) are counted for one forward. `by_parameter` maps names of the unit's
+    parameters to the flops of operators that read them; an operator with several counts for the largest, not the bias.
+    `kept` are the bytes of each tensor that autograd saves for the backward, except parameters. Its keys are the
+    `Value` of a unit's result, or for another tensor a key that is the same for all calls that save the tensor.
+    `temporary` is the peak of the bytes that the backward allocates, with the gradients of the results, minus those of
+    `kept` that it has freed.
     """
 
     flops: int
@@ -102,7 +102,7 @@ class Work:
 
 
 class _Kept:
-    """Holds a tensor that autograd keeps, and is freed with its graph."""
+    """A tensor that autograd has saved. Autograd's graph holds the only reference to this object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -115,9 +115,11 @@ class _Kept:
 
 @dataclass
 class Visit:
-    """The result of one run of a unit: its work, and what it keeps: its own tensors, inputs and results (by position).
+    """The work of one run of a unit, and the tensors that autograd saves in it.
 
-    `passed` are the results that are unchanged inputs.
+    `own` are the bytes of the unit's saved intermediate tensors, by storage; `inputs` and `results` are the positions
+    of saved inputs and results. `passed` maps each result that is an unchanged input to that input. `given` are the
+    positions of inputs and `parameters` the names of parameters, by storage.
     """
 
     flops: int = 0
@@ -134,15 +136,15 @@ class Visit:
 
 
 class Meter(DispatchMode):
-    """Observes a Tracer, below its Taint.
+    """Mode that measures the runs of a Tracer, below its Taint.
 
-    Glue that works on results of units runs on shapes only, because there are no values to compute with: so a batch of
-    its real sizes costs neither time nor memory. Attention runs as one fused operator, as on a device.
+    Glue that computes with unit results runs on shapes only, since these results have no values. So a batch of the
+    real sizes takes neither time nor memory. Attention runs as one fused operator, as on a GPU.
 
     Attributes:
         works: the Work of each unit call.
-        tail: the work of the glue after the last call, including the loss, as far as memory goes.
-        same: for results that are an unchanged argument, its key in `Work.kept`.
+        tail: a Work with the memory of the glue after the last call, including the loss, and no flops.
+        same: for each result that is an unchanged argument, the key of the argument in `Work.kept`.
     """
 
     def __init__(self) -> None:
@@ -156,7 +158,7 @@ class Meter(DispatchMode):
 
     @contextmanager
     def running(self, taint: Taint) -> Iterator[None]:
-        """Around one run of a Tracer; at its end, everything is known."""
+        """Context manager for one run of a Tracer; `works` and `tail` are complete on exit."""
         self.taint, self.works, self.same, self.results = taint, [], {}, list[Tensor]()
         self.glue: list[WeakSet[_Kept]] = [WeakSet()]
         self.persistent = {key for key, tags in taint.tags.items() if tags}  # parameters, and the batch
@@ -168,7 +170,7 @@ class Meter(DispatchMode):
 
     @contextmanager
     def visit(self, module: nn.Module, inputs: Sequence[Any]) -> Iterator[Visit]:
-        """Around a run of one unit on temporary tensors."""
+        """Context manager that measures a run of one unit on temporary tensors; call `end` with its results."""
         self.visiting = visit = Visit()
         visit.parameters = {storage_of(t): name for name, t in module.named_parameters()}
         visit.given = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
@@ -184,8 +186,8 @@ class Meter(DispatchMode):
         visit.own = {entry.key: entry.size for entry in kept if entry.key not in own}
 
     def end(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> None:
-        """Complete the visit of a unit, with these parameters, that has returned these leaves. Kept leaves no longer
-        count as its own."""
+        """Complete the visit of a unit that ran with `parameters` and returned `leaves`. Saved leaves no longer count
+        as the unit's own tensors."""
         made = {storage_of(t): k for k, t in enumerate(leaves) if isinstance(t, Tensor)}
         visit.passed = {k: visit.given[key] for key, k in made.items() if key in visit.given}
         visit.results = {made[key] for key in visit.own if key in made}
@@ -193,8 +195,8 @@ class Meter(DispatchMode):
         visit.temporary = self._temporary(visit, leaves, parameters)
 
     def _temporary(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> int:
-        """The most bytes of temporary tensors in the backward of a visit. A parameter's gradient is one, until it is
-        added to the sum of earlier ones."""
+        """The peak bytes of temporary tensors in the backward of a visit. A parameter's gradient is temporary until it
+        is accumulated."""
         roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         for parameter in parameters:
             if parameter.requires_grad:
@@ -205,7 +207,7 @@ class Meter(DispatchMode):
         return living.peak
 
     def _temporary_of_tail(self) -> int:
-        """The most bytes of temporary tensors in the backward of the glue after the last call."""
+        """The peak bytes of temporary tensors in the backward of the glue after the last call."""
         loss, self.loss = self.loss, None
         results, self.results = [tensor for tensor in self.results if tensor.requires_grad], []
         if loss is None or not loss.requires_grad:
@@ -218,19 +220,19 @@ class Meter(DispatchMode):
     def _differentiate(self, run: Callable[[], object]) -> None:
         self.is_differentiating = True
         try:
-            with DisableTorchFunction(), suppress(Exception):  # of any kind: without a rule for shapes, or by values
+            with DisableTorchFunction(), suppress(Exception):  # no meta kernel, or values are read
                 run()
         finally:
             self.is_differentiating = False
 
     def _unpack(self, entry: _Kept) -> Tensor:
         if not self.is_differentiating:
-            raise TraceError("the model runs a backward pass inside its forward: its memory cannot be estimated")
+            raise TraceError("the model runs a backward pass inside its forward, so its memory cannot be estimated")
         return entry.tensor
 
     def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
-        """Add one more call, of the kind that was visited, with these leaves (of `tree`) as arguments and stand-ins as
-        result."""
+        """Add the Work of one call of the visited kind. `arguments` are the leaves of its arguments (of `tree`),
+        `result` the placeholders that it returns."""
         index = len(self.works)
         tensors = [arguments[k] for k in visit.inputs] + [result[k] for k in visit.results]
         kept: dict[Hashable, int] = {("made by", index): sum(visit.own.values())} if visit.own else {}
@@ -253,7 +255,7 @@ class Meter(DispatchMode):
         if any(isinstance(tag, Value | Hidden) for tag in tags) and _computes(func):
             try:
                 return self._by_shape(func, args, kwargs)
-            except Exception:  # of any kind: has no rule for shapes, or its shape depends on values
+            except Exception:  # the operator has no meta kernel, or the shape of its result depends on values
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -289,8 +291,8 @@ class Meter(DispatchMode):
 
 
 def _computes(func: Any) -> bool:
-    """Whether an operator can be skipped if there are no values. A view cannot be skipped, nor can an operator that
-    takes only the shape of its input, since its result has its own values."""
+    """Whether an operator on placeholders can run on shapes only. A view cannot, and neither can an operator that uses
+    only the shape of its input, since its result has real values."""
     changes_shape = torch.Tag.inplace_view in func.tags
     return not (_is_view(func) or changes_shape or func._overloadpacket in SHAPED)
 

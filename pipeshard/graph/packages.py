@@ -1,8 +1,8 @@
 """Packages: the modules whose code a walk of Python state enters, and the modules that it skips.
 
-A model of a package (diffusers, timm) reaches tens of thousands of objects through that package's registries, loaders
-and dependencies, none of which a forward changes. The walk is limited to the user's own code, and to the files of a
-package that define layers.
+A model of a package (diffusers, timm) reaches tens of thousands of objects through the package's registries, loaders
+and dependencies, but a forward changes none of these objects. So the walk is limited to the user's own code, and to
+files of a package that define layers.
 """
 
 import functools
@@ -12,21 +12,22 @@ import sys
 
 from torch import nn
 
-# Objects and functions of these packages are not looked into: they have no state of a model's.
+# The walk does not enter objects and functions of these packages: they have no model state.
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pipeshard", "colossalai", "tqdm", "rich", "datasets"}
 LIBRARIES |= {"pytest", "_pytest", "pluggy", "wandb", "trackio", "tensorboard", "matplotlib", "pandas", "scipy"}
 CODE_OF_OTHERS = LIBRARIES | {"transformers", "peft", "accelerate"}
-INSTALLED = ("site-packages", "dist-packages")  # folders that installers alone write to
+INSTALLED = ("site-packages", "dist-packages")  # folders that only installers write to
 
 
 def is_library(module: str) -> bool:
-    """Whether this module's objects have no model state."""
+    """Whether objects of this Python module's package have no model state."""
     return module.partition(".")[0] in LIBRARIES
 
 
 @functools.cache
 def is_users(module: str | None) -> bool:
-    """Whether the walk enters the code of this module: the user's own, or that of a package's layers."""
+    """Whether the walk enters the code of this Python module: the user's own code, or a package's file that defines
+    layers."""
     if module is None:
         return False
     package = module.partition(".")[0]
@@ -43,8 +44,8 @@ def _is_installed(package: str) -> bool:
 
 
 def _is_of_directory(package: str) -> bool:
-    """Whether it was installed from a folder on this machine (`pip install .`), as the user's own package is, not from
-    an index."""
+    """Whether the package was installed from a local folder (`pip install .`), like the user's own package, and not
+    from an index."""
     for distribution in _distributions().get(package, ()):
         origin = importlib.metadata.distribution(distribution).read_text("direct_url.json")
         if origin is not None and "dir_info" in json.loads(origin):
@@ -58,7 +59,7 @@ def _distributions() -> dict[str, list[str]]:
 
 
 def _has_modules(module: str) -> bool:
-    """Whether this file defines a class of modules."""
+    """Whether this Python module defines a subclass of nn.Module."""
     of = sys.modules.get(module)
     content = [] if of is None else list(vars(of).values())
     kinds = (value for value in content if isinstance(value, type) and issubclass(value, nn.Module))

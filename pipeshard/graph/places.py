@@ -1,8 +1,8 @@
 """Places: the locations where Python code can keep a value, and functions that read and restore them.
 
 A model's code leaves values in attributes, slots, lists, dicts, closures, globals, classes and random generators. Torch
-only knows registered parameters and buffers. Here each of these is a holder with a content that can be listed, compared
-and replaced, and a place is the path of steps that leads to one entry of it.
+tracks only registered parameters and buffers. Here, each of these objects is a holder, whose content can be listed,
+compared and replaced. A place is one entry of a holder, given by the path of steps to it.
 """
 
 import functools
@@ -25,15 +25,15 @@ from pipeshard.errors import TraceError
 from pipeshard.graph.packages import is_library, is_users
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
-REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # of a module: read as its attributes
-# What torch keeps in modules beside what is registered; hooks are only looked into, see `constants_of`.
+REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # of a module: entries are read as its attributes
+# Other attributes that torch keeps in modules. Hooks are walked, but their dicts are not compared: see `constants_of`.
 HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 OF_TORCH = frozenset(name for name in nn.Module().__dict__ if name[0] == "_") - REGISTERED
 NAMESPACES = (SimpleNamespace, Namespace, threading.local)
-# Their state is what they hold; those of the whole process are seeded anew everywhere, see Randomness.
+# Generators hold a state. Those of the process are not part of a model's state: Randomness seeds them.
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
-LARGEST_ARRAY = 1 << 20  # bytes of an array that is looked at: a larger one is data
+LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: a larger one is data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 
 
@@ -143,12 +143,13 @@ def content_of(holder: Any, how: str) -> Any:
 
 
 def ways_to_hold(value: Any) -> Iterator[str]:
-    """How the content of a value may be changed; none for an immutable one such as a tuple."""
+    """The ways in which a value holds content that may change ("attr", "item", ...); none for an immutable value such
+    as a tuple."""
     if is_generator(value) or is_array(value) or _is_iterator(value) or isinstance(value, ContextVar):
         yield "state"
     if isinstance(value, MutableMapping):
         yield "item"
-    elif isinstance(value, MutableSequence | MutableSet):  # a deque, too
+    elif isinstance(value, MutableSequence | MutableSet):  # also a deque
         yield "list"
     elif isinstance(value, FunctionType) and is_users(value.__module__):
         if value.__closure__:
@@ -164,7 +165,7 @@ def ways_to_hold(value: Any) -> Iterator[str]:
 
 
 def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
-    """Other objects that a value reaches and that cannot be replaced there."""
+    """The other objects that a value refers to, which cannot be replaced there, and the steps to them."""
     if isinstance(value, tuple):
         yield from ((PathStep("item", k), entry) for k, entry in enumerate(value))
     elif isinstance(value, functools.partial):
@@ -195,22 +196,22 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether this is a random generator of the model, not that of the process."""
+    """Whether the value is a random generator, but not one of the process's default generators."""
     return isinstance(value, GENERATORS) and not any(value is other for other in OF_PROCESS)
 
 
 def is_array(value: Any) -> bool:
-    """Whether this is a numpy array whose numbers are compared."""
+    """Whether the value is a numpy array whose elements are compared."""
     return isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= LARGEST_ARRAY
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether this is one of Python's own iterators, which cannot be rewound."""
+    """Whether the value is one of Python's built-in iterators, which cannot be rewound."""
     return hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
 
 
 def _whereabouts(value: Any) -> Any:
-    """A value that changes once an iterator has advanced."""
+    """A value that differs after an iterator has advanced."""
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         inner = () if frame is None else [(name, _whereabouts(of)) for name, of in frame.f_locals.items()]
@@ -272,7 +273,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an object whose attributes are walked."""
+    """Whether a walk enters the attributes of this value."""
     if isinstance(value, type | ModuleType | FunctionType | MethodType | Tensor | Enum | BaseException):
         return False
     is_known = type(value) in NAMESPACES or isinstance(value, torch.distributions.Distribution)
@@ -289,7 +290,7 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
     for base in kind.__mro__[:-1]:
         slots = base.__dict__.get("__slots__", ())
         names += [slots] if isinstance(slots, str) else slots
-    # a property of a subclass in the place of a slot has no place of its own, and may have no setter
+    # a subclass may replace a slot with a property, which stores nothing and may have no setter
     return tuple(name for name in names if not name.startswith("__") and _is_slot(kind, name))
 
 
@@ -315,7 +316,8 @@ def _value(cell: Any) -> Any:
 
 
 def _globals(function: Any) -> Iterator[str]:
-    """The global names in a function's code whose values may change, also in the user's modules."""
+    """The global names in a function's code whose values may change, and `module.name` for those in the user's
+    modules."""
     space, names = function.__globals__, names_in(function.__code__)
     for name in names:
         if name in space and _may_change(space[name]):

@@ -1,8 +1,7 @@
-"""Preserving a model: run the model, and restore it afterwards.
+"""Preserving: running a model, and restoring its state afterwards.
 
-Copying the model would work for a small model, but not for one that fills the machine's memory, or is on meta. So the
-model itself is run. Python state is restored from a Snapshot; only tensors that an operator is about to write to are
-copied.
+A copy of the model would not fit if the model fills the machine's memory, and would be useless on meta. So the model
+itself is run. Python state is restored from a Snapshot; only tensors that an operator is about to write to are copied.
 """
 
 import contextlib
@@ -24,12 +23,13 @@ from pipeshard.private import DispatchMode
 def preserving(
     model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False, before: "Before | None" = None
 ) -> Iterator["Before"]:
-    """Undo the changes of runs in the modules and in everything that their code, or the criterion, reaches: cached
-    tensors, counters, statistics, generators, hooks, and tensors that are written to, including parameters. Caches of
-    the model are disabled inside.
+    """Context manager that restores, on exit, the modules and everything that their code or the criterion reaches:
+    cached tensors, counters, statistics, generators, hooks, and tensors that were written to, including parameters. The
+    model's caches (`use_cache`) are disabled inside.
 
-    With `timed`, nothing is observed during the runs, and only buffers get their values back. `before` is
-    the yield of an earlier call, if nothing has changed the model since: a snapshot of a large model takes long.
+    With `timed`, no operator is intercepted, and buffers are the only tensors whose values are restored. A snapshot of
+    a large model takes long: if nothing has changed the model since an earlier call, pass the object that this call
+    yielded as `before`.
     """
     cached = disable_caches(model)
     before = before or Before(model, criterion)
@@ -44,13 +44,13 @@ def preserving(
 
 
 class Before:
-    """The current state of a model and a criterion, with everything that their code reaches."""
+    """The state of a model, a criterion and everything that their code reaches, recorded when this is created."""
 
     def __init__(self, model: nn.Module, criterion: Callable[..., Any] | None = None) -> None:
         self.snapshot = Snapshot({"": model, "the criterion": criterion})
         self.tensors = {tensor: tensor.data for *_, tensor, _ in self.snapshot.tensors}
         self.writes = Writes({storage_of(tensor) for tensor in self.tensors})
-        self.hooks: list[tuple[Path, Any, Any]] = []  # also where there are none yet, which no Snapshot looks at
+        self.hooks: list[tuple[Path, Any, Any]] = []  # also empty dicts, which a Snapshot skips
         for module in model.modules():
             path = self.snapshot.paths.get(id(module), ())
             hooks = ((name, module.__dict__.get(name)) for name in HOOKS)
@@ -59,7 +59,7 @@ class Before:
             )
 
     def changes(self) -> Iterator[Change]:
-        """The differences now."""
+        """The differences between the recorded and the current state."""
         yield from self.snapshot.replaced()
         for path, holder, key, tensor, _ in self.snapshot.tensors:
             if self.writes.times[storage_of(tensor)] or is_moved(tensor, self.tensors[tensor]):
@@ -81,10 +81,10 @@ class Before:
 
 
 class Writes(DispatchMode):
-    """Keeps the bytes of each of these storages from before the first operator that writes to it.
+    """Mode that copies each of these storages before the first operator writes to it, so that `undo` can restore it.
 
     Attributes:
-        times: how often each storage was written to.
+        times: the number of writes to each storage.
     """
 
     def __init__(self, storages: set[int]) -> None:
@@ -98,7 +98,7 @@ class Writes(DispatchMode):
             targets = list(mutated(func, args, kwargs or {}))
             for tensor in targets:
                 self.keep(tensor)
-            if any(self._is_blank(tensor) for tensor in targets):  # there is nothing to write to
+            if any(self._is_blank(tensor) for tensor in targets):  # without memory to write to
                 return targets[0] if func._schema.returns else None
         return func(*args, **(kwargs or {}))
 
@@ -111,7 +111,7 @@ class Writes(DispatchMode):
             self._kept[key] = storage, storage.clone()
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        """Whether the tensor has no real values of its own."""
+        """Whether the tensor, one of these storages, is a single element expanded to a shape (a released parameter)."""
         return storage_of(tensor) in self.storages and tensor.numel() > 1 and not any(tensor.stride())
 
     def undo(self) -> None:
@@ -121,13 +121,13 @@ class Writes(DispatchMode):
 
 
 def is_moved(tensor: Tensor, data: Tensor) -> bool:
-    """Whether a tensor has other memory, or another view of it, than when it had this data."""
+    """Whether a tensor's storage, shape or strides have changed since its `.data` was `data`."""
     return storage_of(tensor) != storage_of(data) or tensor.shape != data.shape or tensor.stride() != data.stride()
 
 
 @contextlib.contextmanager
 def as_trained(model: nn.Module) -> Iterator[None]:
-    """Inside, released parameters require gradients as they do on the stages that hold them."""
+    """Context manager in which released parameters require gradients, as they do on the stages that hold them."""
     ghosts = [p for p in model.parameters() if is_trainable(p) and not p.requires_grad]
     for ghost in ghosts:
         ghost.requires_grad_(True)

@@ -1,8 +1,8 @@
 """Questions: Python decisions of glue on a batch's values (`if mask.all():`), evaluated again for every other batch.
 
-If the answer differs, the model may take a different path, which needs another Dataflow. torch.export fails
-at such a branch, or specializes to one path. Here the operators that led from the batch to the question are kept;
-integers among their arguments may follow from the sizes of the batch (`mask.sum() == mask.numel()`).
+If the answer differs, the model may take a different path, which needs another Dataflow. torch.export fails at such a
+branch, or specializes to one path. Here, the operators that compute the answer from the batch are recorded. Integers
+among their arguments may depend on the sizes of the batch (`mask.sum() == mask.numel()`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from pipeshard.private import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class _Slot:
-    """A leaf of the batch, by path, or the result of an earlier operator."""
+    """A reference to a leaf of the batch, by path, or to the result of an earlier operator, by number."""
 
     of: str | int
 
@@ -38,8 +38,8 @@ class _Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Number:
-    """An integer that follows from the sizes of the batch, as their sum or as their product: `slopes[g]` is its
-    growth per unit of axis group g with all others as traced."""
+    """An integer that depends on the sizes of the batch: an affine function of them, or (`is_product`) their product.
+    `slopes[g]` is its growth per unit of axis group g while all other groups have their traced sizes."""
 
     value: int
     slopes: tuple[int, ...]
@@ -54,20 +54,20 @@ class Number:
 
 
 class Operator(NamedTuple):
-    """One operator of a question; `leaves` are the leaves of its arguments."""
+    """One operator of a Question; `leaves` and `tree` are its (args, kwargs)."""
 
     func: Any
     leaves: tuple[Any, ...]
     tree: TreeSpec
 
     def is_as(self, other: "Operator") -> bool:
-        """Whether the two operators differ at most in integers."""
+        """Whether the two operators are equal except for integers."""
         same = self.func is other.func and self.tree == other.tree and len(self.leaves) == len(other.leaves)
         return same and all(map(_are_alike, self.leaves, other.leaves))
 
 
 def _are_alike(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):  # constants, which may be made for the sizes of the batch
+    if isinstance(a, Tensor) or isinstance(b, Tensor):  # constants; their shapes may depend on the batch
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     kinds = {type(a), type(b)}
     return kinds <= {int, Number} or (len(kinds) == 1 and a == b)
@@ -75,9 +75,9 @@ def _are_alike(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """Operators on the leaves with these `paths`, the last of which gives the `answer` for the traced batch;
-    `steps` is None if the question cannot be evaluated for other batches, so that the answer is valid only for these
-    values."""
+    """A decision of glue on the batch's leaves `paths`. `steps` are the operators that compute it; the last of them
+    returned `answer` in the trace. `steps` is None if the question cannot be evaluated for other batches: the answer is
+    then valid only for the traced values."""
 
     steps: tuple[Operator, ...] | None
     answer: Any
@@ -85,11 +85,12 @@ class Question:
     paths: frozenset[str]
 
     def holds(self, tensors: Mapping[str, Tensor], deltas: Sequence[int]) -> bool:
-        """Whether a batch, whose sizes differ by `deltas` from the traced ones, gives the same answer."""
+        """Whether the answer is the same for a batch with these leaves, whose sizes differ by `deltas` from the traced
+        ones."""
         return self.ask(tensors, deltas) == (True, self.answer)
 
     def ask(self, tensors: Mapping[str, Tensor], deltas: Sequence[int] = ()) -> tuple[bool, Any]:
-        """Whether the question can be evaluated on these leaves of a batch, and the answer."""
+        """Whether the question can be evaluated for these leaves of a batch, and the answer (None if it cannot)."""
         if self.steps is None:
             return False, None
         results: list[Any] = []
@@ -106,23 +107,24 @@ class Question:
                 for func, leaves, tree in self.steps:
                     args, kwargs = tree_unflatten([filled(leaf) for leaf in leaves], tree)
                     results.append(func(*args, **kwargs))
-        except (RuntimeError, IndexError, KeyError, TypeError, ValueError):  # of another shape than it was made for
+        except (RuntimeError, IndexError, KeyError, TypeError, ValueError):  # the shapes do not match
             return False, None
         return True, results[-1]
 
     def is_as(self, other: "Question") -> bool:
-        """Whether the other question is the same except for integers, with the same answer."""
+        """Whether the other question has the same answer, and the same operators except for integers."""
         if self.steps is None or other.steps is None or len(self.steps) != len(other.steps):
             return False
         return self.answer == other.answer and all(a.is_as(b) for a, b in zip(self.steps, other.steps, strict=True))
 
     @property
     def numbers(self) -> Iterator[Any]:
-        """Integers among the arguments."""
+        """The integers among the arguments of the operators, in order."""
         return (leaf for step in self.steps or () for leaf in step.leaves if type(leaf) in (int, Number))
 
     def with_numbers(self, numbers: Iterator[Any]) -> "Question":
-        """The same question with these numbers, taken from the iterator in the order of `numbers`."""
+        """The same question with its integers replaced by the next items of the iterator, in the order of
+        `self.numbers`."""
         steps = [
             Operator(func, tuple(next(numbers) if type(leaf) in (int, Number) else leaf for leaf in leaves), tree)
             for func, leaves, tree in self.steps or ()
@@ -131,10 +133,10 @@ class Question:
 
 
 class Recipes:
-    """How tensors were computed from the batch, if operators of glue computed them from nothing else."""
+    """The operators by which glue computed each tensor from the batch alone."""
 
     def __init__(self, device: torch.device, batch: Batch | None = None, real: Batch | None = None) -> None:
-        """`real` is the batch to ask, if a shorter `batch` is run."""
+        """`real` is the batch whose values answer questions, if the traced `batch` is shorter."""
         self.device, self.real = device, real
         self.questions: list[Question] = []
         self._sizes = {} if batch is None or real is None else _products(batch, real)
@@ -153,12 +155,13 @@ class Recipes:
         self._results[id(output)] = _Result(output, output._version, func, args, kwargs)
 
     def ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Question:
-        """Keep the question that `func` asks; its answer, yes or no, comes from the real batch."""
+        """Record and return the question whose last operator is `func`. A bool as answer is recomputed for the real
+        batch, if that is possible."""
         steps: list[Operator] = []
         is_known = self._follow(func, args, kwargs, steps, {})
         question = Question(tuple(steps) if is_known else None, answer, self.device, paths)
         if self.real is not None and is_known and isinstance(answer, bool):
-            # Whether a number is one of the sizes is seen only when all runs are compared; until then it is a guess.
+            # Only a comparison of all runs shows which integers are sizes: until then, any equal integer may be one.
             guess = question.with_numbers(self._sizes.get(number, number) for number in question.numbers)
             answers = [asked.ask(self.real.tensors) for asked in (guess, question)]
             question = replace(question, answer=next((value for can, value in answers if can), answer))
@@ -166,7 +169,8 @@ class Recipes:
         return question
 
     def _follow(self, func: Any, args: Any, kwargs: Any, steps: list[Operator], known: dict[int, int]) -> bool:
-        """Append the steps that lead to a call of `func`; False if one cannot be repeated."""
+        """Append the operators that compute a call of `func` to `steps`. Returns False if one cannot be repeated,
+        because its input has been written to since."""
         is_good = True
 
         def slot(leaf: Any) -> Any:
@@ -191,7 +195,7 @@ class Recipes:
 
 
 def _products(batch: Batch, real: Batch) -> dict[int, int]:
-    """Map the sizes of a batch, and products of two of them, to those of the real batch."""
+    """Map the sizes of `batch`, and products of two of its sizes, to those of `real`."""
     sizes = {size: of for path, leaf in batch.tensors.items() for size, of in zip(leaf.shape, real.tensors[path].shape)}
     sizes = {size: of for size, of in sizes.items() if size > 1}
     return {a * b: sizes[a] * sizes[b] for a, b in combinations(sizes, 2)} | sizes
@@ -200,8 +204,9 @@ def _products(batch: Batch, real: Batch) -> dict[int, int]:
 def general_questions(
     questions: Sequence[Question], others: Sequence[tuple[int, Sequence[Question]]], sizes: Sequence[int]
 ) -> tuple[Question, ...]:
-    """`questions` with the numbers that follow from the sizes of the batch. For each group of axes, `others` has by how
-    much it was larger than its entry in `sizes`, and the questions asked then."""
+    """`questions` in which integers that depend on the sizes of the batch are Numbers. For each group of axes, `others`
+    has the questions of a run in which the group was larger by delta: (delta, questions). `sizes` are the traced sizes
+    of the groups."""
     runs = [(delta, [number for question in asked for number in question.numbers]) for delta, asked in others]
 
     def numbers() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""RNG: random numbers that depend neither on the stage that draws them nor on how often a unit runs."""
+"""RNG: random numbers that depend neither on the stage that generates them nor on the number of runs of a unit."""
 
 import hashlib
 import random
@@ -17,11 +17,12 @@ from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
 
 
 class Randomness:
-    """Seeds all generators by (seed, step, microbatch, place in the forward), so that a mask is the same for every p.
+    """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so that a dropout mask is
+    the same for every p.
 
-    A place is a unit call, or the glue before one: each stage that runs it uses the numbers of the unsplit model. Torch
-    is always seeded, for dropout; `random` and numpy, which take longer, only if `python` says that the model uses
-    them (layerdrop, masked features).
+    A position is a unit call or the glue before it. Every stage that runs it uses the random numbers of the unsplit
+    model. Torch is always seeded, for dropout. `random` and numpy take longer to seed, and are seeded only if `python`
+    says that the model uses them (LayerDrop, masked features).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,9 +34,10 @@ class Randomness:
 
     @contextmanager
     def step(self, seed: int, step: int, first: int = 0) -> Iterator[None]:
-        """Inside, forwards use the random numbers of this step; afterwards the user's generators are restored.
+        """Context manager in which forwards use the random numbers of this step. The user's generators are restored on
+        exit.
 
-        `first` is the number of the first microbatch; a replica's microbatches come after those of earlier replicas.
+        `first` is the number of this replica's first microbatch: microbatches are numbered across replicas.
         """
         states = _states(self.generators)
         self._key, self._first = (seed, step, first), first
@@ -45,11 +47,11 @@ class Randomness:
             _restore(self.generators, states)
 
     def microbatch(self, i: int) -> None:
-        """The next places belong to microbatch i."""
+        """Use the random numbers of microbatch i from the next call of `at` on."""
         self._key = (*self._key[:2], self._first + i)
 
     def at(self, place: int) -> Callable[[], None]:
-        """Random numbers from now on belong to this place; returns a function that restores the generators to it."""
+        """Seed the generators for the position `place`, and return a function that does so again."""
         number = _number(struct.pack("<4q", *self._key, place))
         _seed(self.generators, number, self.python)
         return partial(_seed, self.generators, number, self.python)
@@ -61,16 +63,16 @@ class Randomness:
 
 
 class Draws:
-    """A stream of random numbers of torch's CPU generator, `random` and numpy. Inside `with self:` they start from the
-    seed `key`, and continue in the next `with self:`. Outside, the program's own generators are unchanged."""
+    """Context manager with its own stream of random numbers of torch's CPU generator, `random` and numpy. The stream
+    starts from the seed `key`, and continues at the next entry. The program's generators are restored on exit."""
 
     def __init__(self, *key: int) -> None:
         self._key, self._inside, self._generators = key, None, PROCESS
-        self._outside: list[Any] = []  # nested ones
+        self._outside: list[Any] = []  # a stack: entries may be nested
 
     @classmethod
     def from_here(cls, device: torch.device) -> "Draws":
-        """A stream that starts at the current state of the generators, with those of `device`."""
+        """A stream that starts from the current state of the generators, including that of `device`."""
         made = cls()
         made._generators = Randomness(device).generators
         made._inside = _states(made._generators)
@@ -92,7 +94,7 @@ PROCESS = [torch.default_generator]
 
 
 def seed_process(*key: int) -> None:
-    """Seed the CPU's generator, `random` and numpy with a hash of `key`."""
+    """Seed torch's CPU generator, `random` and numpy with a hash of `key`."""
     _seed(PROCESS, _number(repr(key).encode()))
 
 
@@ -123,7 +125,7 @@ def _restore(generators: Generators, states: Any) -> None:
 
 
 def _number(key: bytes) -> int:
-    """A 32-bit seed, the largest that numpy accepts."""
+    """A 32-bit hash of `key` as a seed: numpy accepts at most 32 bits."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
 
 
@@ -141,24 +143,24 @@ def python_state() -> tuple[object, ...]:
     return random.getstate(), str(of_numpy["state"]["key"].tobytes()), of_numpy["state"]["pos"]
 
 
-MOST_REPEATS = 1 << 16  # calls that are kept where no step has an end: under another runtime
+MOST_REPEATS = 1 << 16  # the maximum number of kept calls if steps have no end: under another runtime
 
 
 def own_checkpoint() -> object:
-    """The frame of the torch.utils.checkpoint (without use_reentrant) that runs now, if any."""
+    """An object that identifies the innermost active torch.utils.checkpoint (non-reentrant), or None."""
     hooks = saved_tensors_hooks(False)
     return hooks[0] if hooks and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.") else None
 
 
 class CheckpointSpans:
-    """The calls that such checkpoints run again: the first and the last call of each checkpoint."""
+    """The unit calls that the model's own non-reentrant checkpoints run again: the first and the last call of each."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
         self._last: object = None
 
     def note(self, call: int) -> None:
-        """Record that this call is made now."""
+        """Record that unit call `call` starts now."""
         now = own_checkpoint()
         if now is not None:
             first = self.spans.pop()[0] if now is self._last else call
@@ -168,8 +170,8 @@ class CheckpointSpans:
 
 @dataclass(slots=True)
 class Repeat:
-    """The state that a second run of a call needs: functions that restore the generators to before the first run and to
-    after it, and its result if another stage ran it, which may be a stage of the same rank."""
+    """The state that a second run of a call needs: functions that restore the generators to their states before and
+    after the first run, and (`is_answered`) the result if another stage, maybe of the same rank, ran the call."""
 
     before: Callable[[], object] = tuple
     after: Callable[[], object] = tuple
@@ -178,18 +180,18 @@ class Repeat:
 
 
 class Repeats:
-    """The repeats of the calls of the current forward. A checkpoint restores torch's generators to its start, and each
-    microbatch reaches a unit with a different state of them, so this state identifies the repeated call of a `stage`:
-    several stages of a rank reach it with the same state."""
+    """The Repeats of calls in checkpoints. A checkpoint restores torch's generators to their state at its start, and
+    each microbatch calls a unit with a different state, so unit and state identify a repeated call. `stage` is part of
+    the key, since several stages of a rank may call the unit with the same state."""
 
     def __init__(self, randomness: Randomness) -> None:
         self.randomness = randomness
-        self.stage = 0  # the one that runs forward or backward now
+        self.stage = 0  # the stage whose forward or backward runs now
         self._kept: dict[tuple[int, str, bytes], Repeat] = {}
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
-        """An empty repeat of the current call of `unit`, for the caller to fill. A `reentrant` checkpoint may be around
-        it, too: it disables gradients, and all calls from there on are on one stage."""
+        """An empty Repeat of the current call of `unit`, for the caller to fill; kept only if the call is in a
+        checkpoint. With `reentrant`, disabled gradients also mean a checkpoint: all later calls are on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat
@@ -198,7 +200,7 @@ class Repeats:
         return repeat
 
     def pop(self, unit: str) -> Repeat | None:
-        """The repeat of the call that is run again now; None for a user's own call."""
+        """Remove and return the Repeat of the call that runs again now; None if the call is the user's own."""
         return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 
     def clear(self) -> None:
@@ -206,7 +208,8 @@ class Repeats:
 
 
 class SharedDraws(DispatchMode):
-    """Random numbers that glue draws: a part of the samples uses its part of the numbers drawn for all."""
+    """Mode in which glue's random numbers for a part of the samples are those of a run on all samples. Dropout does
+    nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +218,7 @@ class SharedDraws(DispatchMode):
 
     @contextmanager
     def of(self, rows: range) -> Iterator[None]:
-        """Inside, these samples run; the first time, all of them."""
+        """Context manager for a run on the samples `rows`. The first run must be on all samples."""
         self.is_whole, self.rows, self.next = not self.rows, rows, 0
         with self:
             yield
@@ -227,17 +230,18 @@ class SharedDraws(DispatchMode):
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if kwargs.get("generator") is not None:
-            kwargs["generator"] = None  # the user's own is not to move
+            kwargs["generator"] = None  # the user's generator must not advance
         before = torch_states()
         result = func(*args, **kwargs)
         if all(map(torch.equal, before, torch_states())):
-            return result  # attention without dropout is marked as if it drew
+            return result  # attention without dropout uses none, despite its tag
         for tensor in tree_leaves(result):
             self.drawn(func, tensor)
         return result
 
     def drawn(self, func: Any, tensor: Tensor) -> None:
-        """Set the values that an operator has just drawn."""
+        """Record the random result of an operator, or after the first run replace it with its part of the recorded
+        one."""
         if self.is_whole:
             self.whole.append(tensor.clone())
         else:
@@ -246,14 +250,14 @@ class SharedDraws(DispatchMode):
 
 
 def torch_states() -> list[Tensor]:
-    """The states of torch's generators."""
+    """The states of torch's generators, of the CPU and of the current GPU."""
     on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.default_generator.get_state(), *on_device]
 
 
 def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
-    """The part of `full` for the first samples, or for the last ones: that end of each dimension in which `shape` is
-    smaller."""
+    """The part of `full` that has this shape: in each dimension that is smaller, the start for the first samples
+    (`rows` starts at 0), otherwise the end."""
     for dim, size in enumerate(shape):
         if size != full.shape[dim]:
             full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)

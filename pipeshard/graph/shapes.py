@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from pipeshard.batch.batch import Batch
 from pipeshard.hf import is_mask, is_of_decoder
 
-Group = tuple[tuple[str, int], ...]  # axes that always have one size: (path of the tensor, dimension)
+Group = tuple[tuple[str, int], ...]  # axes of the same size: (path of the tensor, dimension)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor, and whether a gradient flows to it.
+    """Shape and dtype of a tensor, and whether it requires a gradient.
 
     `slopes[d][g]` is the growth of dimension d per unit of axis group g.
     """
@@ -35,7 +35,7 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def at(self, deltas: Sequence[int]) -> tuple[int, ...]:
-        """The shape if the groups' sizes differ by `deltas` from the traced ones."""
+        """The shape for a batch whose groups' sizes differ by `deltas` from the traced ones."""
         if not any(deltas) or not self.slopes:
             return self.shape
         return tuple(
@@ -46,7 +46,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Count:
-    """An integer that a unit returns and that follows from the sizes of the batch."""
+    """An integer that a unit returns, as an affine function of the batch's sizes; `slopes` as in TensorSpec."""
 
     value: int
     slopes: tuple[int, ...]
@@ -59,8 +59,8 @@ class Count:
 class Axes:
     """The groups of axes of one batch structure; group 0 counts the samples.
 
-    Axes of one size on the same side (encoder or decoder) are one group. Everything else is pinned: a batch in which
-    a pinned size differs must be traced again.
+    Axes of the same size on the same side (encoder or decoder) are one group. All other axes are pinned: a batch in
+    which a pinned size differs must be traced again.
     """
 
     groups: tuple[Group, ...]
@@ -104,7 +104,8 @@ class Axes:
         return type(self)(groups, sizes, self.tensors, self.others)
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
-        """How the groups' sizes differ from the traced ones, or None if `batch` has a different structure."""
+        """The differences of the groups' sizes from the traced ones; None if the structure, a pinned size or another
+        leaf of `batch` differs."""
         tensors = batch.tensors
         if len(tensors) != len(self.tensors) or len(batch.leaves) != len(self.tensors) + len(self.others):
             return None
@@ -119,14 +120,15 @@ class Axes:
             return None
         deltas = []
         for group, size in zip(self.groups, self.sizes, strict=True):
-            now = {tensors[path].shape[axis] for path, axis in group} or {batch.rows}  # which lists alone may count
+            now = {tensors[path].shape[axis] for path, axis in group} or {batch.rows}  # only lists may count them
             if len(now) != 1:
                 return None
             deltas.append(now.pop() - size)
         return tuple(deltas)
 
     def shortened(self, batch: Batch, length: int) -> Batch:
-        """`batch` with no group longer than `length`, except that of the samples; the same object if none was."""
+        """`batch` with every group except that of the samples shortened to at most `length`; the same object if no
+        group is longer."""
         deltas = self.deltas(batch) or (0,) * len(self.sizes)
         for group, (size, delta) in list(enumerate(zip(self.sizes, deltas)))[1:]:
             if size + delta > length:
@@ -134,7 +136,7 @@ class Axes:
         return batch
 
     def resized(self, batch: Batch, group: int, delta: int) -> Batch:
-        """`batch` with one group longer (its last slice repeated) or shorter by `delta`."""
+        """`batch` with the size of one group changed by `delta`; to extend it, the last slice is repeated."""
         if group == 0:
             return batch.take(torch.arange(batch.rows + delta).clamp_(max=batch.rows - 1))
         members: dict[str, list[int]] = {}
@@ -151,12 +153,12 @@ class Axes:
         return batch.map(resize)
 
 
-# Memory that is never touched is not to be counted: a stand-in may be larger than the machine has.
+# Without a reservation of memory: a placeholder may be larger than the machine's memory, and is seldom touched.
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)  # 0x4000: MAP_NORESERVE
 
 
 class _StandIn(torch.autograd.Function):
-    """Zeros that require grad and are not a leaf, so that they may be written to in place."""
+    """Zeros that require grad but are not a leaf, so that glue may write to them in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
@@ -178,7 +180,7 @@ def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def placeholder(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Zeros of this spec."""
+    """Zeros with the shape, dtype and requires_grad of `spec`."""
     if spec.requires_grad:
         return _StandIn.apply(torch.zeros((), requires_grad=True), spec, device)
     return _zeros(spec, device)
@@ -199,8 +201,8 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """A unit's own tensors on the device where it runs, with ties kept. Tensors with values keep them, `lent` ones have
-    the values of another rank, and the rest are zeros."""
+    """New tensors, by name, for a unit's parameters and buffers on the device where it runs; tied names share one
+    tensor. Values are those in `lent` (from another rank) or on this rank, and zeros for the rest."""
     lent = lent or {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     blanks: dict[Tensor, Tensor] = {}

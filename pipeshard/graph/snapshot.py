@@ -1,11 +1,11 @@
-"""Snapshot: everything that code can reach from some objects and change, and how it has changed since.
+"""Snapshot: the state that code can reach from some objects and change, and its changes since.
 
-The state that a unit or the glue leaves behind is found by difference: everything within reach is walked before, and
-compared after. So no list of the ways in which models leave state is needed. Copies would not work: hooks, generators
-and shared objects must stay the same objects.
+The state that a unit or glue leaves behind is found by comparison: everything within reach is recorded before a run and
+compared after it. So no list of the ways in which models leave state is needed. Copies would not work, since hooks,
+generators and shared objects must stay the same objects.
 
-A Dataflow is valid for the flags it was traced with. torch.compile guards what its trace has read; here the reads of
-glue and units are not all known, so every step compares the whole Python state, and a known state is recognized by its
+A Dataflow is valid for the flags that it was traced with. torch.compile guards the values that its trace has read.
+Here, not all reads of glue and units are known, so every step compares the whole Python state. Each known state has a
 number.
 """
 
@@ -39,12 +39,12 @@ from pipeshard.graph.places import (
 )
 from pipeshard.private import DisableTorchFunction
 
-MOST_OBJECTS = 200_000  # objects that are walked
+MOST_OBJECTS = 200_000  # the maximum number of objects that are walked
 
 
 class Change(NamedTuple):
-    """At `path` from the root, `holder[key]` was `before` and is `now`; if `before is now`, a tensor that was written
-    to. The whole content of a list or set counts as one place, whose `key` is None."""
+    """A change at `path`: `holder[key]` was `before` and is `now`. If `before is now`, the value is a tensor that was
+    written to. The whole content of a list or set counts as one place, whose `key` is None."""
 
     path: Path
     holder: Any
@@ -54,12 +54,13 @@ class Change(NamedTuple):
 
     @property
     def is_of_list(self) -> bool:
-        """Whether it is the whole content of a list or a set."""
+        """Whether the whole content of a list or a set has changed."""
         return self.key is None and not isinstance(self.holder, MutableMapping)
 
 
 class Holder(NamedTuple):
-    """An object whose content can be changed, with that content, and the live dict that has it, if there is one."""
+    """An object whose content can be changed, and a copy of this content. `live` is the dict that stores the content,
+    if there is one, and `values` are its recorded values."""
 
     path: Path
     object: Any
@@ -70,26 +71,27 @@ class Holder(NamedTuple):
 
 
 class Snapshot:
-    """The current state of everything reached from `roots`, except through the objects in `without`. Paths begin with
-    the name of their root.
+    """The state of everything that is reachable from `roots`, other than through the objects in `without`, recorded
+    when the Snapshot is created. Paths begin with the name of their root.
 
     Attributes:
-        paths: where each holder is, by its address.
-        tensors: the place of each tensor (path, holder, key), the tensor, and how often it had been written to.
+        paths: the path of each holder, by id.
+        tensors: for each tensor, its place (path, holder, key), the tensor, and its `_version`.
     """
 
     def __init__(self, roots: Mapping[str, Any], without: Iterable[Any] = ()) -> None:
         self.holders: list[Holder] = []
         self.paths: dict[int, Path] = {}
         self.tensors: list[tuple[Path, Any, Any, Tensor, int]] = []
-        self._seen = {id(value): value for value in without}  # kept alive: another object would get the address
-        with DisableTorchFunction():  # nothing here is an operator, and hundreds of tensors are looked at
+        self._seen = {id(value): value for value in without}  # kept alive, so that no id is reused
+        with DisableTorchFunction():  # faster: no operator runs, but attributes of hundreds of tensors are read
             self._walk(deque(((PathStep("root", name),), root) for name, root in roots.items()))
         self._empty = [holder.live for holder in self.holders if holder.live is not None and not holder.values]
         self._full = [holder for holder in self.holders if holder.live is None or holder.values]
 
     def changes(self) -> Iterator[Change]:
-        """The current differences, in the order of the walk: replaced values, then tensors that were written to."""
+        """The differences of the current state: replaced values, then tensors that were written to, each in the order
+        of the walk."""
         yield from self.replaced()
         with DisableTorchFunction():
             written = [entry for entry in self.tensors if entry[3]._version != entry[4]]
@@ -97,9 +99,9 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The places whose value has changed. Fast if nothing differs: every step compares a whole model.
+        """The places whose values were replaced. Fast if there are none, since every step compares a whole model.
 
-        `same` says whether two values that are not the same object count as equal.
+        `same(before, now)` decides whether two different objects count as equal.
         """
         for path, holder, how, content, live, values in self.holders if any(self._empty) else self._full:
             if live is not None and len(live) == len(values) and all(map(operator.is_, live.values(), values)):
@@ -136,7 +138,7 @@ class Snapshot:
             for step, child in self._constants_of(value):
                 self._meet((*path, step), value, step.key, child, queue)
 
-    # What a subclass may see in another way
+    # Subclasses may override the following methods.
 
     def _skips(self, path: Path, value: Any) -> bool:
         return False
@@ -145,7 +147,7 @@ class Snapshot:
         return ways_to_hold(value)
 
     def _entries(self, path: Path, content: Any) -> Iterable[tuple[Any, Any]]:
-        """The entries of a holder, by key, as far as they are walked."""
+        """The entries of a holder that are walked, with their keys."""
         return content.items() if isinstance(content, dict) else enumerate(content)
 
     def _constants_of(self, value: Any) -> Iterator[tuple[PathStep, Any]]:
@@ -162,7 +164,7 @@ class Snapshot:
 
 
 def _live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
-    """The dict that has a holder's content, if there is one: its comparison is fast."""
+    """The dict that stores a holder's content, or None. A dict can be compared fast."""
     live = holder
     if how == "attr":
         live = None if slots(holder) else holder.__dict__
@@ -170,7 +172,7 @@ def _live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
 
 
 def undo(change: Change) -> None:
-    """Restore the value that a place held."""
+    """Restore the value that a place had before the change."""
     if change.is_of_list:
         put_content(change.holder, change.before)
     else:
@@ -184,9 +186,9 @@ def _step(how: str, key: Any) -> PathStep:
 
 @contextmanager
 def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> Iterator[set[int]]:
-    """Inside, `note` is called with an object and a name whenever an attribute of one of these objects is read.
+    """Context manager that calls `note(object, name)` whenever an attribute of one of `objects` is read.
 
-    Yields the ids of the objects that are watched: a class implemented in C cannot be.
+    Yields the ids of the objects that are watched. An object whose class is implemented in C cannot be watched.
     """
     classes: dict[Any, set[int]] = {}
     for value in objects:
@@ -210,29 +212,29 @@ def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> It
         yield set().union(*classes.values())
 
 
-MOST_STATES = 16  # states that are known again
+MOST_STATES = 16  # the maximum number of states that are recognized
 
 
 class Flags:
-    """Numbers the states of the Python side of a model, or of something `beside` it.
+    """Numbers the states of a model's Python objects, or of another object (`beside`), such as a criterion.
 
     Changes by the forwards themselves (counters, caches, lists that they fill) do not count: they are found by
-    comparing a state before and after a step. For something beside a model, the values of tensors count, too, if the
-    user changes them, except those of nonzero numbers (weights that are annealed from step to step).
+    comparing a state before and after a step. For another object, the values of tensors also count if the user changes
+    them, but a nonzero float that keeps its sign does not count (weights that are annealed from step to step).
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
         self.roots: dict[str, Any] = {"": model if beside is None else beside}
         self.without = () if beside is None else (model,)
         self.states: dict[int, Snapshot] = {}
-        self.values: dict[int, dict[int, Tensor]] = {}  # of each state's tensors that count, by their addresses
-        self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # leaves beside parameters: if each is trained
-        self.moved: set[tuple[int, Any]] = set()  # address of a holder, and key
-        self.unsure: int | None = None  # the state of which it is not known yet what a step changes
+        self.values: dict[int, dict[int, Tensor]] = {}  # by state and id: values of tensors that count
+        self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
+        self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
+        self.unsure: int | None = None  # a new state, until a step shows which places it changes
         self.next = 0
 
     def number(self) -> int:
-        """The number of the model's current state."""
+        """The number of the current state: that of a known equal state, otherwise a new number."""
         for number in self.states:
             if any(leaf.requires_grad != required for leaf, required in self.trained[number].values()):
                 continue
@@ -249,18 +251,19 @@ class Flags:
         return self.unsure
 
     def foreign(self, number: int) -> dict[str, Tensor]:
-        """The trained leaves of a state, by their places, that are not the model's parameters."""
+        """The leaf tensors of a state, by place, that require grad and are not parameters of the model."""
         leaves = self.trained.get(number, {})
         return {format_path(path): leaf for path, (leaf, required) in leaves.items() if required}
 
     def _trained(self, state: Snapshot) -> dict[Path, tuple[Tensor, bool]]:
-        """The leaves beside the model's own parameters, which the engine freezes and releases."""
+        """The leaf tensors of a state with their requires_grad, except the model's own parameters: the engine freezes
+        and releases those."""
         own = {id(parameter) for model in self.without or self.roots.values() for parameter in model.parameters()}
         leaves = ((path, tensor) for path, *_, tensor, _ in state.tensors if id(tensor) not in own and tensor.is_leaf)
         return {path: (leaf, leaf.requires_grad) for path, leaf in leaves}
 
     def stepped(self) -> None:
-        """A step has run since `number` was read."""
+        """Record that a step has run since the last call of `number`: places that it has changed do not count."""
         if self.unsure is not None and self.unsure in self.states:
             self.moved |= {(id(change.holder), change.key) for change in self._changes(self.unsure)}
         self.unsure = None
@@ -275,12 +278,12 @@ class Flags:
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
-    """The differences from a snapshot that a trace may depend on: not the values of tensors."""
+    """The differences from a snapshot that a trace may depend on. It does not depend on values of tensors."""
     return before.replaced(_is_alike)
 
 
 def _is_alike(before: Any, now: Any) -> bool:
-    # What this package puts there: what stands in for a unit's forward, or guards what is released.
+    # Objects of this package: a replaced forward of a unit, or a guard of released parameters.
     if type(before if now is MISSING else now).__module__.partition(".")[0] == "pipeshard":
         return True
     if isinstance(before, nn.Parameter) and isinstance(now, nn.Parameter):  # gathered, or released, by the engine
@@ -296,8 +299,8 @@ def _is_annealed(before: Any, now: Any) -> bool:
 
 
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
-    """Whether the code of a module outside `unit`, or a criterion, could read the place that a
-    call of the unit has written to."""
+    """Whether the code of a module outside `unit`, or of the criterion, mentions the name of a place that a call of the
+    unit has written to, and so could read it."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True

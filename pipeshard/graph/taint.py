@@ -1,8 +1,9 @@
-"""Taint: the values from which every tensor was computed, kept by storage.
+"""Taint: the values from which every tensor was computed, recorded for each storage.
 
-Autograd's graph shows the inputs of floating-point results, but not those of integers and masks, in-place writes, or
-values that Python has read and branched on. So every operator of glue passes a dispatch mode that propagates tags from
-its inputs to its outputs; tags belong to storages, so that views have those of their base.
+Autograd's graph shows what floating-point results depend on. It does not show the dependencies of integers and masks,
+those through in-place writes, or those through values that Python has read and branched on. So a dispatch mode
+propagates tags from the inputs of each operator to its outputs. Tags belong to storages, so a view has the tags of its
+base.
 """
 
 import inspect
@@ -26,14 +27,14 @@ from pipeshard.private import DispatchMode, functorch_unwrapped, tree_map_only
 
 
 class Value(NamedTuple):
-    """Tensor leaf `leaf` of the result of unit call `call`."""
+    """The tensor at leaf number `leaf` of the outputs of unit call `call`."""
 
     call: int
     leaf: int
 
 
 class Used(NamedTuple):
-    """A parameter that glue reads itself."""
+    """A parameter that glue reads directly."""
 
     name: str
 
@@ -45,13 +46,13 @@ class Input(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Something computed inside unit call `call` that escaped it untracked."""
+    """A value computed inside unit call `call` that escaped the unit untracked."""
 
     call: int
 
 
 class Kept(NamedTuple):
-    """State from an earlier forward that glue keeps in a place of this name."""
+    """State that glue keeps from an earlier forward, in the place `name`."""
 
     name: str
 
@@ -65,20 +66,21 @@ class Hooked(NamedTuple):
 Tag = Value | Used | Input | Hidden | Hooked | Kept
 NOTHING: frozenset[Tag] = frozenset()
 aten = torch.ops.aten
-# Operators whose result, or its shape, Python or memory layout depends on: with them glue decides on values.
+# Operators that return values to Python, or results whose shapes depend on values: glue decides on their inputs.
 SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
 DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
 DECIDING |= {aten.bincount}
-# Operators that take the shape of their input, and none of its values.
+# Operators that use only the shape of their input, not its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
 FOR_ALL = -1
-STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]  # which site-packages may lie in
-CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
+STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]  # may contain site-packages
+CASTING = "cuda", "cpu"  # device types for which torch.autocast may be enabled
 
 
 class Hook(NamedTuple):
-    """A gradient hook that glue puts on a tensor after this many unit calls; `home` is the value that the tensor is."""
+    """A gradient hook that glue registers at `line`, after `calls` unit calls. `home` is the Value on which it is
+    registered, None for a tensor that is computed from values."""
 
     calls: int
     home: Value | None
@@ -86,51 +88,51 @@ class Hook(NamedTuple):
 
 
 class Taint(DispatchMode):
-    """Propagates tags from tensor to tensor through every operator, including integers, views and in-place writes.
+    """Mode that propagates tags through every operator, including those on integers, views and in-place writes.
 
-    Outside units (`inside is None`) results have the tags of their inputs. Inside unit call c every
-    new storage is marked Hidden(c), tags met there are collected in `met`, and work is counted in `flops` and
-    `elements`. Glue never computes on meta tensors: an operator that receives a meta tensor (a parameter of a model on
-    meta) runs on shapes only, and its result is zeros.
+    Outside units (`inside is None`), a result has the tags of the operator's inputs. Inside unit call c, every result
+    is tagged Hidden(c), the tags of all inputs are collected in `met`, and work is counted in `flops` and `elements`.
+    Glue does not compute with meta tensors (parameters of a model on meta): an operator that receives one runs on
+    shapes only, and returns zeros.
     """
 
     def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
-        """Pass `recipes` if glue should decide by the values of a different batch than the one it runs on."""
+        """Pass `recipes` if the values of a batch other than the traced one should answer the questions of glue."""
         super().__init__()
         self.device = device
         self.recipes = recipes or Recipes(device)
-        self.calls = 0  # of units so far
+        self.calls = 0  # the number of unit calls so far
         self.inside: int | None = None
         self.tags: dict[int, frozenset[Tag]] = {}
-        self.made: set[int] = set()  # storages that an operator has made
-        self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
-        self.nodes: dict[Node, frozenset[Value]] = {}  # where the graphs of values begin, and of copies of them
+        self.made: set[int] = set()  # storages that operators have allocated
+        self.homes: dict[int, Value] = {}  # storages that contain a Value itself, not a result
+        self.nodes: dict[Node, frozenset[Value]] = {}  # by the grad_fn of a value or of its copy
         self.written: set[Value] = set()
-        self.decisions: dict[str, int] = {}  # by line, after how many calls the first was; FOR_ALL: for any stage
-        self.modules: Mapping[int, str] = {}  # by address, the names of those that could be units
-        self.deciders: set[str] = set()  # which of them were running when glue decided
-        self.decided: dict[int, frozenset[Tag]] = {}  # by how many calls came before: what was decided on
-        self.consulted: set[str] = set()  # inputs whose values Python saw
-        self.seen: set[str] = set()  # those of them that it saw otherwise than by a question that can be asked again
-        self.recalled: set[str] = set()  # places whose values Python saw
-        self.shaping: set[str] = set()  # inputs whose very values it depends on: they made a shape, or the like
+        self.decisions: dict[str, int] = {}  # by line: the number of calls before the first, or FOR_ALL
+        self.modules: Mapping[int, str] = {}  # the names, by id, of modules that could be units
+        self.deciders: set[str] = set()  # the outermost of `modules` that ran at each decision
+        self.decided: dict[int, frozenset[Tag]] = {}  # by the number of calls before the decision
+        self.consulted: set[str] = set()  # inputs of decisions
+        self.seen: set[str] = set()  # those of `consulted` that were read other than through a Question
+        self.recalled: set[str] = set()  # places whose kept tensors decide
+        self.shaping: set[str] = set()  # inputs whose exact values the Dataflow depends on: they determine a shape
         self.met: set[Tag] = set()
-        self.drawn = False  # whether glue drew random numbers of torch
-        self.touched: set[Value] = set()  # values that an operator of glue was given
+        self.drawn = False  # whether glue used torch's random numbers
+        self.touched: set[Value] = set()  # values that operators of glue received
         self.flops = self.elements = 0
-        self.of_glue = 0  # flops of glue with parameters of its own
+        self.of_glue = 0  # flops of glue's operators on parameters since the last call
         self.is_checking = False
         self.hooks: list[Hook] = []
         self.aliases: dict[int, list[tuple[Tensor, frozenset[Tag]]]] = {}
-        self._alive: list[Any] = []  # that no address is used again
+        self._alive: list[Any] = []  # prevents reuse of addresses
 
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
-        """All tags of these tensors; other objects have none."""
+        """The union of the tags of all tensors among `tensors`; other objects are ignored."""
         return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
 
     def reached(self, tensor: Tensor) -> frozenset[Value]:
-        """The values that get a gradient if a tensor does, except those that were detached, or only compared, on the
-        path to it."""
+        """The values that receive a gradient if `tensor` does, by autograd's graph: not through a detach or a
+        comparison."""
         found, seen = set[Value](), set[Node]()
         stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
         while stack:
@@ -145,7 +147,7 @@ class Taint(DispatchMode):
         return frozenset(found)
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
-        """Replace the tags of a tensor's storage; `home` means that the storage is this value itself."""
+        """Replace the tags of a tensor's storage. `home` is the Value that the storage contains, if any."""
         self._alive.append(_address(tensor))
         self.tags[storage_of(tensor)] = tags
         if home is not None:
@@ -167,7 +169,7 @@ class Taint(DispatchMode):
         return result
 
     def is_made(self, tensor: Tensor) -> bool:
-        """Whether a tensor is computed, or part of the batch or the model, rather than existing before."""
+        """Whether a tensor was computed in this run, or belongs to the batch or the model."""
         return storage_of(tensor) in self.made or bool(self.of([tensor]))
 
     def _note_made(self, func: Any, output: Tensor, inputs: list[Tensor]) -> None:
@@ -180,10 +182,10 @@ class Taint(DispatchMode):
     def _run_in_glue(
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], tags: frozenset[Tag]
     ) -> tuple[Any, frozenset[Tag]]:
-        """The result of an operator and its tags."""
+        """Run an operator of glue, and return the result and its tags."""
         if any(tensor.is_nested for tensor in inputs):
             raise TraceError(
-                f"{_where()} uses a nested tensor, whose row lengths are unknown to other stages. "
+                f"{_where()} uses a nested tensor between layers, but other stages do not know its row lengths. "
                 "Pass padded tensors between layers, and create nested tensors inside the forward of each layer"
             )
         packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
@@ -209,9 +211,9 @@ class Taint(DispatchMode):
         assert self.inside is not None
         if any(t.is_meta for t in inputs):
             if kwargs.get("generator") is not None:
-                raise RuntimeError("on meta, a generator produces no random numbers")  # which is to be seen to move
+                raise RuntimeError("on meta, a generator produces no random numbers")  # its state must change
             if func._overloadpacket in SCALAR:
-                raise RuntimeError("on meta, tensors have no values")  # not everywhere an error: libraries make it 0
+                raise RuntimeError("on meta, tensors have no values")  # some libraries patch it to 0
         result, hidden = func(*args, **kwargs), frozenset({Hidden(self.inside)})
         self.met |= tags - hidden
         self.flops += _flops(func, args, kwargs, result)
@@ -219,10 +221,11 @@ class Taint(DispatchMode):
         return result, hidden
 
     def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """The result of an operator of glue; for a model on meta, zeros if there are no values."""
+        """Run an operator of glue. If an input is on meta, the result is zeros; if all inputs and the target device are
+        meta, the result stays on meta."""
         on_meta, device = [t.is_meta for t in inputs], kwargs.get("device")
         if not any(on_meta):
-            moved = device is not None and torch.device(device).type == "meta"  # to where a parameter is
+            moved = device is not None and torch.device(device).type == "meta"  # to a parameter's device
             return func(*args, **kwargs | {"device": self.device} if moved else kwargs)
         meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
         if device is not None:
@@ -231,14 +234,14 @@ class Taint(DispatchMode):
         if func._schema.is_mutable:
             return args[0]
         if all(on_meta) and (device is None or torch.device(device).type == "meta"):
-            return result  # still nothing but a parameter or a buffer seen another way
+            return result  # computed from parameters and buffers only
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
 
     def decide(
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
     ) -> None:
-        """Record that Python, or a shape, depends on values with these tags; inside a unit this is ignored.
-        `is_for_all`: not even the last stage can make the decision."""
+        """Record a decision: Python, or with `shaping` a shape, depends on values with these tags. Ignored inside a
+        unit. `is_asked` means that a Question records it, `is_for_all` that no stage can make it, not even the last."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
@@ -254,8 +257,8 @@ class Taint(DispatchMode):
 
     @contextmanager
     def inside_call(self, inputs: Mapping[int, int]) -> Iterator[set[int]]:
-        """Inside, operators belong to the next unit call, with `inputs` by storage: yields the numbers of
-        those that it writes to."""
+        """Context manager whose operators belong to the next unit call. `inputs` maps the storages of the call's inputs
+        to their positions. Yields a set that contains, after exit, the positions of inputs that were written to."""
         homes, written = self.homes, self.written
         self.homes, self.written = {storage: Value(-1, number) for storage, number in inputs.items()}, set()
         self.inside, self.met, self.flops, self.elements = self.calls, set(), 0, 0
@@ -267,13 +270,13 @@ class Taint(DispatchMode):
             self.inside, self.homes, self.written = None, homes, written
 
     def hook(self, tensor: Tensor) -> None:
-        """Record that glue observes the gradient of a tensor."""
+        """Record that glue observes the gradient of a tensor that is computed from unit results."""
         if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
             self._add(tensor, frozenset({Hooked(len(self.hooks))}))
             self.hooks.append(Hook(self.calls, self.homes.get(storage_of(tensor)), _where()))
 
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
-        """Record that a tensor is changed in place by a value with these tags."""
+        """Record that a value with these tags is written to a tensor in place."""
         self._add(tensor, tags)
         reached, waiting = {storage_of(tensor)}, [storage_of(tensor)]
         while waiting:
@@ -287,8 +290,8 @@ class Taint(DispatchMode):
                     waiting.append(storage_of(other))
 
     def alias(self, one: Tensor, other: Tensor, unseen: frozenset[Tag]) -> None:
-        """Record that two tensors share memory in a real run, though not in the trace: a write to one changes the
-        other, which then has these tags."""
+        """Record that two tensors share memory in a real run, but not in the trace. A write to either tensor then adds
+        the tags `unseen` to the other."""
         for a, b in ((one, other), (other, one)):
             self._alive.append(_address(a))
             self.aliases.setdefault(storage_of(a), []).append((b, unseen))
@@ -301,13 +304,13 @@ class Taint(DispatchMode):
 
 
 def casting() -> str | None:
-    """The device type for which torch.autocast is enabled."""
+    """The device type for which torch.autocast is enabled, or None."""
     return next((kind for kind in CASTING if torch.is_autocast_enabled(kind)), None)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A key for a tensor's memory; a sparse tensor has no memory of its own, and a torch.func wrapper has that of
-    another tensor."""
+    """A key that identifies a tensor's storage: for a torch.func wrapper, that of the wrapped tensor. A sparse tensor
+    has no storage, so the key is of the tensor itself."""
     if tensor.layout is not torch.strided:
         return -id(tensor)
     try:
@@ -317,7 +320,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> Any:
-    """An object that keeps the address of a tensor's memory from being reused, but not the memory itself."""
+    """An object that prevents reuse of the address of a tensor's storage, without keeping its memory (except that of a
+    sparse tensor)."""
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
 
 
@@ -341,7 +345,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator draws random numbers; attention without dropout does not, although it is tagged so."""
+    """Whether an operator uses random numbers. Attention without dropout does not, despite its tag."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):
@@ -351,7 +355,7 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _deciding(func: Any, args: Any) -> list[Tensor]:
-    """The inputs of an operator whose values Python, or the shape of the result, depends on."""
+    """The inputs of an operator on whose values Python or the shape of the result depends."""
     if func is aten.index.Tensor:  # a boolean index
         return [t for t in tensors_in([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
     if func._overloadpacket is aten.masked_select or func is aten.repeat_interleave.self_Tensor:
@@ -360,7 +364,7 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
 
 
 def running_modules(modules: Mapping[int, str]) -> list[str]:
-    """The names of these modules that have a method running now, innermost first."""
+    """The names of those modules that have a method on the call stack, innermost first."""
     found: dict[str, None] = {}
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:
@@ -372,7 +376,7 @@ def running_modules(modules: Mapping[int, str]) -> list[str]:
 
 
 def _where() -> str:
-    """The current line of the model's code."""
+    """The innermost line of the model's code on the call stack, with its file and number."""
     for frame in reversed(traceback.extract_stack()):
         if _is_model_code(frame.filename):
             name = frame.filename.rpartition("site-packages" + os.sep)[2]
@@ -381,7 +385,7 @@ def _where() -> str:
 
 
 def _is_model_code(file: str) -> bool:
-    """Whether a file is neither pipeshard's, torch's nor Python's own (as that of a contextlib decorator is)."""
+    """Whether a file belongs neither to pipeshard, nor to torch, nor to Python's standard library."""
     package, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
     if file.startswith((package + os.sep, library + os.sep, "<")):
         return False

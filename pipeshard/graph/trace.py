@@ -26,8 +26,8 @@ from pipeshard.hf import is_encoder_decoder
 from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
-FAR_LENGTH = 29  # how much longer a batch is that shapes are verified with
-ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
+FAR_LENGTH = 29  # the increase in length in the last check of the shapes
+ROWS, LENGTH = 2, 8  # samples in a traced batch, and its maximum length if the model runs with it
 
 
 @inside_pipeshard()
@@ -40,19 +40,19 @@ def trace(
     device: torch.device | None = None,
     lent: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> Dataflow:
-    """The Dataflow of `model` called with `batch`, and of `criterion(output, batch)` (by default the output's loss).
+    """Return the Dataflow of `model(batch)` and of `criterion(output, batch)` (by default the output's loss).
 
-    Only glue runs; each unit is replaced by the shapes of its result, which one unit of a kind (class, parameter
-    shapes, input shapes) determines on meta. The model does not change, and the user's random generators are not
-    used. The trace is repeated with other batch and sequence sizes, so that shapes are known for all of them;
-    with `exact`, the model is traced once, on the batch as it is, and the Dataflow is valid only for the sizes of this
-    batch. Works for a model on meta. Modules named in `cuts` are units, wherever they are. A unit that does not run on
-    meta (it needs values, or its kernels need memory) runs once on `device`, by default the model's, with its own
-    values: the `lent` ones, those of this rank, and zeros for the rest.
+    Only glue runs. Each unit call returns zeros of the shapes of its result, which a run of one unit per kind (class,
+    parameter shapes, input shapes) on meta determines. The model, which may be on meta, and the user's random
+    generators are unchanged afterwards. The trace is repeated with other batch and sequence sizes, to find the shapes
+    for all sizes. With `exact`, only the batch itself is traced, and the Dataflow is valid only for its sizes.
 
-    A module without parameters whose code decides on activations is a unit as well.
+    Modules named in `cuts` are units at any depth. A module without parameters is also a unit if its code branches on
+    activations. A unit that does not run on meta (it needs values, or its kernels need memory) runs once on `device`
+    (default: the model's) with values for its own tensors: those in `lent` (by unit and name) or on this rank, and
+    zeros for the rest.
 
-    Raises TraceError naming the unit or the line that fails, PartitionError for a name that no module has.
+    Raises TraceError, which names the unit or line that fails, and PartitionError if `cuts` names no module.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
@@ -75,11 +75,12 @@ def _traced(
     device: torch.device | None,
     lent: Mapping[str, Mapping[str, Tensor]] | None,
 ) -> Dataflow:
-    """The Dataflow with these units."""
+    """The Dataflow whose units include `cuts`: for batches of any size, or with `exact` or if such a trace fails, for
+    the sizes of `sample`."""
     if not exact:
         try:
             return _trace_any(model, sample, criterion, encoder_decoder, cuts, device, lent)
-        except (TraceError, BatchError) as error:  # its samples cannot be told apart, or not so few of them
+        except (TraceError, BatchError) as error:  # the batch cannot be split, or the model fails on so few samples
             logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
     with preserving(model, criterion) as before:
         tracer = Tracer(model, criterion, sample, cuts=cuts, device=device, lent=lent)
@@ -96,7 +97,7 @@ def _trace_any(
     device: torch.device | None,
     lent: Mapping[str, Mapping[str, Tensor]] | None,
 ) -> Dataflow:
-    """The Dataflow for batches of any size, from two samples."""
+    """The Dataflow for batches of any size, traced on two samples."""
     real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows)
     tracer = Tracer(model, criterion, sample, cuts=cuts, device=device, lent=lent)
     short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
@@ -112,7 +113,8 @@ def _trace_any(
 
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
-    """`flow` with the slope of every dimension in every group of axes; non-affine groups are pinned."""
+    """`flow` with the slope of every dimension for every group of axes. Groups are pinned if shapes are not affine in
+    their sizes."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     asked: dict[int, tuple[int, tuple[Question, ...]]] = {}
     for group in range(len(axes.sizes)):
@@ -136,13 +138,13 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: 
 
 
 def _pinned(flow: Dataflow, keep: int) -> Dataflow:
-    """`flow` for batches in which only the first `keep` groups of axes may have other sizes."""
+    """`flow` with only the first `keep` groups of axes free; the sizes of all other groups are fixed."""
     return replace(flow, axes=flow.axes.pin(set(range(keep, len(flow.axes.sizes)))))
 
 
 def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch) -> bool:
-    """Whether `general` holds with every free size slightly larger, and much larger if the model runs: sizes
-    that are rounded (to windows, by strides) look constant for small changes."""
+    """Whether the shapes of `general` are right if every free size is slightly larger, and, if the model runs with
+    them, for much larger lengths: sizes rounded to windows or strides look constant for small changes."""
     lengths = len(general.axes.sizes) - 1
     near = _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)])
     far = (
@@ -156,7 +158,8 @@ def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, r
 def _holds(
     tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch, growth: Sequence[int]
 ) -> bool | None:
-    """Whether a run with each size larger by `growth` has the shapes of `general`; None if it does not run."""
+    """Whether a run in which each group g is larger by `growth[g]` has the shapes of `general`; None if the run
+    fails."""
     axes = general.axes
     for group in range(len(axes.sizes)):
         batch = axes.resized(batch, group, growth[group])
@@ -198,7 +201,8 @@ def _is_count(leaf: Any) -> bool:
 
 
 def _sizes(spec: Any, deltas: Sequence[int] = ()) -> tuple[int, ...]:
-    """The shape of a tensor, or a number that may follow from the sizes of the batch, if they differ by `deltas`."""
+    """The shape of a tensor, or an integer as a tuple, for a batch whose sizes differ by `deltas` from the traced
+    ones."""
     size = spec if isinstance(spec, int) else spec.at(deltas)
     return (size,) if isinstance(size, int) else size
 

@@ -1,9 +1,9 @@
 """Tracer: runs a model's glue with placeholders for its units, and tracks the dependencies between values.
 
-torch.fx and torch.export need a graph of the whole model, which much of the code in transformers does not allow: it
-reads values in Python, changes objects, calls libraries. A pipeline only needs the dependencies between units. So
-the model's own forward runs, on the values of a small batch; a unit's call returns zeros of the shapes of its kind, and
-a Taint propagates dependencies from there. Reading reports what glue does outside torch's dispatcher.
+torch.fx and torch.export need a graph of the whole model. Much of the code in transformers does not allow one: it reads
+values in Python, changes objects, and calls libraries. A pipeline needs only the dependencies between units. So the
+model's own forward runs on the values of a small batch. Each unit call returns zeros of the shapes of its kind, and a
+Taint propagates dependencies from these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,22 +33,23 @@ from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten
 
-SMALL = 4  # numbers per sample, at most, in an input of sizes (of images, patches, ...)
+SMALL = 4  # the maximum number of elements per sample in an input of sizes (of images, patches, ...)
 
 
 class _SeenOutside(Exception):
-    """A tensor created inside a unit was used outside of it, so no unit may be skipped as one of a known kind."""
+    """Raised if glue uses a tensor that escaped a unit untracked: every call must then be visited, even one of a known
+    kind."""
 
 
 class Tracer:
-    """Runs the glue of one model; caches the kinds of its units between runs. Units that need a device are visited on
-    `device`. A `meter` observes every run.
+    """Runs the glue of one model, and caches the kinds of its units between runs. Units that do not run on meta are
+    visited on `device` (default: the model's). `meter` observes every run.
 
     Attributes:
         reset: called before every run.
-        listen: called before a call with its number and False, after it with True, and at the end of the forward with
-            None.
-        kept: by name, state from an earlier forward in a place of glue.
+        listen: called with (call number, False) before each unit call, with (call number, True) after it, and with
+            (None, False) at the end of the forward.
+        kept: for each place of glue, by name, the tensors that an earlier forward left there.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Tracer:
         self.kept: Mapping[str, Sequence[Tensor]] = {}
 
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
-        """One run of the glue; shapes are for the sizes of `batch`, without slopes. If glue asks for values in Python,
-        it gets the answers of `real`."""
+        """Run the glue on `batch`, and return its Dataflow: shapes are for the sizes of `batch`, without slopes. If
+        glue branches on values of the batch, those of `real` decide, if given."""
         batch = batch.to(self.device)
         try:
             return self._run(batch, real)
@@ -95,7 +96,7 @@ class Tracer:
             as_trained(self.model),
             Randomness(self.device).step(0, 0),
             handled(self.units, self._answer),
-            torch.enable_grad(),  # whether a result requires grad is part of it
+            torch.enable_grad(),  # specs record whether a result requires grad
             self.meter.running(self.taint) if self.meter else nullcontext(),
             self.taint,
             Reading(self.taint),
@@ -109,12 +110,12 @@ class Tracer:
             self._refuse_foreign(loss)
             if self.meter:
                 self.meter.loss = loss
-            self.python_random |= python_state() != state  # by a unit of a kind too, which runs once for all
+            self.python_random |= python_state() != state  # also in a visit, which runs one call of a kind
         return self._dataflow(output, loss, batch, sealed, of_forward)
 
     def _mark_inputs(self, batch: Batch) -> None:
         for name, parameter in self.model.named_parameters():
-            self.taint.mark(parameter, self.taint.of([parameter]) | {Used(name)})  # parts of one memory, too
+            self.taint.mark(parameter, self.taint.of([parameter]) | {Used(name)})  # parameters may share memory
         for path, leaf in batch.tensors.items():
             self.taint.mark(leaf, self.taint.of([leaf]) | {Input(path)})
             self.taint.recipes.leaf(leaf, path)
@@ -130,7 +131,7 @@ class Tracer:
         except TraceError as error:
             self._refuse_packed(error)
             raise
-        except Exception as error:  # the model's own
+        except Exception as error:  # of any type: raised by the model's code
             self._refuse_packed(error)
             shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
             last = f" after unit {self.calls[-1].unit}" if self.calls else ""
@@ -141,25 +142,25 @@ class Tracer:
             ) from error
 
     def _refuse_packed(self, error: Exception) -> None:
-        """Raise TraceError if glue, or the next unit, has failed with the lengths that a unit packs its result by:
-        they are results of the unit, which only its stage has."""
+        """Raise TraceError if a unit has returned a PackedSequence: glue or the next unit then failed because only the
+        unit's stage has the lengths of this sequence."""
         packs = (call for call in self.calls if any(PackedSequence.__name__ in str(part.tree) for part in call.parts))
         call = next(packs, None)
         if call is None:
             return
         raise TraceError(
-            f"unit {call.unit} ({type(self.units[call.unit]).__name__}) returns a PackedSequence, whose lengths "
-            f"{type(self.model).__name__} reads outside the unit, but other stages do not have them "
-            f"({summary(error)}). Call pack_padded_sequence, {call.unit} and pad_packed_sequence(..., "
-            "total_length=x.shape[1]) in the forward of one module of your own, which takes and returns padded "
-            "tensors, and put that module into the nn.ModuleList"
+            f"unit {call.unit} ({type(self.units[call.unit]).__name__}) returns a PackedSequence, and "
+            f"{type(self.model).__name__} reads the sequence's lengths outside the unit, but other stages do not have "
+            f"these lengths ({summary(error)}). Write a module that takes and returns padded tensors, whose forward "
+            f"calls pack_padded_sequence, {call.unit} and pad_packed_sequence(..., total_length=x.shape[1]), and add "
+            "that module to the nn.ModuleList"
         ) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
         with explained(
             lambda error: TraceError(
-                f"tracing the criterion failed: {summary(error)}. It was called with an output of "
-                f"{type(self.model).__name__} for {batch.rows} samples, and with the batch of these samples"
+                f"tracing the criterion failed: {summary(error)}. pipeshard called criterion(output, batch) with the "
+                f"output of {type(self.model).__name__} for {batch.rows} samples, and the batch of these samples"
             ),
             but=(PipeshardError,),
         ):
@@ -168,21 +169,23 @@ class Tracer:
         return loss if loss is None or count is None else loss / count
 
     def _refuse_foreign(self, loss: Tensor | None) -> None:
-        """Refuse a criterion that trains other tensors than the model's: every rank traces it, so all of them raise."""
+        """Raise ConfigurationError if the criterion trains tensors outside the model. Every rank traces the criterion,
+        so every rank raises the error."""
         if loss is not None and self.criterion is not None:
             refuse_foreign(loss, list(self.model.parameters()), self.taint.is_made, self.criterion)
 
     def _dataflow(
         self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int], of_forward: Mapping[str, int]
     ) -> Dataflow:
-        """`of_forward` are the decisions made before the criterion was called."""
+        """The Dataflow of this run. `sealed` are the unit calls inside custom autograd functions, `of_forward` the
+        decisions made before the criterion was called."""
         taint, rewritten, through = self.taint, self.taint.recipes.rewritten, len(self.calls)
-        late = self._use([], taint.decided.get(through, frozenset()))  # which the last stage has to have
+        late = self._use([], taint.decided.get(through, frozenset()))  # read by decisions after the last call
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
         outputs = tuple((name, self._use([leaf]).joined(late), TensorSpec.of(leaf)) for name, leaf in tensors)
         used = None if loss is None else self._use([loss]).joined(late)
-        if used is not None:  # from the first sealed call on, all is one autograd function's
+        if used is not None:  # all later calls belong to the same autograd function
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
         check_aliases(self.calls, taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
         small = {path for path in taint.seen | rewritten if batch.tensors[path].numel() <= SMALL * batch.rows}
@@ -200,7 +203,7 @@ class Tracer:
             consulted=frozenset(taint.consulted | rewritten),
             watched=watched,
             axes=Axes((), (), (), ()),
-            glue_random=taint.drawn or self.python_random or bool(self.groups.spans),  # repeats go by seeds, too
+            glue_random=taint.drawn or self.python_random or bool(self.groups.spans),  # seeds identify repeats
             python_random=self.python_random,
             tail=taint.of_glue,
             touched=frozenset(taint.touched),
@@ -213,9 +216,9 @@ class Tracer:
         )
 
     def _answer(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer one call of a unit."""
+        """Record one call of a unit, and return placeholders for its result."""
         taint = self.taint
-        if taint.inside is not None:  # called by another unit: part of that one
+        if taint.inside is not None:  # a call by another unit belongs to that unit
             return original(*args, **kwargs)
         index = len(self.calls)
         self._refuse_seed(unit)
@@ -230,7 +233,7 @@ class Tracer:
         self.seed = torch.initial_seed()
         reads = self._use(leaves, kind.met)
         for position in kind.written:
-            taint.write(leaves[position], frozenset({Hidden(index)}))  # who reads it from here on sees the change
+            taint.write(leaves[position], frozenset({Hidden(index)}))  # later reads see the change
         self.calls.append(
             Call(
                 unit=unit,
@@ -256,25 +259,26 @@ class Tracer:
         return answered
 
     def _refuse_seed(self, unit: str) -> None:
-        """Refuse a forward that seeds torch for random numbers inside a unit or after it: stages reseed there."""
+        """Raise TraceError if the forward has seeded torch, and calls this unit before it uses random numbers: stages
+        reseed torch in and after each unit."""
         seed = torch.initial_seed()
         if seed != self.seed and torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.get_rng_state()):
             raise TraceError(
                 f"{type(self.model).__name__} seeds torch in its forward (torch.manual_seed), and calls unit {unit} "
-                "before it generates random numbers, but stages reseed torch in and after each unit: use your own "
-                "torch.Generator, seed in the unit, or generate the numbers before the call"
+                "before it generates random numbers, but stages reseed torch in and after each unit, so the seed would "
+                "be lost: use your own torch.Generator, seed in the unit, or generate the numbers before the call"
             )
 
     def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:
-        """The dependencies of tensors, and of values with the tags `others`."""
+        """The dependencies of `tensors`, together with the tags `others`."""
         use = Reads.of(self.taint.of(tensors) | others)
         if use.hidden and self.kinds.reuse:
             raise _SeenOutside
         return use
 
     def _differentiated(self, kind: Kind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
-        """For each leaf of a call, the values that get a gradient if it does."""
-        if not torch.is_grad_enabled():  # inside a function with a backward of its own, which may be of anything
+        """For each leaf of a call's outputs, the values that receive a gradient if the leaf does."""
+        if not torch.is_grad_enabled():  # in a custom autograd function, whose backward may reach all
             trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             every = Reads.of(kind.met | self.taint.of(trained)).values
             return (every,) * len(kind.leaves)
@@ -295,12 +299,13 @@ class Tracer:
 
 
 class Reading(TorchFunctionMode):
-    """Reports to a Taint what happens to tensors outside all operators: a tensor is read with `tolist`, `numpy` or
-    `np.asarray`, or as a number in a sequence that becomes a tensor or an index (a mere check is not a decision); its
-    gradient is observed; or glue computes gradients itself (a decision, since each stage has only a part of the graph
-    through units; these gradients are zeros here). Inside a unit on meta, it raises an error if autocast would cast,
-    since meta tensors are not cast. It also raises one if the address of a tensor is taken: on meta this is 0, and a
-    kernel that receives it (Triton's) would read and write at that address.
+    """Mode that reports to a Taint the uses of tensors that bypass the dispatcher.
+
+    Reported as decisions: a tensor is read with `tolist`, `numpy` or `np.asarray`; a list that contains tensors becomes
+    a tensor or an index; glue computes gradients of unit results, of whose graph each stage has only a part (here these
+    gradients are zeros). Range checks of `one_hot` are not decisions. Hooks on gradients are also reported. Raises
+    RuntimeError inside a unit on meta if autocast would cast, since meta tensors are not cast, and for the address of a
+    meta tensor: it is 0, and a kernel that receives it (Triton's) would read and write there.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
@@ -330,14 +335,14 @@ class Reading(TorchFunctionMode):
         elif self.taint.inside is not None and casting() and any(t.is_meta for t in tensors_in(args)):
             raise RuntimeError("on meta, torch.autocast casts nothing")
         classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
-        self.taint.is_checking = classes > (0,)  # else their number is the largest value
+        self.taint.is_checking = classes > (0,)  # otherwise, values determine num_classes
         try:
             return func(*args, **(kwargs or {}))
         finally:
             self.taint.is_checking = False
 
     def _are_of_units(self, outputs: Any) -> bool:
-        """Whether the differentiated tensor is computed from results of units; inside a unit this is ignored."""
+        """Whether glue differentiates a tensor that is computed from unit results; False inside a unit."""
         tags = frozenset(tag for tag in self.taint.of(tensors_in([outputs])) if isinstance(tag, Value | Hidden))
         self.taint.decide(tags, is_for_all=True)
         return bool(tags) and self.taint.inside is None
@@ -351,8 +356,8 @@ class Reading(TorchFunctionMode):
 
 @contextmanager
 def noting_functions(taint: Taint) -> Iterator[list[int]]:
-    """Yields the unit calls inside a custom autograd function (reformer's reversible layers), whose backward calls them
-    again in its own way."""
+    """Context manager that yields the list of unit calls made inside custom autograd functions (reformer's reversible
+    layers), whose backward may call these units again in its own way."""
     sealed: list[int] = []
     original = torch.autograd.Function.__dict__["apply"]
 

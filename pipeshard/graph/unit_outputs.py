@@ -1,9 +1,9 @@
-"""Unit outputs: all paths by which values leave a unit call: its result, hooks inside it, and places it writes to.
+"""Unit outputs: the values that leave a unit call in its result, through hooks inside it, and at places it writes to.
 
-A stage that does not run a unit must leave behind everything that the unit would have left. The unit's result alone is
-not enough: models leave auxiliary losses in attributes, lists and contexts, and transformers collects router logits
-with forward hooks. Places are found by difference (`Snapshot`). Each output is a pytree whose tensors can be sent;
-objects of the user's classes are nodes of the pytree, and need not be registered with torch.
+A stage that does not run a unit must reproduce all outputs of the unit. The result alone is not enough: models leave
+auxiliary losses in attributes, lists and contexts, and transformers collects router logits with forward hooks. Places
+that a unit writes to are found by comparison with a Snapshot. Each output is a pytree whose tensors can be sent.
+Objects of the user's classes are nodes of the pytree, and need not be registered with torch.
 """
 
 import itertools
@@ -34,12 +34,12 @@ UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 
 
 class Source(NamedTuple):
-    """The place where a tree of values leaves a unit call.
+    """The way by which a tree of values leaves a unit call: in the unit's result (neither `module` nor `place`), or as
+    follows.
 
-    The result of the unit itself (neither `module` nor `place`); the result of a module inside the unit in its call
-    number `occurrence`, which its forward hooks collect (attentions, router logits); or a value that the unit left at a
-    `place`, a path from the unit or from its arguments: it was "set" there, "added" to a list, is "all" of a list, or
-    was "written" into the tensor that is there.
+    `module`: as the result of this module inside the unit, in the module's call number `occurrence`; forward hooks
+    collect such results (attentions, router logits). `place`: at a path from the unit or from its arguments, where the
+    value (`how`) was "set", was "added" to a list, is "all" of a list's content, or was "written" into a tensor.
     """
 
     module: str = ""
@@ -49,12 +49,12 @@ class Source(NamedTuple):
 
     @property
     def by_hook(self) -> bool:
-        """Whether a hook inside the unit has left it; such a hook may only count its runs."""
+        """Whether a hook inside the unit has left the value; the hook may do nothing but count its runs."""
         return any(str(step.key).endswith("_hooks") for step in self.place)
 
 
 class Part(NamedTuple):
-    """A tree of values that leaves a unit call."""
+    """A tree of values that leaves a unit call, and its source."""
 
     source: Source
     tree: TreeSpec
@@ -74,13 +74,13 @@ class Known:
 
 @dataclass(frozen=True)
 class OldEntry:
-    """Stands in for the entry of a list that was at this index before the call."""
+    """Stands in for the entry that a list had at this index before the call."""
 
     index: int
 
 
 class _Opened:
-    """A user's object, or a mapping, as a node of a tree: its class and its content."""
+    """A user's object or a mapping as a pytree node: its class, and the names and values of its content."""
 
     def __init__(self, kind: Any, content: Mapping[Any, Any], known: Mapping[int, Path]) -> None:
         self.kind, self.names = kind, tuple(content)
@@ -88,7 +88,7 @@ class _Opened:
 
 
 def _rebuilt_node(values: Iterable[Any], context: tuple[Any, tuple[Any, ...]]) -> Any:
-    """A new object or mapping of the same class."""
+    """A new object or mapping of the node's class with these values."""
     kind, names = context
     if issubclass(kind, Mapping):
         return kind(dict(zip(names, values, strict=True)))
@@ -109,7 +109,7 @@ register_pytree_node(
 
 
 def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
-    """`content` as a tree in which objects are nodes, and those at `known` addresses leaves."""
+    """`content` as a pytree in which objects are nodes; an object whose id is in `known` is a Known leaf."""
     known = known or {}
     if isinstance(content, Tensor | str | int | float | None):
         return content
@@ -127,13 +127,12 @@ def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
 
 
 def resolve_from(path: Path, unit: nn.Module, arguments: Any) -> Any:
-    """The value at a place, as seen from a call of `unit`."""
+    """The value at a place whose path starts at `unit` or at the `arguments` of its call."""
     return resolve(unit if path[0].key == UNIT else arguments, path[1:])
 
 
 def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], arguments: Any) -> Any:
-    """Return the result made of `leaves`, after giving hooks and places the values that the unit would have left
-    there."""
+    """Reproduce the outputs of a unit call from `leaves`: call hooks, write to places, and return the unit's result."""
     result, remaining = None, iter(leaves)
     for source, tree in parts:
         of_part = itertools.islice(remaining, tree.num_leaves)
@@ -149,8 +148,8 @@ def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], argume
 
 
 def changed(snapshot: Snapshot, but: Iterable[Tensor] = ()) -> Iterator[tuple[Source, Any]]:
-    """The values that a call has left at places since the snapshot of UNIT and ARGUMENTS, except the tensors in
-    `but`."""
+    """The values that a call has left at places since the snapshot of UNIT and ARGUMENTS, with their sources. In-place
+    writes to the tensors `but` are omitted."""
     known, skipped = snapshot.paths, {id(tensor) for tensor in but}
     for change in snapshot.changes():
         if change.is_of_list and _grows(change.before, change.now):
@@ -174,14 +173,14 @@ def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
 
 
 def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> None:
-    """Put `content` where the call would have left it."""
+    """Leave `content` at the place of `source`, as the call would."""
     if source.how == "written":
         target = resolve_from(source.place, unit, arguments)
         if target.is_leaf and target.requires_grad:
             raise TraceError(
-                f"a {type(unit).__name__} modifies {format_path(source.place[1:])}, which is trained, in its forward, "
+                f"the forward of a {type(unit).__name__} modifies {format_path(source.place[1:])}, which is trained, "
                 "but the backward of an earlier microbatch needs the old values. Modify weights after "
-                "optimizer.step(), or compute new ones from them in the forward (torch.nn.utils.parametrize)"
+                "optimizer.step(), or compute new tensors from them in the forward (torch.nn.utils.parametrize)"
             )
         target.copy_(content)
     elif source.how == "added":
@@ -204,11 +203,11 @@ def run_collecting(
     places: Sequence[Source] = (),
     silent: bool = False,
 ) -> list[tuple[Source, Any]]:
-    """Run one call of `unit` with its positional and keyword `arguments`, and return the values that leave it, the
-    result first.
+    """Run one call of `unit` with `arguments` (args, kwargs), and return its outputs with their sources: the result,
+    the results of `modules`, and the values of `places`.
 
-    `modules` are the modules inside the unit whose results count; with `silent` their hooks are not called. `places`
-    are the sources to read afterwards.
+    `modules` are names of modules inside the unit; with `silent`, their own forward hooks are not called. `places` are
+    sources to read after the call.
     """
     args, kwargs = arguments
     heard: list[tuple[Source, Any]] = []
@@ -247,30 +246,30 @@ def _left(source: Source, before: list[Any] | None, unit: nn.Module, arguments: 
 
 
 def listened(unit: nn.Module) -> list[str]:
-    """The modules inside a unit that have forward hooks."""
+    """The names of the modules inside a unit that have forward hooks."""
     return [path for path, module in unit.named_modules() if path and module._forward_hooks]
 
 
 def flattened(result: Any, known: Mapping[int, Path]) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a unit's result, and their tree, as in a trace."""
+    """The leaves and the tree of a unit's result, in the same form as in a trace."""
     return tree_flatten(opened(result, known))
 
 
 def _tell(unit: nn.Module, path: str, result: Any) -> None:
     """Call the forward hooks of a module inside a unit as if it had just returned `result`.
 
-    The arguments are not available: hooks that fail without them are skipped, here as in the trace.
+    The module's arguments are not available. A hook that fails without them is skipped, as in the trace.
     """
     module = unit.get_submodule(path)
     for key, hook in list(module._forward_hooks.items()):
         arguments: tuple[Any, ...] = ((), {}) if key in module._forward_hooks_with_kwargs else ((),)
         try:
             changed = hook(module, *arguments, result) is not None
-        except Exception as error:  # the user's, for want of arguments
+        except Exception as error:  # of any type: the user's hook may need arguments
             logger.debug("a forward hook on %s, inside a unit of another stage, failed: %r", path, error)
             continue
         if changed:
             raise TraceError(
-                f"a forward hook on {path} ({type(module).__name__}), inside a unit, changes its output. Stages "
-                "without the module cannot repeat this: make the change in the module's forward instead"
+                f"a forward hook on {path} ({type(module).__name__}), inside a unit, changes the module's output, but "
+                "stages without the module cannot run the hook: make the change in the module's forward instead"
             )

@@ -1,4 +1,4 @@
-"""Units: the modules that are never cut, cut points that users mark, and the interception of calls."""
+"""Units: the modules that are never cut, the CutPoints that users insert, and the interception of calls."""
 
 import functools
 import inspect
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_handling = 0  # contexts in which units are handled: all CutPoints that are called there have to be among them
+_handling = 0  # the number of active `handled` contexts: each CutPoint that is called there must be a unit
 
 
 class CutPoint(nn.Module):
     """Marks a place where the model may be cut. Call it on the value that crosses this place: `x = self.cut(x)`
     (Varuna, Athlur et al. 2022, arXiv:2111.04007). It returns the same object that it receives.
 
-    A model with CutPoints is cut only after some of them; p stages need p - 1. Each CutPoint marks one place: in a
-    loop, use an `nn.ModuleList` of CutPoints. `x` is a tensor (b, ...) whose dimension 0 counts the samples, or a
-    tuple, list or dict that contains tensors. Other values that are used on both sides of a cut (skip connections,
-    numbers, masks) need no CutPoint: the trace finds them.
+    A model with CutPoints is cut only after CutPoints; p stages need at least p - 1 of them. Each CutPoint marks one
+    place: in a loop, use an `nn.ModuleList` of CutPoints. `x` is a tensor (b, ...) whose dimension 0 counts the
+    samples, or a tuple, list or dict that contains tensors. Other values that are used on both sides of a cut (skip
+    connections, numbers, masks) need no CutPoint: the trace finds them.
 
-    Raises UsageError for a value without a tensor. boost raises TraceError for a CutPoint that is not a module of the
-    model.
+    Raises UsageError for a value without a tensor. boost raises TraceError for a CutPoint that is not a registered
+    module of the model.
     """
 
     def forward(self, value: T) -> T:
         """Return the value itself."""
         if _handling and "forward" not in self.__dict__:  # no Interception has found it
             raise TraceError(
-                "the model calls a CutPoint that is not one of its modules (is it in a plain list or dict?), so it "
-                "would not be cut there: make the CutPoint an attribute, or use an nn.ModuleList for several"
+                "the model calls a CutPoint that is not one of its modules (is it in a plain list or dict?), so the "
+                "model cannot be cut there: make the CutPoint an attribute, or use an nn.ModuleList for several"
             )
         if not isinstance(value, Tensor) and not tree_tensors(value):
             raise UsageError(
@@ -52,11 +52,12 @@ class CutPoint(nn.Module):
 
 
 def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: int) -> None:
-    """Refuse a call, after these, of a CutPoint that was called before, or whose tensor does not count the `rows`
-    samples in dimension 0."""
+    """Raise TraceError if the earlier `calls` include CutPoint `name`, or if dimension 0 of its tensor does not count
+    the `rows` samples."""
     if any(call.unit == name for call in calls):
         raise TraceError(
-            f"CutPoint {name} is called twice: use a separate CutPoint for each place (in a loop, an nn.ModuleList)"
+            f"CutPoint {name} is called twice: use a separate CutPoint for each place (in a loop, an nn.ModuleList of "
+            "CutPoints)"
         )
     value = args[0] if args else None
     if isinstance(value, Tensor) and value.shape[:1] != (rows,):
@@ -67,15 +68,16 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
 
 
 def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Reads"]) -> None:
-    """Refuse writing to the output of a CutPoint if its input may be used later: at a cut, the output is a copy of the
-    input. `written` are the values that are changed in place, `final` those that the loss and the outputs need."""
+    """Raise TraceError if the output of a CutPoint is changed in place and its input is read later: at a cut, the
+    output is a copy of the input. `written` are the values changed in place, `final` the Reads of the loss and the
+    outputs."""
     changed = {value.call for value in written}
     for index in [k for k, call in enumerate(calls) if call.is_cut and k in changed]:
         given, later = calls[index].reads.values, [*(call.reads for call in calls[index + 1 :]), *final]
         if any(use.values & given for use in later):
             raise TraceError(
-                f"the output of CutPoint {calls[index].unit} is modified in place, and a later use of its input would "
-                "not see the change: compute a new tensor (x = x + y, not x += y)"
+                f"the output of CutPoint {calls[index].unit} is modified in place, and a later use of the CutPoint's "
+                "input would not see the change: compute a new tensor (x = x + y, not x += y)"
             )
 
 
@@ -84,15 +86,16 @@ Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 
 def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """The units of `model` by name, in the order of registration; for a model that was already cut, they do not change.
+    """The units of `model` by name, in the order of registration. A model whose calls are already intercepted keeps its
+    units.
 
-    A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
-    member that is itself a list is cut into its members, as any `nn.ModuleDict` is, and so is a stage of a hierarchy
-    (swin, resnet), unless it is recomputed as a whole. In a model without such lists and without CutPoints, an
-    `nn.Sequential` is one, and each of its members is a unit, even without parameters: as glue, a pooling layer would
-    run on every later stage. CutPoints are units, and so are the modules named in `cuts`; modules around them are not.
-    A module with several names counts once, under its first name. In a list with the attribute `pipeshard_uncut`,
-    each member is a unit, even without parameters.
+    A unit is a member of an `nn.ModuleList`, or another child with parameters of a module that contains such lists. A
+    member that is itself a list is split into its members, and so are an `nn.ModuleDict` and a stage of a hierarchy
+    (swin, resnet), unless the stage is recomputed as a whole. In a model without such lists and without CutPoints, an
+    `nn.Sequential` counts as a list, and each of its members is a unit, even without parameters: as glue, a pooling
+    layer would run on every later stage. CutPoints and the modules named in `cuts` are units; modules that contain them
+    are not. A module with several names counts once, under its first name. In a list with the attribute
+    `pipeshard_uncut`, each member is a unit, even without parameters.
     """
     forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
     if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
@@ -107,7 +110,7 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     seen: set[nn.Module] = set()
 
     def walk(prefix: str, module: nn.Module, in_hierarchy: bool = False) -> None:
-        """Visit the children of a module that is not a unit, `in_hierarchy` at those of one stage of several."""
+        """Visit the children of a module that is not a unit; `in_hierarchy` means inside a stage of a hierarchy."""
         uncut, in_sequence = getattr(module, "pipeshard_uncut", False), sequences and _is_sequence(module)
         is_list = (
             isinstance(module, nn.ModuleList) or in_sequence or (isinstance(module, nn.Sequential) and in_hierarchy)
@@ -132,29 +135,31 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 
 
 def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The full names of modules; modules inside a PeftModel may have their names in the model inside.
+    """The full names of the modules `names`; for a PeftModel, `names` may be names in its base model.
 
-    Raises PartitionError, with similar names, for names that are not modules of the model, and for the model itself.
+    Raises PartitionError for the model itself, and for a name that is not a module of the model, with similar names.
     """
     known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     full = [full_name(model, name) for name in names]
     for name in full:
         if name in ("", without_adapters(model)[0].rstrip(".")):
-            raise PartitionError(f"partition names the whole {type(model).__name__}: name modules inside it")
+            raise PartitionError(
+                f"partition names the whole {type(model).__name__}, which must be split: name modules inside it"
+            )
         if name not in known:
             raise PartitionError(unknown("partition", name, type(model).__name__, known, "modules"))
     return full
 
 
 def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """The modules around the units, whose own forward is glue."""
+    """The modules outside the units; their own forward is glue."""
     inside = {child for unit in units.values() for child in unit.modules()}
     return [module for module in model.modules() if module not in inside]
 
 
 def modules_apart(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules outside of the units, by name, that contain no unit, such as those without parameters: any of them
-    could be a unit."""
+    """The named modules outside the units that contain no unit, such as modules without parameters. They could be
+    units."""
     inside = {child for unit in units.values() for child in unit.modules()}
     for name, module in model.named_modules():
         if name and inside.isdisjoint(module.modules()) and _is_callable(module):
@@ -175,7 +180,7 @@ def _is_sequence(module: nn.Module) -> bool:
 
 
 def _is_dict(module: nn.Module) -> bool:
-    """Whether this is a mapping that cannot be called itself, but its members can."""
+    """Whether the module is an `nn.ModuleDict` without a forward of its own."""
     return isinstance(module, nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
@@ -186,10 +191,11 @@ def _is_layers(module: nn.Module) -> bool:
 
 
 def _is_hierarchy(layers: nn.ModuleList) -> bool:
-    """Whether these are stages of different size, each with its own layers."""
+    """Whether these layers are stages of a hierarchy: each contains layers, and the shapes of their parameters
+    differ."""
     shapes: dict[str, torch.Size] = {}
     differ = False
-    for stage in layers.children():  # a ModuleList may hold None, too
+    for stage in layers.children():  # a ModuleList may also contain None
         if recomputes(stage) or not any(map(_is_layers, stage.children())) or isinstance(stage, nn.ModuleList):
             return False
         own = {name: parameter.shape for name, parameter in stage.named_parameters()}
@@ -199,18 +205,19 @@ def _is_hierarchy(layers: nn.ModuleList) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """Whether the module has parameters or running statistics, which one stage must keep."""
+    """Whether the module has parameters or running statistics, so that one stage must hold it."""
     if next(module.parameters(), None) is not None:
         return True
     return any(getattr(inner, "track_running_stats", False) for inner in module.modules())
 
 
 class Interception:
-    """Replaces one unit's `forward`; a call of the unit runs `handler`, if one is set.
+    """Replaces one unit's `forward`: a call of the unit runs `handler`, if one is set, otherwise the unit's own
+    forward (`compiled`, if set, or `original`).
 
-    It is set on the instance, so the unit keeps its class, its hooks and its activation checkpointing. In transformers
-    5, checkpointing is inside `forward`; in earlier versions it is around the call of the unit, and `Recomputation`
-    moves it. `compiled`, if given, runs instead of the original.
+    The instance attribute is replaced, so the unit keeps its class, its hooks and its activation checkpointing. In
+    transformers 5, checkpointing is inside `forward`; in earlier versions, it wraps the call of the unit, and a
+    `Recomputation` moves it into the forward.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -231,8 +238,8 @@ class Interception:
         return self.handler(self.name, forward, args, kwargs)
 
     def _fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the arguments match the forward. Other arguments raise TypeError before anything runs; a model may
-        catch it and call the unit differently. Such a call is not answered."""
+        """Whether the arguments match the signature of the forward. If they do not, the handler is not called: the
+        forward itself raises TypeError, which a model may catch to call the unit differently."""
         form = len(args), tuple(kwargs)
         if form not in self._fitting:
             self._fitting[form] = _binds(self.original, args, kwargs)
@@ -243,7 +250,7 @@ def _binds(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     try:
         # A decorator may rename arguments for the function that it wraps.
         signature = inspect.signature(forward, follow_wrapped=False)
-    except (TypeError, ValueError):  # it is not written in Python
+    except (TypeError, ValueError):  # not a Python function
         return True
     try:
         signature.bind(*args, **kwargs)
@@ -257,10 +264,10 @@ def _recomputed(forward: Callable[..., Any], checkpoint: Callable[..., Any]) -> 
 
 
 class Recomputation:
-    """Replaces the checkpointing function of a unit that calls it around its own call, not in its forward.
+    """Replaces the checkpointing function of a unit that checkpoints its whole call, not only its forward.
 
-    A replayed call must not be recomputed: the unit may be on another stage. So the function is passed to
-    the Interception, around whose original it belongs.
+    A replayed call must not be recomputed, since the unit may be on another stage. So the function is passed to the
+    Interception, which checkpoints only the unit's own forward.
     """
 
     def __init__(self, module: nn.Module, checkpoint: Callable[..., Any]) -> None:
@@ -275,7 +282,8 @@ class Recomputation:
 
 
 def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
-    """Install an Interception before each unit's `forward`, or return the existing one."""
+    """Install an Interception as the `forward` of each unit that has none, and return the Interceptions of all
+    units."""
     interceptions = []
     for name, module in units.items():
         if not isinstance(module.forward, Interception):
@@ -290,9 +298,9 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
 
 @contextmanager
 def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
-    """Let `handler` answer the units' calls inside this context; afterwards everything is restored.
+    """Context manager in which `handler` answers the units' calls. Everything is restored on exit.
 
-    Compiled units run uncompiled: tracing shapes does not compile for them.
+    Compiled units run in eager mode, so that a trace does not compile them for its own shapes.
     """
     global _handling
     before = {name: module.__dict__.get("forward") for name, module in units.items()}
@@ -315,7 +323,8 @@ def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
 
 
 class Sliced:
-    """The forward of a module whose parameters are sliced; a trace uses the module's original forward."""
+    """The forward of a module whose parameters are sharded across tensor-parallel ranks: `sliced`, or in a trace
+    (`unsliced`) the original forward `plain`."""
 
     tracing = False
 
@@ -328,7 +337,7 @@ class Sliced:
 
 @contextmanager
 def unsliced() -> Iterator[None]:
-    """Inside, modules run with whole parameters, which the caller sets."""
+    """Context manager in which sliced modules run their original forward, on full parameters that the caller sets."""
     before, Sliced.tracing = Sliced.tracing, True
     try:
         yield
