@@ -56,7 +56,7 @@ class Entries:
                 self._set(path, told)
 
     def adopt(self, other: "Entries") -> None:
-        """Set the entries that a forward has changed in `other`, whose cache is a copy of this one."""
+        """Copy to this cache the entries that a forward has changed in `other`, a copy of this cache."""
         for path, entry in _entries(other.cache):
             if other._before.get(path, _NONE) != _signature(entry):
                 _put_at(self._holder(path), path[-1], entry)
@@ -102,7 +102,7 @@ def _put_at(holder: Any, last: str | int, entry: Any) -> None:
 
 
 def _entries(cache: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The entries of a cache, each of which is sent separately, with their paths: the members of its lists and
+    """The paths and values of the entries of a cache, which are sent separately: the members of the cache's lists and
     mappings, and its other attributes."""
     for name, value in vars(cache).items():
         path = (*at, name)

@@ -87,7 +87,7 @@ def spec_of(tensor: Tensor) -> list[Any]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of this name. Raises MessageError if torch has none."""
+    """The torch dtype with this name. Raises MessageError for any other name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise MessageError(

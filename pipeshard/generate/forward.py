@@ -110,7 +110,7 @@ class Forward:
             self._used[id(value)].begin()
 
     def _way(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Way:
-        """The Way of this call. It is traced once per `generate` for calls of the same structure and sizes."""
+        """The Way of this call. Calls of the same structure and sizes are traced once per `generate`."""
         model, traces = self.pipeline.model, self.pipeline.traces
         entry = entry_of(model, path, twin(model, path, arguments, forward))
         key = key_of(entry)

@@ -21,7 +21,7 @@ from pipeshard.hf import GUESSING, disable_caches, enable_caches
 
 
 class Generation:
-    """The `generate` of one rank's pipeline."""
+    """The `generate` of a boosted model on this rank."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline

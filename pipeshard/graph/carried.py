@@ -142,7 +142,7 @@ class _Record:
         if self.is_late and not self.is_read_early and self.place.has(self.held):
             end = -1  # set once, and read only on the last stage
         if end == -1 and not any(tensor.is_floating_point() for tensor in self.held.tensors):
-            kind = kind.replace("tensor", "")  # no backward needs its old values
+            kind = kind.replace("tensor", "")  # no backward needs old integers
         return Carried(
             name=self.name,
             path=self.place.path,

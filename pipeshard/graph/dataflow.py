@@ -20,8 +20,8 @@ Wanted = bool | frozenset[str]  # True: the model's whole output; False: only th
 @dataclass(frozen=True)
 class Reads:
     """The dependencies of a call, the loss or an output: unit results, parameters that glue reads directly, leaves of
-    the batch, calls that tensors escaped untracked, gradient hooks of glue, and places with state that an earlier
-    forward left."""
+    the batch, calls from which tensors escaped untracked, gradient hooks of glue, and places with state that an
+    earlier forward left."""
 
     values: frozenset[Value] = frozenset()
     parameters: frozenset[str] = frozenset()

@@ -49,9 +49,9 @@ def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -
     names = _foreign_names(foreign, criterion)
     return ConfigurationError(
         f"the loss trains {len(foreign)} parameters that the model does not contain (the first is {names[0]}), but "
-        "only the last stage computes the loss, so the other ranks would have no gradients for them: make the module "
-        "that holds them a submodule of the model, compute the loss in the model's forward, and pass the model's "
-        "parameters to the optimizer; or freeze them with requires_grad_(False)"
+        "only the last stage computes the loss, so the other ranks would have no gradients for these parameters: make "
+        "their module a submodule of the model, compute the loss in the model's forward, and pass the model's "
+        "parameters to the optimizer; or freeze these parameters with requires_grad_(False)"
     )
 
 
@@ -89,5 +89,5 @@ def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _state_of(leaf: Tensor) -> tuple[int, int]:
-    """A value that changes when a gradient is accumulated."""
+    """A value that changes when a gradient is accumulated into `leaf`."""
     return id(leaf.grad), -1 if leaf.grad is None else leaf.grad._version

@@ -131,8 +131,8 @@ class Kind:
 
 class Kinds:
     """The known kinds of a model's units, kept between runs. `meter` observes every visit. `device` is the device of
-    glue, `runs_on` that of units that do not run on meta: their GPU, even if the model is elsewhere. `lent` maps units
-    to values, by name, of their tensors that other ranks hold.
+    glue, `runs_on` that of units that do not run on meta: a GPU, even if the model is on another device. `lent` maps
+    units to values, by name, of their tensors that other ranks hold.
 
     Attributes:
         valued: the units whose kind was visited with values rather than on meta.
@@ -193,8 +193,8 @@ class Kinds:
         return settings
 
     def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
-        """Run a unit's own forward on meta; or with temporary values on a device if it fails on meta, as it does if
-        autocast would cast."""
+        """Run a unit's own forward on meta. If it fails there, as it does if autocast would cast, run it with temporary
+        values on a device."""
         try:
             return self._visit_on(torch.device("meta"), call, taint, settings)
         except TraceError:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeshard.graph.taint import storage_of
 from pipeshard.private import DispatchMode, tree_tensors
 
-Run = Callable[[Any, Any, Any], Any]  # run(operator, args, kwargs) -> its result
+Run = Callable[[Any, Any, Any], Any]  # run(operator, args, kwargs) -> the result
 
 
 def _as_ever(func: Any, args: Any, kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ class Work:
     """The work of one unit call and of the glue before it, since the previous call, at the traced sizes.
 
     `flops` and `elements` (elements computed) are counted for one forward. `by_parameter` maps names of the unit's
-    parameters to the flops of operators that read them; an operator with several counts for the largest, not the bias.
+    parameters to the flops of operators that read them; if an operator reads several, to the largest, not the bias.
     `kept` are the bytes of each tensor that autograd saves for the backward, except parameters. Its keys are the
     `Value` of a unit's result, or for another tensor a key that is the same for all calls that save the tensor.
     `temporary` is the peak of the bytes that the backward allocates, with the gradients of the results, minus those of

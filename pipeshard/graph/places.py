@@ -58,7 +58,7 @@ MISSING = Missing()
 
 
 def is_comparable(value: Any) -> bool:
-    """Whether two such values can be compared with ==."""
+    """Whether values of this type are compared with ==."""
     return isinstance(value, PLAIN)
 
 

@@ -111,7 +111,7 @@ class Writes(DispatchMode):
             self._kept[key] = storage, storage.clone()
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        """Whether the tensor, one of these storages, is a single element expanded to a shape (a released parameter)."""
+        """Whether the tensor is a single element of these storages, expanded to a shape (a released parameter)."""
         return storage_of(tensor) in self.storages and tensor.numel() > 1 and not any(tensor.stride())
 
     def undo(self) -> None:

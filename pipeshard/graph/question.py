@@ -46,7 +46,7 @@ class Number:
     is_product: bool
 
     def at(self, deltas: Sequence[int]) -> int:
-        """The number if the groups' sizes differ by `deltas` from the traced ones."""
+        """The number for a batch whose groups' sizes differ by `deltas` from the traced ones."""
         grown = [slope * delta for slope, delta in zip(self.slopes, deltas)]  # pinned groups have no delta
         if not self.is_product:
             return self.value + sum(grown)
@@ -161,7 +161,7 @@ class Recipes:
         is_known = self._follow(func, args, kwargs, steps, {})
         question = Question(tuple(steps) if is_known else None, answer, self.device, paths)
         if self.real is not None and is_known and isinstance(answer, bool):
-            # Only a comparison of all runs shows which integers are sizes: until then, any equal integer may be one.
+            # Only a comparison of all runs shows which integers are sizes: until then, any equal integer may be a size.
             guess = question.with_numbers(self._sizes.get(number, number) for number in question.numbers)
             answers = [asked.ask(self.real.tensors) for asked in (guess, question)]
             question = replace(question, answer=next((value for can, value in answers if can), answer))
@@ -169,8 +169,8 @@ class Recipes:
         return question
 
     def _follow(self, func: Any, args: Any, kwargs: Any, steps: list[Operator], known: dict[int, int]) -> bool:
-        """Append the operators that compute a call of `func` to `steps`. Returns False if one cannot be repeated,
-        because its input has been written to since."""
+        """Append the operators that compute a call of `func` to `steps`. Returns False if an operator cannot be
+        repeated, because an input has been written to since."""
         is_good = True
 
         def slot(leaf: Any) -> Any:

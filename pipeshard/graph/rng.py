@@ -191,7 +191,8 @@ class Repeats:
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
         """An empty Repeat of the current call of `unit`, for the caller to fill; kept only if the call is in a
-        checkpoint. With `reentrant`, disabled gradients also mean a checkpoint: all later calls are on one stage."""
+        checkpoint. With `reentrant`, a call without gradients counts as in a (reentrant) checkpoint, all of whose later
+        calls are on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat
@@ -240,8 +241,8 @@ class SharedDraws(DispatchMode):
         return result
 
     def drawn(self, func: Any, tensor: Tensor) -> None:
-        """Record the random result of an operator, or after the first run replace it with its part of the recorded
-        one."""
+        """Record the random result of an operator in the first run; in later runs, overwrite the result with its part
+        of the recorded values."""
         if self.is_whole:
             self.whole.append(tensor.clone())
         else:

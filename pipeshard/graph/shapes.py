@@ -195,7 +195,7 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a unit's own tensor has values here: it is neither on meta, nor released, nor sharded across ranks."""
+    """Whether a unit's own tensor has values on this rank: it is not on meta, released, or sharded across ranks."""
     values = getattr(tensor, "pipeshard_values", tensor)
     return not (values.is_meta or hasattr(tensor, "pipeshard_trainable") or isinstance(tensor, DTensor))
 

@@ -220,7 +220,7 @@ class Flags:
 
     Changes by the forwards themselves (counters, caches, lists that they fill) do not count: they are found by
     comparing a state before and after a step. For another object, the values of tensors also count if the user changes
-    them, but a nonzero float that keeps its sign does not count (weights that are annealed from step to step).
+    them, but changes of a nonzero float that keeps its sign do not (weights that are annealed from step to step).
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:

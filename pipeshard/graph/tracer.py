@@ -137,8 +137,8 @@ class Tracer:
             last = f" after unit {self.calls[-1].unit}" if self.calls else ""
             raise TraceError(
                 f"tracing {type(self.model).__name__} failed{last}: {summary(error)}. "
-                f"The batch has {shapes}. If the model takes other inputs, pass dry_run_input=<a batch>. If an "
-                "input's batch dimension is not the first, pass batch_dims={<name>: <dimension>}"
+                f"The shapes in the batch are {shapes}. If the model takes other inputs, pass dry_run_input=<a batch>. "
+                "If an input's batch dimension is not the first, pass batch_dims={<name>: <dimension>}"
             ) from error
 
     def _refuse_packed(self, error: Exception) -> None:

@@ -34,12 +34,12 @@ UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 
 
 class Source(NamedTuple):
-    """The way by which a tree of values leaves a unit call: in the unit's result (neither `module` nor `place`), or as
-    follows.
+    """How a tree of values leaves a unit call. Without `module` and `place`, the tree is the unit's result.
 
-    `module`: as the result of this module inside the unit, in the module's call number `occurrence`; forward hooks
-    collect such results (attentions, router logits). `place`: at a path from the unit or from its arguments, where the
-    value (`how`) was "set", was "added" to a list, is "all" of a list's content, or was "written" into a tensor.
+    With `module`, the tree is the result of this module inside the unit, in the module's call number `occurrence`,
+    which forward hooks collect (attentions, router logits). With `place`, a path from the unit or from its arguments,
+    the unit left the tree there: `how` is "set", "added" (to a list), "all" (the content of a list) or "written" (into
+    a tensor).
     """
 
     module: str = ""
