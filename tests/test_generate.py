@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from pipeshard import PipelinePlugin, initialize
+from pipeshard.engine.traces import Traces
 from pipeshard.errors import ConfigurationError, PipeshardError, TraceError
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.generate import Generation
@@ -332,6 +334,22 @@ def test_mutations_are_seen(pool: Pool) -> None:
         assert TraceError.__name__ in str(error) or "size" in str(error)
     (first, _), (second, _) = pool.run(without_generators, 2)
     assert first != second
+
+
+def traced_by_others() -> str:
+    model = boosted(zoo.build("llama-tied"), "llama-tied")
+    failing = mock.patch.object(Traces, "find", side_effect=TraceError("unit lm_head does not run"))
+    with failing if dist.get_rank() == 0 else nullcontext(), pytest.raises(TraceError) as caught:
+        generated(model, "llama-tied")
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_a_rank_whose_trace_fails_is_named_on_the_others(pool: Pool) -> None:
+    """The others were told to pass the same prompts and to use the same seed, which they did."""
+    first, second = pool.run(traced_by_others, 2)
+    assert "unit lm_head does not run" in first
+    assert "cannot run on several stages: see the error of rank 0 (stage 0)" in second
 
 
 def plain_module() -> bool:

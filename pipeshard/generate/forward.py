@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.distributed.collectives import as_bytes, broadcast_bytes, gather
+from pipeshard.distributed.groups import ranks_of
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.traces import FoundWays
@@ -137,7 +138,9 @@ class Forward:
         what = f"a call of {entry.entry or type(self.pipeline.model).__name__}"
         if failure:
             raise TraceError(f"{what} cannot run on several stages. {failure}")
-        if len(set(numbers)) > 1 and grid.dp_size == 1 and -1 not in numbers:
+        if failed := [grid.named(rank) for rank, one in zip(ranks_of(self.group), numbers, strict=True) if one == -1]:
+            raise TraceError(f"{what} cannot run on several stages: see the error of {', '.join(failed)}")
+        if len(set(numbers)) > 1 and grid.dp_size == 1:
             found = traces.find_alike([[entry]], None, True, grid, found)
         elif len(set(numbers)) > 1:
             raise TraceError(
