@@ -1,4 +1,4 @@
-"""pipeshard: trains Hugging Face models that do not fit on one device, by exact pipeline parallelism."""
+"""pipeshard: exact pipeline parallelism for Hugging Face models that do not fit on one device."""
 
 import logging
 from importlib import import_module
@@ -58,7 +58,7 @@ _MODULES = {
     "trace": "pipeshard.graph.trace",
 }
 
-# bitsandbytes, where it is installed (peft imports it), says at import that it has no faster kernel for 4 bits on CPUs.
+# bitsandbytes, which peft imports if it is installed, logs at import that it has no fast 4-bit kernel for CPUs.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in record.msg)
 
 __all__ = [*_MODULES]

@@ -1,4 +1,4 @@
-"""Boost: a model and its optimizer become one rank's part of a pipeline."""
+"""Boost: turns a model and its optimizer into one rank's part of a pipeline."""
 
 import logging
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ from pipeshard.split.ties import share_weights, tie_on_meta
 from pipeshard.verify.decide import prove_at_boost
 
 logger = logging.getLogger("pipeshard")
-LARGE, UNEVEN, BETTER = 2**26, 0.8, 0.1  # bytes of a model; shares of one stage that are warned of, and that tell
+LARGE, UNEVEN, BETTER = 2**26, 0.8, 0.1  # thresholds: bytes of a model, one stage's share, reduction worth advising
 
 
 def boost_model(
@@ -57,7 +57,7 @@ def boost_model(
     dataloader: Any,
     kind: type[PipelineModel] = PipelineModel,
 ) -> tuple[PipelineModel, Criterion | None]:
-    """This rank's stages of a whole model, and its criterion. A model that is already boosted is returned unchanged."""
+    """Split a model; returns this rank's stages and the criterion. A boosted model is returned unchanged."""
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:
@@ -68,7 +68,7 @@ def boost_model(
     model = plain(model, warns=grid.first)
     refuse_released(model)
     refuse_criterion(criterion, model)
-    # One of the outputs alone is for the script to call, as ColossalAI's scripts do, or for execute_pipeline.
+    # A criterion of only the outputs is called by the script, as with ColossalAI, or passed to execute_pipeline.
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
     refuse_lowered_begin(model, config)
@@ -82,7 +82,7 @@ def boost_model(
     size = config.num_microbatches or config.microbatch_size or 1
     sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims or {}, size, grid.device)
     if fresh is not None:
-        check_separable(fresh, model, config, grid)  # before the proof, which would find no more than that it differs
+        check_separable(fresh, model, config, grid)  # before the proof, which would only report a difference
     if config.has_slices:
         refuse_unsliceable(model)
     asked = config
@@ -102,9 +102,9 @@ def boost_model(
         _warn_of_uneven(boosted.pipeline.policy)
     if grid.first and boosted.pipeline.policy.flow.counts_results:
         logger.warning(
-            "the criterion returns two numbers, and the second one depends on the model's output: pipeshard uses it as "
-            "a count and divides the first one by it. If it is a metric (an accuracy) and not a count, return only the "
-            "loss from the criterion, and compute the metric with execute_pipeline(..., return_outputs=fn)"
+            "the criterion returns two values, and the second depends on the model's output: pipeshard treats the "
+            "second as a count and divides the first by it. If the second is a metric (such as an accuracy), return "
+            "only the loss, and compute the metric with execute_pipeline(..., return_outputs=fn)"
         )
     GUARD.watch(boosted.pipeline.gradients)
     NORM_GUARD.watch(boosted.pipeline.gradients)
@@ -117,7 +117,7 @@ def boost_model(
 def _searched(
     config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch
 ) -> PipelineConfig:
-    """The configuration with the schedule and the cuts that are found for this model, the same on every rank."""
+    """Search a schedule and cuts for this model; returns the config with them, the same on every rank."""
     p, m = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
     precision = config.precision if config.lowers else "fp32"
     training = Training(
@@ -127,7 +127,7 @@ def _searched(
     microbatch = sample.split(*config.cut)[0]
     plans = None, config.tp_plan, config.ep_plan
     subject = study(model, microbatch, criterion, config.policy, partition, training, *plans)
-    costs = gather_objects([tuple(cost) for cost in subject.costs], grid.world)[0]  # which may be measured
+    costs = gather_objects([tuple(cost) for cost in subject.costs], grid.world)[0]  # rank 0's: measured costs differ
     subject = replace(subject, costs=[Cost(*cost) for cost in costs])
     candidate, schedule, _ = automatic(subject.on(Devices.parse(p, config.memory_limit)), p, m)
     return replace(
@@ -140,7 +140,7 @@ def _searched(
 
 
 def _texts(model: nn.Module) -> dict[str, list[str]]:
-    """The parameters of a whole model, and which of them are trained."""
+    """What ranks compare: the model's class, its parameters with shapes and dtypes, and which of them are trained."""
     named = list(model.named_parameters())
     return {
         "the model's class": [type(model).__qualname__],
@@ -154,9 +154,9 @@ def _warn_of_16_bits(model: nn.Module) -> None:
     short = [p for p in trained if p.dtype in (torch.float16, torch.bfloat16)]
     if short:
         logger.warning(
-            "%d of the %d trained parameters are %s, without fp32 copies: updates smaller than 1/%d of a parameter's "
-            "value round to zero. Pass PipelinePlugin(precision='bf16'), which keeps fp32 copies, or load the model "
-            "in fp32 (from_pretrained(..., dtype=torch.float32))",
+            "%d of the %d trained parameters are %s, without fp32 copies: an update smaller than 1/%d of a "
+            "parameter's value rounds to zero. Pass PipelinePlugin(precision='bf16'), which keeps fp32 copies, or load "
+            "the model in fp32 (from_pretrained(..., dtype=torch.float32))",
             len(short),
             len(trained),
             short[0].dtype,
@@ -165,7 +165,7 @@ def _warn_of_16_bits(model: nn.Module) -> None:
 
 
 def _warn_of_uneven(policy: Policy) -> None:
-    """Warn if a stage holds so much of a model that the others hardly save memory."""
+    """Warn if one stage holds so much of the model that splitting it hardly saves memory."""
     sizes = [parameter.numel() * parameter.element_size() for parameter in policy.model.parameters()]
     shares = policy.shares()
     if sum(sizes) < LARGE or max(shares) <= UNEVEN:
@@ -177,11 +177,11 @@ def _warn_of_uneven(policy: Policy) -> None:
     elif several:
         remedy = (
             f"{len(several)} parameters (first: {next(iter(several))}) are held by several stages, because their "
-            "modules are called on several stages. Data-parallel replicas (dp_size) with fewer stages take as much "
-            "memory and less time"
+            "modules are called on several stages. Fewer stages and more data-parallel replicas (dp_size) use as "
+            "much memory and take less time"
         )
     else:
-        remedy = "One unit alone is this large: mark cuts inside the unit with pipeshard.CutPoint, or use fewer stages"
+        remedy = "A single unit is this large: mark cuts inside the unit with pipeshard.CutPoint, or use fewer stages"
     logger.warning(
         "stage %d holds %.0f %% of the parameters of %s, so %d stages hardly save memory. %s",
         shares.index(max(shares)),
@@ -195,7 +195,7 @@ def _warn_of_uneven(policy: Policy) -> None:
 def boost_optimizer(
     model: PipelineModel, optimizer: Any, kind: type[PipelineOptimizer] = PipelineOptimizer
 ) -> PipelineOptimizer | None:
-    """An optimizer of the parameters that this rank holds."""
+    """Restrict an optimizer to the parameters that this rank holds. An optimizer that is already boosted is checked."""
     pipeline = model.pipeline
     if optimizer is None:
         return None
@@ -216,8 +216,8 @@ def check_optimizer(optimizer: Any, pipeline: Pipeline) -> None:
     if not isinstance(optimizer, PipelineOptimizer):
         raise UsageError(
             f"this {type(optimizer).__name__} was not passed to boost, so it cannot clip, unscale or synchronize "
-            "gradients across stages: pass the optimizer that booster.boost(model, optimizer) returned. You can also "
-            "create an optimizer after the model was boosted, and boost both together then"
+            "gradients across stages: pass the optimizer that booster.boost(model, optimizer) returned. For an "
+            "optimizer created after boost, call boost again with the boosted model and this optimizer"
         )
     if optimizer.gradients is not pipeline.gradients:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""CLI: the commands of `pipeshard`, each of which is added to one group."""
+"""CLI: the commands of `pipeshard`, in one click group."""
 
 import atexit
 import gc
@@ -16,7 +16,7 @@ from pipeshard.errors import PipeshardError
 from pipeshard.recipe import TRAINERS
 from pipeshard.schedule.schedules import SCHEDULES
 
-# What both commands take.
+# Arguments and options of several commands.
 MODEL = click.argument("model")
 FIELDS = click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
 MICROBATCHES = click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches per step.")
@@ -35,22 +35,26 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Refuse an output file that could not be written, before the work starts."""
+    """Return an output path. Raises BadParameter, before the work starts, if the file cannot be written."""
     folder = os.path.dirname(path or "") or "."
     if path in (None, "-"):
         return path
     if parameter.name == "draw" and not str(path).lower().endswith(PICTURES):
         raise click.BadParameter(f"{path} is not an image file: use one of the suffixes {', '.join(PICTURES)}")
     if os.path.isdir(str(path)) or not os.path.isdir(folder):
-        why = "cannot be written: the folder {} does not exist" if not os.path.isdir(folder) else "is a folder"
+        why = (
+            "cannot be written: the folder {} does not exist"
+            if not os.path.isdir(folder)
+            else "is a folder: name a file in it"
+        )
         raise click.BadParameter(f"{path} {why.format(folder)}")
     if not os.access(path if os.path.exists(str(path)) else folder, os.W_OK):
-        raise click.BadParameter(f"{path} cannot be written: no permission")
+        raise click.BadParameter(f"{path} cannot be written: permission denied")
     return path
 
 
 class _Group(click.Group):
-    """Prints one of pipeshard's own errors as one line."""
+    """A click group that prints a PipeshardError in one line and exits with status 1."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -74,11 +78,11 @@ def main() -> None:
 @MICROBATCH_SIZE
 @click.option("--seq-len", type=click.IntRange(min=1), help="Tokens per sample. [default: the model's, at most 2048]")
 @click.option(
-    "--schedule", help="Show the stages of this schedule; auto searches for one. [default: the recommended one]"
+    "--schedule", help="Show the stages of this schedule; auto searches for one. [default: the recommended schedule]"
 )
 @CHUNKS
 @PARTITION
-@click.option("--device-memory", help="Memory per device, such as 80GB or 80G, or one for each rank: 24GB,12GB.")
+@click.option("--device-memory", help="Memory per device, such as 80GB or 80G, or one value per rank: 24GB,12GB.")
 @click.option("--device-speed", help="Relative speed of each rank, such as 1.0,0.6. [default: all equal]")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | adamw_8bit | lion_8bit | none")
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
@@ -87,9 +91,13 @@ def main() -> None:
 @click.option("--zero", is_flag=True, help="Use zero_stage=1 across the replicas.")
 @click.option("--fsdp", is_flag=True, help="Use fsdp=True across the replicas.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard each stage.")
-@click.option("--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard its experts.")
-@click.option("--recompute", is_flag=True, help="Use activation recompute.")
-@click.option("--offload", help="activations: keep those of at most 2 microbatches on the device, others on the host.")
+@click.option(
+    "--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard each stage's experts."
+)
+@click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass.")
+@click.option(
+    "--offload", help="activations: keep at most 2 microbatches' activations on the device, others on the host."
+)
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="Train only LoRA adapters of this rank.")
 @click.option("--quantize", help="Quantize the base weights (requires --lora): nf4 | fp4 | int8.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices); uses 1F1B without --schedule.")
@@ -97,12 +105,16 @@ def main() -> None:
 @click.option(
     "--link",
     multiple=True,
-    help="Bandwidth and latency between two ranks, such as 50GB/s,10us. If links differ, repeat it for each rank and "
-    "the next. [default: messages take no time]",
+    help="Bandwidth and latency between two ranks, such as 50GB/s,10us. If links differ, repeat the option, once "
+    "from each rank to the next. [default: messages take no time]",
 )
 @click.option("--draw", metavar="PATH", callback=_writable, help="Draw the simulated step (png, svg, pdf).")
 @click.option(
-    "--json", "json_path", metavar="PATH", callback=_writable, help="Write the plan as JSON; - replaces the tables."
+    "--json",
+    "json_path",
+    metavar="PATH",
+    callback=_writable,
+    help="Write the plan as JSON; - prints it instead of tables.",
 )
 def plan(
     model: str,
@@ -143,8 +155,8 @@ def plan(
       pipeshard plan path/to/folder --pp 8 --microbatches 32 --device-memory 80GB
       pipeshard plan llama hidden_size=8192 num_hidden_layers=80 --pp 16 --microbatches 64
     """
-    gc.disable()  # importing makes many objects and no garbage,
-    atexit.register(gc.freeze)  # for which the interpreter would look for a second when it ends
+    gc.disable()  # imports create many objects and no garbage
+    atexit.register(gc.freeze)  # without it, the collection at exit takes a second
     with progress("building the model"):
         from pipeshard.planner.models import build, precision_of
         from pipeshard.planner.planner import plan as make_plan
@@ -264,8 +276,16 @@ def trace_run(
 @click.argument("what", metavar="SCRIPT_OR_MODEL")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--pp", type=click.IntRange(min=2), help="Number of stages.  [default: the script's; 2 for a model]")
-@click.option("--microbatches", default=2, show_default=True, type=click.IntRange(min=1), help="For a model: per step.")
-@click.option("--seq-len", default=16, show_default=True, type=click.IntRange(min=1), help="For a model: per sample.")
+@click.option(
+    "--microbatches",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="For a model: microbatches per step.",
+)
+@click.option(
+    "--seq-len", default=16, show_default=True, type=click.IntRange(min=1), help="For a model: tokens per sample."
+)
 @click.option("--schedule", default="1f1b", show_default=True, help="For a model: as in plan.")
 @CHUNKS
 @PARTITION
@@ -285,9 +305,9 @@ def verify(
 ) -> None:
     """Verify that a model split into stages trains exactly like the unsplit model. Runs in one process.
 
-    Runs a SCRIPT (.py) for torchrun with its ARGUMENTS until booster.boost, and verifies its model with its own
-    samples, criterion, optimizer and plugin. A MODEL is given as in `pipeshard plan`, with KEY=VALUE as ARGUMENTS, and
-    gets random weights. Exit codes: 0 exact, 1 different, 2 not compared in full.
+    Runs SCRIPT (a .py file for torchrun) with its ARGUMENTS up to booster.boost, and verifies the script's model with
+    the script's samples, criterion, optimizer and plugin. MODEL is as in `pipeshard plan`, with KEY=VALUE as
+    ARGUMENTS; its weights are random. Exit codes: 0 exact, 1 different, 2 not fully compared.
 
     \b
       pipeshard verify --pp 4 train.py --epochs 3
@@ -308,7 +328,7 @@ def verify(
                 ctx.exit(2)
     proof = proven.proof
     for kind, count in proof.counts.items():
-        click.echo(f"  {count:6} {kind} alike")
+        click.echo(f"  {count:6} equal {kind}")
     for but in proof.but:
         click.echo(f"  not compared: {but}")
     for moving in proof.moving:
@@ -327,7 +347,7 @@ def launch(arguments: tuple[str, ...]) -> None:
 
 
 def _trains(kind: str, what: str) -> click.Command:
-    """The command that trains with a Trainer of TRL, whose parser reads the arguments."""
+    """The command that trains with a TRL Trainer; TRL's parser reads the arguments."""
 
     def run(arguments: tuple[str, ...]) -> None:
         from pipeshard.tuning import main as train
@@ -346,7 +366,7 @@ for _kind, (_, _what) in TRAINERS.items():
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def crash(folder: str) -> None:
-    """Explain a failure, from the reports that failed ranks wrote to FOLDER (crash/rank-0.json, ...)."""
+    """Explain a failure from the reports that failed ranks wrote to FOLDER (crash/rank-0.json, ...)."""
     from pipeshard.distributed.crash import page
 
     try:
@@ -356,7 +376,7 @@ def crash(folder: str) -> None:
 
 
 def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
-    """An Engine of a pipeline that is traced with this sample."""
+    """An Engine that traces its model with this sample."""
     from pipeshard.entry import Engine
     from pipeshard.plugin import PipelinePlugin
 
@@ -364,7 +384,7 @@ def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
 
 
 def _partition(text: str) -> str | list[int] | list[str]:
-    """Parse lists with commas: numbers of unit calls, or units to cut after."""
+    """Parse a comma-separated list of unit calls or of units to cut after; other values are returned unchanged."""
     entries = [entry.strip() for entry in text.split(",")]
     if all(entry.isdigit() for entry in entries):
         return [int(entry) for entry in entries]
@@ -373,7 +393,7 @@ def _partition(text: str) -> str | list[int] | list[str]:
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Show progress on a terminal."""
+    """Context manager that shows a spinner if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

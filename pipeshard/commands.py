@@ -1,4 +1,4 @@
-"""Commands: the implementation and output of `pipeshard plan` and `pipeshard verify`."""
+"""Commands: the output of `pipeshard plan`, and the implementation of `pipeshard verify`."""
 
 import os
 import runpy
@@ -29,14 +29,14 @@ WIDTH = 80
 
 
 def show(plan: Plan, console: Console | None = None, slices: bool = False) -> None:
-    """Print it: the stages, the schedules, the recommendation and, on request, the effect of `slices` on the step."""
+    """Print a plan: its stages, schedules and recommendation and, with `slices`, the effect of slices on the step."""
     console = console or Console(width=WIDTH, highlight=False)
     for part in render(plan, slices):
         console.print(part)
 
 
 def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
-    """The parts of the output, from top to bottom."""
+    """Yield the lines and tables of the output, from top to bottom."""
     shapes = ", ".join(f"{path} {'×'.join(map(str, shape))}" for path, shape in plan.microbatch.items())
     devices = plan.devices
     limit = f", {devices.limits} for each rank" if devices.memory and not devices.are_unequal else ""
@@ -60,7 +60,7 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
 
 
 def _memory(plan: Plan) -> Table:
-    """One row per stage, all in the unit of the largest; columns of zeros are omitted."""
+    """One row per stage, all sizes in the unit of the largest total; columns of zeros are omitted."""
     size = _unit(max(stage.memory.total for stage in plan.stages))
     parts = {"weights": "parameters", "grads": "gradients", "fp32": "values", "optim.": "optimizer"}
     rest = {"temp.": "temporary", "absent": "absent", "update": "update"}
@@ -80,7 +80,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    """One row per stage: its units, its times, and its messages, all in the unit of the largest."""
+    """One row per stage: its units, times, and messages, whose sizes are in the unit of the largest."""
     crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
     table = _table(f"Times of the stages in {_TIMES[plan.unit]}, messages in {crossing}")
     table.add_column("stage", justify="right", no_wrap=True)
@@ -99,8 +99,8 @@ def _table(title: str) -> Table:
 
 
 def _schedules(plan: Plan) -> Table:
-    unit = "in seconds" if plan.unit == "seconds" else "over that of a step without idle time"
-    table = _table(f"Schedules; step: its time {unit}")
+    unit = "time in seconds" if plan.unit == "seconds" else "time divided by that of a step without idle time"
+    table = _table(f"Schedules; step: {unit}")
     table.padding = (0, 1 if _has_speed(plan) else 2, 0, 0)
     table.add_column("", no_wrap=True)
     for name in ("step", *(["tokens/s"] if _has_speed(plan) else []), "idle", "peak rank", "memory", "fits"):
@@ -153,25 +153,25 @@ def _in(size: int, unit: str) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits, or fewer if they would be thousandths."""
+    """Format a number with three significant digits, but at most two decimals."""
     return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"
 
 
 def _count(number: int) -> str:
-    """A number of parameters: 405B."""
+    """Format a number of parameters, such as 405B."""
     digits, unit = format_bytes(number).split()
     return digits + {"B": "", "kB": "k", "MB": "M", "GB": "B", "TB": "T"}[unit]
 
 
-CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # what the command exits with
+CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # exit codes of the command
 
 
 def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> Proven:
-    """Run a training script in one process that stands for all ranks, up to its booster.boost."""
+    """Run a training script up to its booster.boost, in one process for all ranks; returns the proof."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")  # as torchrun tells it
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")  # as torchrun sets them
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
@@ -183,14 +183,16 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
     except PipeshardError as error:
         return Proven(Proof(UNPROVEN, summary(error)), path.name)
     except SystemExit as ended:
-        return Proven(Proof(UNPROVEN, f"the script ended with {ended.code!r} before booster.boost"), path.name)
-    return Proven(Proof(UNPROVEN, "the script ended without booster.boost"), path.name)
+        return Proven(
+            Proof(UNPROVEN, f"the script exited with {ended.code!r} before it called booster.boost"), path.name
+        )
+    return Proven(Proof(UNPROVEN, "the script ended without calling booster.boost"), path.name)
 
 
 def prove_model(
     source: str, fields: Sequence[str], seq_len: int, dtype: str, make_booster: Callable[[Any], Any]
 ) -> Proven:
-    """Build the model, see `source.build`, with random weights, and boost it with `make_booster(batch)`."""
+    """Boost a model with random weights (see `planner.models.build`) with `make_booster(batch)`; returns the proof."""
     model = build(source, fields, dtype)
     data = drawn_batch(model, 10, seq_len)
     with tempfile.TemporaryDirectory() as folder:
@@ -202,11 +204,11 @@ def prove_model(
             return proven
         finally:
             dist.destroy_process_group()
-    raise AssertionError("booster.boost has not come to a proof")
+    raise AssertionError("booster.boost ended without a proof")
 
 
 def drawn_batch(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
-    """Random samples, with a different number of labels in each sample."""
+    """A batch of random samples; if labels are per token, samples have different numbers of labels."""
     config = config_of(model)
     generator = torch.Generator().manual_seed(0)
     text = text_config(model)

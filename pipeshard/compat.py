@@ -1,4 +1,4 @@
-"""Compat: arguments, attributes and a stage manager of ColossalAI's own plugins, which differ here."""
+"""Compat: ColossalAI's stage manager, plugin arguments and plugin attributes, each supported, ignored or refused."""
 
 import difflib
 import itertools
@@ -22,27 +22,28 @@ RankOrOwn = int | None  # None: this process's own
 
 
 class PipelineStageManager:
-    """The pipeline along one axis of a mesh, seen from this process.
+    """This process's view of the pipeline along one axis of a mesh.
 
-    With v model chunks, chunk c of the rank at stage r is virtual stage r + c·p; in a V (`use_zbv`, always two chunks)
-    the second chunk runs back, so both the first and the last virtual stage are at rank 0:
+    With v model chunks, chunk c of pipeline rank r is virtual stage r + c·p. In a V (`use_zbv`, always two chunks), the
+    second chunks are in reverse rank order, so rank 0 has both the first and the last virtual stage:
 
         interleaved, p=2, v=2:  rank 0  [0, 2]        V, p=2:  rank 0  [0, 3]
                                 rank 1  [1, 3]                 rank 1  [1, 2]
 
-    Methods and meanings are those of `colossalai.pipeline.stage_manager.PipelineStageManager` 0.5.
+    Methods behave as those of `colossalai.pipeline.stage_manager.PipelineStageManager` in ColossalAI 0.5.
 
     Args:
         pg_mesh: the mesh.
-        pipeline_axis: the axis of the mesh that is the pipeline.
-        enable_interleave: several model chunks on each rank.
-        use_zbv: the chunks form a V.
-        num_model_chunks: v.
-        num_layers_per_stage: layers of each of the p·v virtual stages, in the model's order; None spreads them evenly.
+        pipeline_axis: the axis of the mesh along which the pipeline runs.
+        enable_interleave: whether a rank may have several model chunks.
+        use_zbv: whether the chunks form a V.
+        num_model_chunks: v, the number of model chunks per rank.
+        num_layers_per_stage: the number of layers of each of the p·v virtual stages, in the model's order; None
+            distributes the layers evenly.
 
     Raises:
-        ConfigurationError: no such axis, several chunks without `enable_interleave`, a V without two of them, or a
-            `num_layers_per_stage` of another length than p·v.
+        ConfigurationError: if the axis does not exist, if there are several chunks without `enable_interleave`, if a V
+            does not have two chunks, or if the length of `num_layers_per_stage` is not p·v.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class PipelineStageManager:
         fits = num_model_chunks == 2 if use_zbv else num_model_chunks > 0
         if not fits or (num_model_chunks > 1 and not enable_interleave):
             raise ConfigurationError(
-                f"{num_model_chunks=}: use 1, more with enable_interleave=True, or 2 with use_zbv=True."
+                f"{num_model_chunks=} is not supported with {enable_interleave=} and {use_zbv=}: use 1, more with "
+                "enable_interleave=True, or 2 with both set to True"
             )
         self.pg_mesh, self.pipeline_axis = pg_mesh, pipeline_axis
         self.p2p_group = pg_mesh.get_group_along_axis(pipeline_axis)
@@ -65,26 +67,29 @@ class PipelineStageManager:
         self.num_stages, self.stage = len(ranks), ranks.index(pg_mesh.rank)
         self.prev_rank, self.next_rank = ranks[self.stage - 1], ranks[(self.stage + 1) % len(ranks)]
         if num_layers_per_stage is not None and len(num_layers_per_stage) != len(ranks) * num_model_chunks:
-            raise ConfigurationError(f"{num_layers_per_stage=}: pass {len(ranks) * num_model_chunks} numbers.")
+            raise ConfigurationError(
+                f"{num_layers_per_stage=} has {len(num_layers_per_stage)} entries: pass "
+                f"{len(ranks) * num_model_chunks}, one per virtual stage"
+            )
         self.is_interleave, self.use_zbv, self.num_model_chunks = enable_interleave, use_zbv, num_model_chunks
         self.num_layers_per_stage = num_layers_per_stage
         self.model_chunk_id: int | None = None
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """Whether the model begins here: on the first rank and, unless `ignore_chunk`, in the first chunk.
+        """Whether this is the first virtual stage; with `ignore_chunk`, whether this is the first rank.
 
         Raises:
-            UsageError: interleaved, and no chunk is chosen by `switch_model_chunk_id`.
+            UsageError: if the chunks are interleaved, and `switch_model_chunk_id` has selected none.
         """
         return (ignore_chunk or self._chunk() == 0) and self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        """Whether the model ends here: in the last chunk of the last rank, or of the first in a V.
+        """Whether this is the last virtual stage: the last chunk of the last rank or, in a V, of the first rank.
 
         With `ignore_chunk`: whether this is the last rank.
 
         Raises:
-            UsageError: interleaved, and no chunk is chosen by `switch_model_chunk_id`.
+            UsageError: if the chunks are interleaved, and `switch_model_chunk_id` has selected none.
         """
         end = 0 if self.use_zbv and not ignore_chunk else self.num_stages - 1
         return (ignore_chunk or self._chunk() == self.num_model_chunks - 1) and self.stage == end
@@ -94,27 +99,27 @@ class PipelineStageManager:
         return dist.get_rank()
 
     def get_prev_rank(self) -> int:
-        """World rank of the previous stage; of the last stage, for the first."""
+        """The world rank of the previous stage; on the first stage, the rank of the last."""
         return self.prev_rank
 
     def get_next_rank(self) -> int:
-        """World rank of the next stage; of the first stage, for the last."""
+        """The world rank of the next stage; on the last stage, the rank of the first."""
         return self.next_rank
 
     def get_p2p_process_group(self) -> dist.ProcessGroup | None:
-        """The group of all stages of this pipeline."""
+        """The process group of all stages of this pipeline."""
         return self.p2p_group
 
     def init_process_group_by_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the given stages of this pipeline, or None if this process is at none of them.
+        """The process group of these stages of the pipeline, or None if this process has none of these stages.
 
-        A collective the first time: see `ProcessGroupMesh.get_group_along_axis`.
+        The first call is a collective: see `ProcessGroupMesh.get_group_along_axis`.
         """
         return self.pg_mesh.get_group_along_axis(self.pipeline_axis, stages)
 
     @contextmanager
     def switch_model_chunk_id(self, model_chunk_id: int) -> Iterator[None]:
-        """Inside, methods refer to this chunk."""
+        """Context manager in which the methods refer to this chunk."""
         previous, self.model_chunk_id = self.model_chunk_id, model_chunk_id
         try:
             yield
@@ -124,18 +129,20 @@ class PipelineStageManager:
     def distribute_layers(
         self, num_layers: int, num_stages: RankOrOwn = None, num_model_chunks: RankOrOwn = None
     ) -> list[int]:
-        """Layers of each of the p·v virtual stages, in the model's order.
+        """The number of layers of each of the p·v virtual stages, in the model's order.
 
-        If they do not divide, the middle stages get one more: the first and last have the embedding and the head.
+        If the layers do not divide evenly, the middle stages have one more, since the first and the last stage also
+        hold the embedding and the head.
 
         Raises:
-            ConfigurationError: `num_layers` is not the sum of `num_layers_per_stage`.
+            ConfigurationError: if `num_layers` is not the sum of `num_layers_per_stage`.
         """
         given = self.num_layers_per_stage
         if given is not None:
             if sum(given) != num_layers:
                 raise ConfigurationError(
-                    f"num_layers_per_stage sums to {sum(given)}, but the model has {num_layers} layers."
+                    f"num_layers_per_stage sums to {sum(given)}, but the model has {num_layers} layers: pass "
+                    "numbers whose sum is the number of layers"
                 )
             return list(given)
         parts = (num_stages or self.num_stages) * (num_model_chunks or self.num_model_chunks)
@@ -150,14 +157,14 @@ class PipelineStageManager:
         num_model_chunks: RankOrOwn = None,
         num_stages: RankOrOwn = None,
     ) -> list[int] | list[list[int]]:
-        """The layers of a stage as [first, end): one such pair, or with several chunks (or in a V) one for each.
+        """Return the range [first, end) of a stage's layers; with several chunks, a list of such ranges, one per chunk.
 
         Args:
-            layers_per_stage: layers of each of the p·v virtual stages, as from `distribute_layers`.
-            stage, num_model_chunks, num_stages: instead of this process's own.
+            layers_per_stage: the number of layers of each of the p·v virtual stages, as from `distribute_layers`.
+            stage, num_model_chunks, num_stages: values to use instead of this process's own.
 
         Raises:
-            ConfigurationError: `layers_per_stage` does not reach to this stage's last chunk.
+            ConfigurationError: if `layers_per_stage` is too short for this stage, or `stage` is out of range.
         """
         stage = self.stage if stage is None else stage
         p = num_stages or self.num_stages
@@ -176,12 +183,12 @@ class PipelineStageManager:
         if not self.is_interleave:
             return 0
         if self.model_chunk_id is None:
-            raise UsageError("Choose a chunk with `with switch_model_chunk_id(i):`, or pass ignore_chunk=True.")
+            raise UsageError("no model chunk is selected: use `with switch_model_chunk_id(i):`, or ignore_chunk=True")
         return self.model_chunk_id
 
 
 logger = logging.getLogger("pipeshard")
-# Arguments that are there for speed: whatever they are, the numbers are the same, or more exact without them.
+# Arguments that only affect speed: if they are ignored, results are the same or more exact.
 SPEED = {
     "broadcast_buffers": True,
     "check_reduction": False,
@@ -204,59 +211,61 @@ SPEED = {
     "static_graph": False,
     "zero_bucket_size_in_m": 12,
 }
-_SEQUENCES = "sequences are not sharded across ranks: use pp_size, dp_size and tp_size, and recompute for long ones"
+_SEQUENCES = (
+    "sequences are not sharded across ranks: use pp_size, dp_size and tp_size, and recompute for long sequences"
+)
 _SCALE = "with precision='fp16', the loss scale is halved when a gradient overflows, and doubled after 1000 steps "
-_SCALE += "without overflow, between 1 and 2**32: pass only initial_scale"
+_SCALE += "without overflow, between 1 and 2**32: set only its initial value, with initial_scale"
 _POLICY = "pass the class as policy=..., or register it with pipeshard.register_policy"
-# The others, by their default in ColossalAI, with which they are taken, and what to use instead.
+# Unsupported arguments: ColossalAI's default, which is accepted, and what to use instead.
 INSTEAD: dict[str, tuple[Any, str]] = {
     "backoff_factor": (0.5, _SCALE),
-    "cpu_offload": (False, "states stay on the device: zero_stage=1, fsdp=True or recompute=... reduce its memory"),
+    "cpu_offload": (False, "optimizer states stay on the device: zero_stage=1, fsdp=True or recompute=... save memory"),
     "custom_policy": (None, _POLICY),
-    "dp_outside": (True, "ranks are ordered by tensor-parallel rank first, then by stage, then by replica"),
+    "dp_outside": (True, "the order of ranks is always tp-pp-dp, with replicas outermost: omit dp_outside"),
     "enable_sequence_parallelism": (False, _SEQUENCES),
-    "gradient_checkpoint_config": (None, "pass recompute=True, a ratio, or a list of ratios, one for each stage"),
+    "gradient_checkpoint_config": (None, "pass recompute=True, a ratio, or a list of ratios, one per stage"),
     "growth_factor": (2, _SCALE),
     "growth_interval": (1000, _SCALE),
-    "hysteresis": (None, _SCALE),  # there the second overflow in a row halves
+    "hysteresis": (None, _SCALE),  # in ColossalAI, only the second overflow in a row halves the scale
     "inner_ring_size": (None, _SEQUENCES),
     "max_scale": (2**32, _SCALE),
     "min_scale": (1, _SCALE),
-    "num_layers_per_stage": (None, "pass partition=[...], unit calls per stage, embedding and head included"),
+    "num_layers_per_stage": (None, "pass partition=[...], each stage's unit calls including embedding and head"),
     "sequence_parallelism_mode": (None, _SEQUENCES),
     "sp_size": (1, _SEQUENCES),
     "use_fp8": (False, "pass precision='bf16' or 'fp16'"),
 }
 PLUGIN_ATTRIBUTES = {
-    "amp_config": "plugin.precision has the precision, and model.pipeline.scaling has the loss scale with fp16",
+    "amp_config": "plugin.precision is the precision and, with fp16, model.pipeline.scaling has the loss scale",
     "custom_policy": _POLICY,
     "ddp_config": "pipeshard itself reduces gradients across replicas, without DistributedDataParallel",
     "scheduler": "plugin.schedule is the schedule's name, and booster.execute_pipeline runs it",
-    "shard_config": "there are no settings per architecture; plugin.tp_group and plugin.stage_manager have the ranks",
+    "shard_config": "pipeshard has no settings per architecture; ranks are in plugin.tp_group and plugin.stage_manager",
     "sp_group": _SEQUENCES,
     "zero_config": "plugin.zero_stage and plugin.fsdp determine what is sharded across replicas",
 }
 
 
 class ForeignAttributeError(UsageError, AttributeError):
-    """An attribute of another plugin, which `hasattr` reports as missing."""
+    """An attribute of ColossalAI's plugins that pipeshard lacks; an AttributeError, so that `hasattr` returns False."""
 
 
 def refuse_positional(values: Collection[Any]) -> None:
     if values:
         raise ConfigurationError(
             f"PipelinePlugin takes only pp_size as a positional argument, got {len(values)} more "
-            f"({', '.join(map(repr, values))}): pass the others by name, as in PipelinePlugin(pp_size=2, "
+            f"({', '.join(map(repr, values))}): pass all others by name, as in PipelinePlugin(pp_size=2, "
             "num_microbatches=8, tp_size=1, dp_size=1). (HybridParallelPlugin's first two are tp_size and pp_size)"
         )
 
 
 def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collection[str], warns: bool) -> Schedule:
-    """The schedule, which `pp_style` may also name. Raises ConfigurationError for other arguments that have no meaning
-    here, and warns of those that can be ignored."""
+    """Return the schedule, which `pp_style` may also name. Raises ConfigurationError for `foreign` arguments that are
+    unknown or not supported, and warns about those that are ignored."""
     style: Schedule = foreign.get("pp_style", schedule)
     if schedule not in ("1f1b", style):
-        raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r}: pass only one of the two")
+        raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r} differ: pass only one of the two")
     idle = []
     for name, value in foreign.items():
         if name not in (*SPEED, *INSTEAD, "pp_style"):
@@ -270,7 +279,7 @@ def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collectio
             raise ConfigurationError(f"{name}={value!r} is a ColossalAI argument that is not supported: {instead}")
         idle.append(f"{name}={value!r}")
     if idle and warns:
-        logger.warning("%s: ignored, because these ColossalAI options only affect speed, not results", ", ".join(idle))
+        logger.warning("ignoring %s: these ColossalAI options only affect speed, not results", ", ".join(idle))
     return style
 
 
@@ -300,7 +309,7 @@ def import_booster() -> None:
 
 
 def register_plugin(plugin: type) -> None:
-    """Make ColossalAI's Booster, if it is imported, accept `plugin` as one of its own."""
+    """Make ColossalAI's Booster, if it is imported, accept `plugin`, and undo ColossalAI's changes to torch."""
     base = getattr(sys.modules.get(BASE), "PipelinePluginBase", None)
     if base is not None and not issubclass(plugin, base):
         base.register(plugin)
@@ -308,7 +317,7 @@ def register_plugin(plugin: type) -> None:
 
 
 def wrapper(kind: type[T], interface: str) -> type[T]:
-    """`kind`, which is also the ModelWrapper or OptimizerWrapper of ColossalAI if that is imported."""
+    """`kind` or, if ColossalAI is imported, a subclass that also inherits its ModelWrapper or OptimizerWrapper."""
     base = getattr(sys.modules.get(INTERFACE), interface, None)
     return kind if base is None else _also(kind, base)  # type: ignore[arg-type]
 

@@ -26,19 +26,19 @@ from pipeshard.split.route import Recompute
 REDUCTIONS = ("token", "batch", "microbatch")
 CUTS = "num_microbatches", "microbatch_size", "microbatch_tokens"
 POSITIVE = "a positive integer"
-LEAST_OF_SLICE = 256  # positions, with num_slices="auto"
+LEAST_OF_SLICE = 256  # least positions per slice with num_slices="auto"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-AUTO = "auto"  # the schedule that is searched
+AUTO = "auto"  # search for a schedule
 OFFLOADED = ("activations",)
 OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between ranks
 
 
 @dataclass(frozen=True)
 class PipelineHints:
-    """The attribute `pipeline_hints` of a model: its own values for arguments of the plugin that are not given.
+    """The attribute `pipeline_hints` of a model: values for arguments of the plugin that the user did not set.
 
-    `num_stages` is the number of stages that the model is made for, if that matters; `recompute` requests that every
-    unit keeps no activations, or every unit whose class name is in `checkpointable`.
+    `num_stages` is the number of stages that the model requires, or None. `recompute` recomputes every unit or, with
+    `checkpointable`, every unit whose class name is in `checkpointable`.
     """
 
     num_stages: int | None = None
@@ -49,7 +49,7 @@ class PipelineHints:
 
 
 class Settled(NamedTuple):
-    """The values for a model: the given arguments, otherwise the model's hints."""
+    """The values to use for a model: the user's arguments, or the model's hints for those not set."""
 
     partition: Cuts
     recompute: Recompute
@@ -58,35 +58,36 @@ class Settled(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How to train in a pipeline, the same on every rank; the fields are the arguments of PipelinePlugin.
+    """The arguments of PipelinePlugin. All except `dry_run_input` and `timeout` must be the same on every rank.
 
     Fields that depend on other fields are resolved: `num_model_chunks` is the number that the schedule uses,
-    `num_microbatches` is 1 for a single stage without either number, and `verify` is False if PIPESHARD_VERIFY=0
+    `num_microbatches` is 1 with pp_size=1 if no microbatch size is set, and `verify` is False if PIPESHARD_VERIFY=0
     disables "auto".
 
     Args:
         pp_size: p, the number of stages.
-        num_microbatches: how many microbatches each batch is cut into along its samples, or instead
-        microbatch_size: the samples of each, or instead
-        microbatch_tokens: the most tokens of each, including padding. Samples of similar length are grouped, and the
-            padding of a microbatch is cut off to its own longest sample. With pp_size=1 and for a PipelineTrainer, all
-            three may be omitted.
+        num_microbatches: the number of microbatches into which each batch is split along its samples.
+        microbatch_size: alternatively, the number of samples per microbatch.
+        microbatch_tokens: alternatively, the maximum number of tokens per microbatch, including padding. Samples of
+            similar length are grouped, and each microbatch is padded only to its own longest sample. With pp_size=1 and
+            for a PipelineTrainer, all three may be omitted.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
-            gradients of linear and embedding layers are computed separately, while a stage would otherwise wait. Or a
-            `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one, which runs as given, with
-            messages added. "auto" searches for the cuts, the chunks of each rank and the order of all actions that take
-            the least time for this model, using the costs of partition="auto" or "profile", within `memory_limit`.
-        memory_limit: the memory of a rank for schedule="auto", such as "80GB", counted with AdamW's states; by default
-            the memory of the rank that needs most with "1f1b".
-        num_slices: how many slices each microbatch is cut into along its sequence in training, so that stages need not
-            wait for whole microbatches of long sequences; "auto" makes slices of at least 256 positions while they
-            shorten the step. For transformers' decoders with a cache, with "1f1b", "gpipe" or "zb-h1".
-        num_model_chunks: v, the model chunks per process: 2 (the default) or more for "interleaved"; the schedules in a
-            V always have 2, and the others 1.
+            gradients of linear and embedding layers are computed separately, when a stage would otherwise wait. Or a
+            `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one: the program runs as given, with
+            messages added. "auto" searches for the cuts, the chunks of each rank and the order of all actions that
+            minimize this model's step time within `memory_limit`, using the costs of partition="auto" or "profile".
+        memory_limit: the memory per rank for schedule="auto", such as "80GB", including AdamW's states; by default the
+            memory that "1f1b" needs on its fullest rank.
+        num_slices: the number of slices into which each microbatch is split along its sequence in training, so that
+            stages wait less for long sequences. "auto" uses more slices while they shorten the step, with at least 256
+            positions each. Requires a transformers decoder with a cache, and "1f1b", "gpipe" or "zb-h1".
+        num_model_chunks: v, the model chunks per process: 2 (the default) or more for "interleaved", always 2 for the V
+            schedules ("zbv", "v-half", "v-min"), and 1 for all others.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
-        partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
-            "profile" (by measured time; "profile:PATH" saves it in a file), "speed:1.0,0.6" (by cost over the relative
-            speed of each rank), how many unit calls each of the p·v stages gets, or the units to cut after.
+        partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (the same number of units whose class
+            matches), "profile" (by measured time; "profile:PATH" saves the times in a file), "speed:1.0,0.6" (by cost
+            divided by each rank's relative speed), a list with the unit calls of each of the p·v stages, or a list of
+            the units to cut after.
         policy: a Policy class for this model; by default the one registered for it.
         init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
             initialized. True uses the architecture's own rule, False leaves it to `booster.load_model`; a function is
@@ -102,38 +103,40 @@ class PipelineConfig:
             each replica's batch separately, and averages the replicas' losses, as DistributedDataParallel does;
             "microbatch" averages the unweighted losses of the microbatches.
         dp_size: the number of replicas; by default as many as the world size allows.
-        tp_size: the number of ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its
-            policy's.
-        tp_plan: a custom plan: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
-        ep_size: the number of ranks that shard the experts of each stage, by the architecture's own `ep_plan`. Not with
-            `tp_size`.
-        ep_plan: a custom plan: "ep_dispatch_experts" for modules of experts, and "grouped_gemm" for their parameters.
-        zero_stage: 1 shards the optimizer's state across the replicas, by whole parameters.
-        fsdp: True shards parameters, gradients and the optimizer's state of each held unit across the replicas, with
+        tp_size: the number of ranks that shard each stage, using the architecture's own `tp_plan` (transformers 5) or
+            its policy's.
+        tp_plan: a custom plan: a dict from module names, with * for numbers, to "colwise", "rowwise" or another style.
+        ep_size: the number of ranks that shard the experts of each stage, using the architecture's own `ep_plan`. Not
+            supported with `tp_size`.
+        ep_plan: a custom plan: a dict with "ep_dispatch_experts" for expert modules, and "grouped_gemm" for their
+            parameters.
+        zero_stage: 1 shards the optimizer state across the replicas, without splitting any parameter's state.
+        fsdp: True shards the parameters, gradients and optimizer state of each held unit across the replicas, with
             torch's `fully_shard`; parameters are gathered once per step.
-        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, but
-            gradients are summed, and values updated, in fp32. "fp16" scales the loss, and all ranks skip a step if a
-            gradient overflowed.
-        autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
+        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16", parameters have 16 bits, while
+            gradients are accumulated, and updates applied, in fp32. "fp16" scales the loss, and all ranks skip a step
+            if a gradient overflowed.
+        autocast: keep the parameters in fp32, and run forwards under torch.autocast with `precision`.
         initial_scale: the initial loss scale, with "fp16".
-        compile: True, or options of torch.compile: each held unit is compiled separately, and units of one class once.
-            Not with schedules that split the backward.
-        batch_dims: for leaves of the batch, by path, the dimension that counts the samples if it is not the first
-            (time-major inputs), or None for a leaf that every microbatch receives whole. An ambiguous leaf is refused.
+        compile: True, or a dict of torch.compile options: each held unit is compiled separately, but only once per
+            class. Not supported with schedules that split the backward.
+        batch_dims: a dict from paths of batch leaves to the batch dimension, if it is not the first (time-major
+            inputs), or to None for a leaf that every microbatch receives unsplit. An ambiguous leaf is an error.
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
-            stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
+            stage's units in [0, 1] (repeated layers first), or a list of shares, one per stage (p·v).
         offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all others
             to the host until their backward. On a CPU nothing is copied.
-        activation_checkpoint_interval: alternatively, recompute every k-th unit of the model, with k > 0.
-        timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
-            before all ranks abort with a table of each rank's current activity; None for no limit. "adaptive" is 20
-            times the longest so far, and at least 30. Or a dict of these: for a "step", for any "other" call (a save, a
-            load, a boost), and for waits of the script itself "between" two calls.
-        watchdog: False disables the mechanisms that end all ranks together: two threads, a small process, faulthandler,
-            and hooks of `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures then show as the
-            backend's errors.
-        check_finite: check the loss and the tensors that every stage sends and sums, and stop on a non-finite one with
-            an error that names the stage and the parameter. With "fp16", gradients may overflow: they are not checked.
+        activation_checkpoint_interval: alternatively, recompute every k-th unit call of the model, with k > 0.
+        timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long outside a
+            step) before all ranks abort with a table of each rank's current activity; None for no limit. "adaptive" is
+            20 times the longest action so far, and at least 30 seconds. Or a dict of these values: for a "step", for
+            any "other" call (a save, a load, a boost), and for waits of the script itself "between" two calls.
+        watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
+            faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures
+            then appear as the backend's errors.
+        check_finite: check the loss, and the tensors that each stage sends or reduces. A non-finite value raises
+            NonFiniteError, which names the stage and the parameter. With "fp16", gradients are not checked, since they
+            may overflow.
         verify: prove, before the model is cut, that it trains the same split as unsplit: in the first process, all
             stages and the unsplit model take two steps on samples of the batch that is used for tracing. "auto" does
             this for models that docs/parity.md does not list, if it takes less than 5 seconds and a tenth of the free
@@ -141,7 +144,7 @@ class PipelineConfig:
         deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
             instead of once per microbatch. Not with `compile`.
 
-    Raises ConfigurationError for arguments that cannot work.
+    Raises ConfigurationError for invalid arguments and combinations.
     """
 
     pp_size: int
@@ -199,21 +202,21 @@ class PipelineConfig:
         self._settle(batch_dims=dict(self.batch_dims or {}))
         if self.verify == "auto" and os.environ.get("PIPESHARD_VERIFY") == "0":
             self._settle(verify=False)
-        _ = self.placement, self.recomputed  # which raise where there are none
+        _ = self.placement, self.recomputed  # both raise for invalid arguments
 
     @property
     def num_stages(self) -> int:
-        """The parts of the model: each process has one, or several chunks."""
+        """The number of stages, p·v: each rank has one, or one per chunk."""
         return self.pp_size * self.num_model_chunks
 
     @property
     def is_v(self) -> bool:
-        """Whether the stages run down the ranks and back up."""
+        """Whether the stages form a V: from the first rank to the last, and back."""
         return self.schedule in IN_A_V or (self.num_model_chunks == 2 and is_v(self.placement, self.pp_size))
 
     @property
     def cut(self) -> tuple[int | None, int | None]:
-        """The number of microbatches in a batch, or the samples in each; neither if they are grouped by tokens."""
+        """(num_microbatches, microbatch_size), of which one is None; both are None with `microbatch_tokens`."""
         return self.num_microbatches, self.microbatch_size
 
     @property
@@ -222,7 +225,7 @@ class PipelineConfig:
         return self.tp_size * self.ep_size
 
     def refuse_uncut(self) -> None:
-        """Raise ConfigurationError unless exactly one of the three arguments says how to cut batches."""
+        """Raise ConfigurationError unless exactly one of the three arguments that split batches is set."""
         if len(self._cuts) != 1:
             given = self._cuts or dict.fromkeys(CUTS)
             sizes = " and ".join(f"{name}={value}" for name, value in given.items())
@@ -234,26 +237,26 @@ class PipelineConfig:
 
     @property
     def has_exact_loss(self) -> bool:
-        """Whether the loss of a batch is the same, however the batch is cut."""
+        """Whether the loss of a batch does not depend on how the batch is split into microbatches."""
         return self.loss_reduction != "microbatch"
 
     @property
     def lowers(self) -> bool:
-        """Whether parameters have 16 bits, with additional fp32 values."""
+        """Whether parameters are cast to 16 bits, with additional fp32 values."""
         return self.precision != "fp32" and not self.autocast
 
     @property
     def has_slices(self) -> bool:
-        """Whether microbatches are cut along the sequence."""
+        """Whether microbatches are split along the sequence."""
         return self.num_slices != 1
 
     @property
     def is_ragged(self) -> bool:
-        """Whether samples are grouped by tokens, and padding is cut off."""
+        """Whether microbatches are built by their number of tokens, with excess padding removed."""
         return self.microbatch_tokens is not None
 
     def slices_of(self, totals: Sequence[int]) -> int:
-        """The number of slices for each microbatch of a step with this many positions."""
+        """The number of slices per microbatch; `totals` has the number of positions of each microbatch of the step."""
         if isinstance(self.num_slices, int):
             return self.num_slices
         return number_of_slices(str(self.schedule), self.pp_size, len(totals), min(totals) // LEAST_OF_SLICE)
@@ -264,24 +267,25 @@ class PipelineConfig:
 
     @property
     def defers(self) -> bool:
-        """Whether weight gradients may be computed separately although the schedule does not require it: parameters of
-        layers and their forwards must not be changed in any other way."""
+        """Whether weight gradients may be computed separately even if the schedule does not require it: not for
+        compiled units, or with tensor or expert parallelism."""
         return not (self.compile or self.slices_of_stage > 1)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The process of the pipeline that has each stage; before a search, as if each stage had its own process."""
+        """The pipeline rank of each stage; before a search, one stage per rank."""
         if self.schedule == AUTO:
             return tuple(range(self.pp_size))
         return self.program().placement
 
     @cached_property
     def recomputed(self) -> Recompute:
-        """The recomputation that the two arguments request."""
+        """The recomputation that `recompute` and `activation_checkpoint_interval` request."""
         return Recompute.of(self.recompute, self.activation_checkpoint_interval, self.num_stages)
 
     def program(self, num_microbatches: int = 1, num_slices: int = 1) -> Program:
-        """The program of a training step, without messages; raises ConfigurationError if the schedule has none."""
+        """The program of a training step, without messages; raises ConfigurationError if the schedule
+        does not support these numbers."""
         if num_slices > 1:
             program = sliced(str(self.schedule), self.pp_size, num_microbatches, num_slices)
             check_slices(program, num_slices)
@@ -294,16 +298,16 @@ class PipelineConfig:
         return split_backwards(program) if num_slices > 1 else shorten_cooldown(program)
 
     def settled(self, hints: PipelineHints | None, criterion: Criterion | None) -> Settled:
-        """These arguments and the user's criterion, completed by the model's hints.
+        """The user's arguments and criterion, with the model's hints for those not set.
 
-        Raises ConfigurationError for a model that is made for another number of stages.
+        Raises ConfigurationError for a model that requires another number of stages.
         """
         hints = hints or PipelineHints()
         if hints.num_stages not in (None, self.num_stages):
             raise ConfigurationError(
                 f"the model was built for num_stages={hints.num_stages}, but pp_size={self.pp_size} with "
-                f"{self.num_model_chunks} chunks per rank gives {self.num_stages} stages: use the same number, or "
-                "omit num_stages"
+                f"{self.num_model_chunks} chunks per rank gives {self.num_stages} stages: use the same number "
+                "of stages, or omit num_stages"
             )
         given = any(self.recomputed.ratios) or self.recomputed.interval > 0
         hinted = replace(Recompute.of(hints.recompute, 0, self.num_stages), classes=hints.checkpointable)
@@ -363,7 +367,7 @@ class PipelineConfig:
 
     def _check_numbers(self) -> None:
         norm = 0.0 if self.max_norm is None else self.max_norm
-        holds = _is_number(norm) and norm >= 0  # with an infinite one the norm is measured
+        holds = _is_number(norm) and norm >= 0  # infinity measures the norm without clipping
         self._check("max_norm", holds, "a non-negative number, or None for no clipping")
         self._settle(max_norm=norm)
         scale = self.initial_scale
@@ -380,7 +384,7 @@ class PipelineConfig:
         if self.memory_limit is not None and self.schedule != AUTO:
             raise ConfigurationError(
                 f"memory_limit={self.memory_limit!r} is not supported with schedule={name_of(self.schedule)!r}: it "
-                f"only limits the search of schedule={AUTO!r}"
+                f"only limits the search of schedule={AUTO!r}. Omit memory_limit"
             )
         if self.schedule == AUTO:
             self._check_auto()
@@ -392,7 +396,7 @@ class PipelineConfig:
             self._check_slices()
 
     def _check_auto(self) -> None:
-        """Refuse options that the search chooses, or that its programs do not support."""
+        """Refuse options that the search chooses itself, or that its programs do not support."""
         for name, default in (
             ("partition", AUTO),
             ("num_model_chunks", 1),
@@ -417,16 +421,16 @@ class PipelineConfig:
         if self.is_ragged:
             raise ConfigurationError(
                 f"num_slices={self.num_slices!r} is not supported with microbatch_tokens={self.microbatch_tokens}: all "
-                "microbatches of a step need the same number of slices, but may differ in length. Use one of the two"
+                "microbatches of a step need the same number of slices, but may differ in length. Use only one"
             )
         if self.compile:
             raise ConfigurationError(
                 f"num_slices={self.num_slices!r} is not supported with compile={self.compile!r}: the cache length "
-                "differs for each slice, so a unit would be recompiled for each. Use only one of the two"
+                "differs between slices, so torch would recompile each unit for each slice. Use only one of the two"
             )
 
     def _refuse_compiled_backward(self, schedule: str) -> None:
-        """Refuse to compile units whose weight gradients this schedule separates."""
+        """Refuse `compile` for a schedule that computes weight gradients separately."""
         if self.compile:
             raise ConfigurationError(
                 f"compile={self.compile!r} is not supported with schedule={schedule!r}: a compiled backward cannot "
@@ -435,13 +439,13 @@ class PipelineConfig:
 
 
 def check_plan(name: str, plan: Any) -> None:
-    """Check a plan of tensor or expert parallelism: styles by the names of modules, or None."""
+    """Raise ConfigurationError unless a tensor- or expert-parallel plan is None or a dict of styles by module name."""
     if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
         raise ConfigurationError(f"{name} must be a dict from module names to styles, got {plan!r}")
 
 
 def check_replicas(zero_stage: int, fsdp: bool) -> None:
-    """Check ZeRO and FSDP in a pipeline."""
+    """Raise ConfigurationError for ZeRO and FSDP settings that a pipeline does not support."""
     if zero_stage in (2, 3):
         raise ConfigurationError(
             f"zero_stage={zero_stage} is not supported: a pipeline accumulates gradients over the microbatches of a "
@@ -451,7 +455,7 @@ def check_replicas(zero_stage: int, fsdp: bool) -> None:
     if zero_stage not in (0, 1):
         raise ConfigurationError(f"zero_stage={zero_stage!r} is unknown: use 0 or 1")
     if fsdp and zero_stage:
-        raise ConfigurationError("zero_stage=1: fsdp=True already shards the optimizer state, omit zero_stage")
+        raise ConfigurationError("zero_stage=1 is not needed: fsdp=True already shards the optimizer state. Omit it")
 
 
 def check_precision(precision: str, autocast: bool) -> None:

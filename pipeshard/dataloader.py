@@ -1,9 +1,9 @@
-"""Dataloader: the same batches on every stage of a replica, in an order that can be resumed at any batch.
+"""Dataloader: gives every stage of a replica the same batches, in an order that can be resumed at any batch.
 
-All stages of a replica must read the same batches, and the replicas' batches together those of one process. torch's
-DataLoader draws its order from a global generator and forgets its position; DistributedSampler distributes single
-samples, so another number of replicas reads other batches. Here the order depends only on seed and epoch, `Share`
-distributes whole steps of it, and the loader counts the batches that were taken.
+All stages of a replica must read the same batches, and the replicas together must read the batches of one process.
+torch's DataLoader takes its order from a global generator and does not save its position; DistributedSampler
+distributes single samples, so the batches depend on the number of replicas. Here, the order depends only on the seed
+and the epoch, `Share` divides the samples of each step among the replicas, and the loader counts the batches taken.
 """
 
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger("pipeshard")
 
 
 class Batches(Iterator[Any]):
-    """One epoch's batches, counted in `place` as they are taken. It does not hold the loader, see Place."""
+    """An iterator over one epoch's batches that counts them in `place`. It holds no loader, see LoaderPlace."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Batches(Iterator[Any]):
         return self.number == self.place.iterators
 
     def is_over(self) -> bool:
-        """Whether no batch is left; may load the next one to find out."""
+        """Whether no batch is left; may load the next batch to find out."""
         return self.batches.is_over()
 
     def __next__(self) -> Any:
@@ -60,7 +60,7 @@ class Batches(Iterator[Any]):
             if self.is_counted and self.place.begun:
                 self.place.counted = self.place.batches
                 self.place.set(self.place.epoch + 1)
-            self.share.has_warned = True  # at the end; workers of the next epoch get a copy of this
+            self.share.has_warned = True  # the next epoch's workers copy the share, and would warn again
             raise StopIteration
         if self.is_counted:
             self.place.batches += 1
@@ -69,42 +69,44 @@ class Batches(Iterator[Any]):
         return batch
 
 
-WORKERS = 1_000_003  # how far apart the seeds of two replicas' workers are, so that they augment differently
+WORKERS = 1_000_003  # distance between the worker seeds of two replicas, which then augment differently
 
 
 class ResumableDataLoader(DataLoader[Any]):
-    """A DataLoader whose order depends only on the seed and the epoch, and which knows its position.
+    """A DataLoader whose order depends only on the seed and the epoch, and whose position can be saved.
 
-    With `num_replicas` n, every step of all replicas together reads `batch_size` x n consecutive samples of that order,
-    and this one loads the `replica`-th of n blocks of them. Concatenated, the replicas' batches are those of
-    one process with n times the batch size. If fewer are left at the end, each replica gets equally many; if they do
-    not divide, the first ones get one more. Fewer samples than replicas are omitted, with a warning, and `drop_last`
-    omits all of them. So every replica gets equally many batches. Your own `sampler` gives the order of all
-    replicas; of a `batch_sampler`, or with batch_size=None, each replica gets every n-th batch. A stream (an
-    IterableDataset) is read by every replica, and each keeps its own samples; with workers, this holds for each
-    worker's copy.
+    With `num_replicas` n, the replicas together read `batch_size` x n consecutive samples of that order per step, and
+    this loader loads block `replica` of the n blocks. Concatenated, the replicas' batches are those of one process with
+    n times the batch size. If fewer samples are left for the last step, they are divided evenly; the first replicas
+    receive one more if necessary. If there are fewer samples than replicas, they are omitted with a warning; with
+    `drop_last`, an incomplete last step is always omitted. So every replica has the same number of batches. Your own
+    `sampler` defines the order for all replicas. From a `batch_sampler`, or with batch_size=None, each replica loads
+    every n-th batch. Every replica reads all of a stream (an IterableDataset) and keeps its own share; with workers,
+    each worker does so with its copy of the stream.
 
-    `epoch` counts from 0, `batches` are those that the training loop took of this epoch (workers may be ahead), and
-    `remaining` those that it can still take. After `load_state_dict(...)`, a loader continues with the next batch;
-    earlier ones are not loaded, except from an IterableDataset, which must be read up to that position.
+    `epoch` counts from 0, `batches` is the number of batches that the training loop has taken in this epoch (workers
+    may have loaded more), and `remaining` the number that it can still take. After `load_state_dict(...)`, the loader
+    continues with the next batch. It loads no earlier batches, except from an IterableDataset, which must be read up to
+    that position.
 
-    The sampler's order depends only on the seed and the epoch: every random generator that it holds is seeded before
-    each epoch, however deeply samplers are nested, and it uses the process's generators as if nothing else did.
-    `set_epoch` is called on every sampler (and dataset) that has it. State that a sampler keeps from one epoch to the
-    next is saved with the position: its own `state_dict()`, or else its attributes with plain values that have changed.
-    The random numbers of the dataset and the collator depend on seed, epoch and batch too, with any number of workers;
-    those of a stream on seed, epoch, worker and the place in the stream. The program's own generators do not change.
+    Every random generator that a sampler holds, however deeply samplers are nested, is seeded before each epoch, and
+    the process's generators are seeded for the sampler alone. `set_epoch` is called on every sampler (and dataset) that
+    has it. State that a sampler keeps from one epoch to the next is saved with the position: its `state_dict()` or,
+    without one, its changed attributes with plain values. The random numbers of the dataset and the collator depend
+    only on seed, epoch, batch and replica, with any number of workers; those of a stream depend on seed, epoch, worker
+    and the position in the stream. The process's generators have the same state after a batch as before.
     `dataloader.sampler` has `set_epoch` and `set_start_index`.
 
     Args:
-        batch_size: the samples of one replica's batch.
+        batch_size: the number of samples in one replica's batch.
         seed: determines the order of the samples and the workers' seeds, together with the epoch.
-        replica: which share of the data this one is.
-        num_replicas: how many shares there are.
-        options: DataLoader's own. A `generator` among them gives the seed; without a `collate_fn`, samples with lists
-            of numbers are collated by transformers' default_data_collator.
+        replica: the index of this loader's share of the data.
+        num_replicas: the number of shares.
+        options: DataLoader's other arguments. A `generator` replaces `seed` by its initial seed; without a
+            `collate_fn`, samples with lists of numbers are collated by transformers' default_data_collator.
 
-    Raises ConfigurationError for a sampler together with shuffle, or one that already takes a replica's share.
+    Raises ConfigurationError for a sampler together with shuffle, for a sampler that already takes a replica's share,
+    and for an invalid `replica`.
     """
 
     def __init__(
@@ -128,11 +130,11 @@ class ResumableDataLoader(DataLoader[Any]):
         self._sampler: SharedSampler | None = None
         self._samples = length_of(dataset)
         kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
-        size = 1 if kind == "batch_sampler" else batch_size or 1  # of a batch, in entries of the order
+        size = 1 if kind == "batch_sampler" else batch_size or 1  # entries of the order per batch
         self._share = Share(size, replica, num_replicas, bool(options.get("drop_last")))
         self._workers = torch.Generator()
         if isinstance(dataset, IterableDataset):
-            options["shuffle"] = shuffle  # which DataLoader refuses
+            options["shuffle"] = shuffle  # DataLoader refuses shuffle=True for a stream
             self._order = Order(dataset)
         else:
             sampler: Any = options.get(kind)
@@ -140,14 +142,16 @@ class ResumableDataLoader(DataLoader[Any]):
             if sampler is None:
                 sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)  # type: ignore[arg-type]
             elif shuffle:
-                raise ConfigurationError(f"shuffle=True, but {kind}=... already sets the order: pass only one of them")
+                raise ConfigurationError(
+                    f"shuffle=True is not supported with {kind}=..., which already sets the order: pass only one"
+                )
             if getattr(sampler, "generator", self) is None:
                 sampler.generator = generator
             self._order = Order(sampler, dataset)
             _refuse_shares(self._order)
             self._sampler = options[kind] = SharedSampler(self._order, self._share, self.place)
-        self._began = self._order.state()  # as the order was before the epoch
-        self._moment = torch.zeros(3, dtype=torch.int64)  # seed and epoch, and the epoch that the stream is told
+        self._began = self._order.state()  # the order's state before the epoch
+        self._moment = torch.zeros(3, dtype=torch.int64)  # seed, epoch, and the epoch for the stream's set_epoch
         if options.get("num_workers") and self._sampler is None:
             self._moment.share_memory_()
         if options.get("collate_fn") is None and (batch_size is not None or kind == "batch_sampler"):
@@ -168,12 +172,12 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int:
-        """How many batches the last iterator can still give or, before any was created, the next one can."""
+        """The number of batches left in the newest iterator or, before the first is created, in an epoch."""
         return len(self) - self.batches
 
     def __len__(self) -> int:
-        """The number of batches of an epoch. For a stream with several workers it is an estimate, which assumes equal
-        parts, until an epoch has been read to its end."""
+        """The number of batches of an epoch. For a stream with several workers, it is an estimate that assumes
+        equal parts until one epoch has been read completely."""
         if self._sampler is not None:
             return super().__len__()
         samples, workers = len(self.dataset), max(1, self.num_workers)  # type: ignore[arg-type]
@@ -209,7 +213,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Let DataLoader create an iterator whose random numbers depend on the position."""
+        """Context manager in which DataLoader creates iterators whose random numbers depend on the position."""
         parts = ("dataset", "collate_fn", "sampler", "batch_sampler")
         own = {name: self.__dict__[name] for name in parts}
         new = dict(own)
@@ -234,11 +238,11 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @property
     def _length(self) -> int | None:
-        """The number of batches of an epoch, if it is known."""
+        """The number of batches of an epoch; None if it is unknown."""
         return length_of(self) if self._sampler is not None or self.num_workers <= 1 else None
 
     def _has_ended(self) -> bool:
-        """Whether no batch of this epoch is left."""
+        """Whether all batches of this epoch have been taken; False before the first."""
         if not self.batches:
             return False
         length = self._length
@@ -252,7 +256,7 @@ class ResumableDataLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch, the same on every replica: numbers, and the state of samplers that keep one.
 
-        If the length is unknown, it may load the next batch to know whether the epoch is over.
+        If the length is unknown, this may load the next batch to find out whether the epoch is over.
         """
         ended = self._has_ended()
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
@@ -261,26 +265,26 @@ class ResumableDataLoader(DataLoader[Any]):
         return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there with the next iterator, with any number of replicas that together read as many samples per
-        step.
+        """Start the next iterator at a saved position. The number of replicas may differ if all replicas together read
+        as many samples per step.
 
         Raises CheckpointError if the data, the sampler, that number of samples or the workers of a stream have
         changed.
         """
         sizes = self._sizes()
-        # which older states lack: all of them were of one replica; of a stream's workers it is not known
+        # older states lack these: they are of one replica, and a stream's number of workers is not known
         complete = {"batches_at_once": 1, "workers": sizes.get("workers"), **state}
         saved = {name: complete.get(name) for name in sizes}
         if saved != sizes:
             raise CheckpointError(
                 f"the data position was saved with {saved}, but this dataloader has {sizes} (batch_size counts all "
                 "replicas together, workers is the num_workers of a streaming dataset). Create it from the same data "
-                "with the same batch size, or pass dataloader=None to continue in a new order"
+                "with the same sizes, or pass dataloader=None to continue in a new order"
             )
         self._order.load_state(state.get("order", {}))
         self.place.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
         self.place.set(epoch, batches)
-        if batches and batches == self._length:  # where other replicas left out less at the end
+        if batches and batches == self._length:  # another number of replicas omitted fewer samples
             if self._sampler is not None and "order" in state:
                 self._order.set_epoch(epoch)
                 self._order.seed(self.seed, epoch)
@@ -288,15 +292,15 @@ class ResumableDataLoader(DataLoader[Any]):
             self.place.set(epoch + 1)
 
     def _sizes(self) -> dict[str, int | None]:
-        """The items that the number of batches counts: samples or, for a loader that does not build batches,
-        batches."""
+        """The sizes that must match a saved position: batch size (or batches at once), number of samples and, for a
+        stream, number of workers."""
         n = self._share.replicas
         if self.batch_size is None:
             sizes = {"batch_size": None, "batches_at_once": n, "samples": self._samples}
         else:
             sizes = {"batch_size": self.batch_size * n, "samples": self._samples}
         if self._sampler is None:
-            sizes["workers"] = max(1, self.num_workers)  # each reads a part, and their batches take turns
+            sizes["workers"] = max(1, self.num_workers)  # each reads a part, and their batches alternate
         return sizes
 
 
@@ -305,5 +309,5 @@ def _refuse_shares(order: Order) -> None:
         raise ConfigurationError(
             f"{type(one).__name__} already splits the data into {one.num_replicas} shares, so the stages of a "
             "pipeline would read different batches, and each replica would read only a part of a share: pass a sampler "
-            "over the whole dataset (or shuffle=True), which pipeshard shards itself"
+            "over the whole dataset (or shuffle=True), whose order pipeshard divides itself"
         )

@@ -1,4 +1,4 @@
-"""Elastic: training that saves itself when it receives a signal to end, and that resumes with the available ranks."""
+"""Elastic: jobs that save their state when they receive a termination signal, and resume on the available ranks."""
 
 import logging
 import signal
@@ -25,18 +25,18 @@ from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
 
 logger = logging.getLogger("pipeshard")
 
-NOTHING, SAVE, LEAVE = range(3)  # what a rank is asked to do at the next step boundary; the most of all ranks counts
+NOTHING, SAVE, LEAVE = range(3)  # requests for the next step boundary; the highest of all ranks applies
 WISHES = {signal.SIGUSR1: SAVE, signal.SIGTERM: LEAVE}
-LEFT = 128 + signal.SIGTERM  # the exit status of a rank that was asked to leave
+LEFT = 128 + signal.SIGTERM  # exit status of ranks after SIGTERM
 
 
 class PreemptibleJob:
-    """Training whose state is kept in a folder, and saved when the job receives a signal to end, as from Slurm before
-    it preempts the machines.
+    """A training job that saves its state in a folder, also when it receives a termination signal, such as Slurm's
+    before it preempts the machines.
 
     `resume` continues from the newest state in `directory`, and `step_done`, called after each step, saves the state
-    there. SIGUSR1, to any rank, has it saved at the next step boundary; SIGTERM too, and then all ranks exit, with
-    status 143.
+    there every `every` steps. If any rank receives SIGUSR1 or SIGTERM, the state is saved at the next step boundary;
+    after SIGTERM, all ranks then exit with status 143.
 
         job = PreemptibleJob("state")
         for step in range(job.resume(model, optimizer, scheduler, dataloader), 1000):
@@ -44,21 +44,22 @@ class PreemptibleJob:
             job.step_done()
 
     Args:
-        directory: for the training states; all ranks must see it.
+        directory: the folder of the training states, visible to all ranks.
         every: the number of steps between saves.
-        keep: how many saved steps are kept.
+        keep: the number of saved steps to keep.
 
-    Raises UsageError if it is not created in the main thread, the only one that receives signals.
+    Raises ConfigurationError for an invalid `every`, and UsageError outside the main thread, since only the main thread
+    can handle signals.
     """
 
     def __init__(self, directory: str | Path, every: int = 100, keep: int = 3) -> None:
         if not isinstance(every, int) or every < 1:
             raise ConfigurationError(f"every, a number of steps, must be a positive integer, got {every!r}")
         self.directory, self.every, self.keep = Path(directory), every, keep
-        self.step = 0  # steps done
+        self.step = 0  # completed steps
         self._parts: tuple[Any, Any, Any, Any] | None = None
         self._saved = -1  # the step of the newest state
-        self._wishes: deque[int] = deque()  # appending and taking are atomic: signals come at any moment
+        self._wishes: deque[int] = deque()  # append and popleft are atomic: signals may arrive any time
         self._listen()
 
     @together_in("job.resume")
@@ -69,10 +70,10 @@ class PreemptibleJob:
         lr_scheduler: LRScheduler | None = None,
         dataloader: Any = None,
     ) -> int:
-        """Resume from the newest state, with all that `booster.boost` returned; returns the completed steps, 0 in a new
-        job.
+        """Load the newest state into the objects that `booster.boost` returned; returns the number of completed steps,
+        0 for a new job.
 
-        Raises CheckpointError, on every rank, for a state that does not fit.
+        Raises CheckpointError, on every rank, for a state that does not match them.
         """
         self._parts = (model, optimizer, lr_scheduler, dataloader)
         if getattr(dataloader, "num_workers", 0):
@@ -82,10 +83,11 @@ class PreemptibleJob:
         return self.step
 
     def step_done(self) -> None:
-        """After each `optimizer.zero_grad()`, on every rank: save if it is time or requested, and exit if requested.
+        """Save the state if it is due or requested, and exit if requested. Call it on every rank after each
+        `optimizer.zero_grad()`.
 
-        Raises SystemExit with status 143 on every rank when one of them received SIGTERM, after the state is saved; for
-        `pipeshard launch` this means that the remaining ranks continue. Otherwise as `save`.
+        If any rank has received SIGTERM, saves and raises SystemExit with status 143 on every rank; `pipeshard launch`
+        then continues with the remaining ranks. Also raises the errors of `save`.
         """
         if self._step_done() == LEAVE:
             dist.destroy_process_group()
@@ -93,7 +95,7 @@ class PreemptibleJob:
 
     @together_in("job.step_done")
     def _step_done(self) -> int:
-        """What all ranks must do now: the most that one of them was signalled to do."""
+        """Count a step, save if it is due or requested, and return the highest request that any rank received."""
         self.step += 1
         mine = max((self._wishes.popleft() for _ in range(len(self._wishes))), default=NOTHING)
         wish = int(gather(torch.tensor([mine]), _world()).max())
@@ -102,7 +104,7 @@ class PreemptibleJob:
         return wish
 
     def save(self) -> None:
-        """Save the state now, between two steps, unless it is saved. Call it on all ranks.
+        """Save the state between two steps, unless this step is already saved. Call it on every rank.
 
         Raises UsageError before `resume`, and CheckpointError as `save_training_state` does.
         """
@@ -115,18 +117,20 @@ class PreemptibleJob:
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             kind = type(self).__name__
-            raise UsageError(f"a {kind} handles signals, which only the main thread can do: create it there")
+            raise UsageError(
+                f"a {kind} was created outside the main thread, which alone can handle signals: create it there"
+            )
         for number in WISHES:
             signal.signal(number, lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # those that came while this process was starting, too
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # also delivers those received during startup
 
 
 class ElasticJob(PreemptibleJob):
-    """One run of a job that `pipeshard launch` restarts whenever ranks leave or join, until the script ends.
+    """One run of a job: `pipeshard launch` restarts the script whenever ranks leave or join, until the script ends.
 
-    It initializes the process group (gloo, and NCCL if there is a GPU) unless the script has, and finds the layout of
-    its ranks: as many stages as they allow. If a rank receives a signal to end, the state is saved, and the remaining
-    ranks continue.
+    The job initializes the process group (gloo, and NCCL if there is a GPU) unless the script has done so, and chooses
+    the layout with the most stages that the ranks allow. If a rank receives a termination signal, the state is saved,
+    and the remaining ranks continue.
 
         job = ElasticJob("state", pp_size=4, global_batch=16)
         plugin = PipelinePlugin(**job.layout.arguments)
@@ -137,17 +141,17 @@ class ElasticJob(PreemptibleJob):
             job.step_done()
 
     Args:
-        directory: for the training states; all ranks must see it.
-        pp_size: the largest number of stages; or a function that returns a Layout for a number of ranks, such as
-            `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`. It is called on rank 0.
-        global_batch: the samples of a step, over all replicas, for any number of ranks.
-        microbatch_size: the samples of a microbatch.
+        directory: the folder of the training states, visible to all ranks.
+        pp_size: the largest number of stages, or a function, called on rank 0, that returns a Layout for a number of
+            ranks, such as `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`.
+        global_batch: the samples per step of all replicas together, for any number of ranks.
+        microbatch_size: the samples per microbatch.
         every: the number of steps between saves.
-        keep: how many saved steps are kept.
-        timeout: seconds after which a rank that waits in the default group gives up.
+        keep: the number of saved steps to keep.
+        timeout: the timeout of the default process group, in seconds.
 
-    Raises ConfigurationError, on every rank, if the available ranks have no legal layout; UsageError if it is not
-    run by a launcher, or not in the main thread.
+    Raises ConfigurationError, on every rank, if the available ranks have no legal layout; UsageError without a
+    launcher, or outside the main thread.
     """
 
     def __init__(
@@ -173,9 +177,9 @@ class ElasticJob(PreemptibleJob):
 
 @dataclass(frozen=True)
 class Deaf:
-    """A DataLoader's `worker_init_fn`, for workers that survive the SIGTERM which an agent sends to them too.
+    """A DataLoader `worker_init_fn` that makes workers ignore SIGTERM, which an agent also sends to them.
 
-    Workers of the dataloader passed to `resume` do already: if one ended, the step would fail, and the save with it.
+    `resume` sets it on its dataloader: if a worker exited, the step would fail, and so would the save.
     """
 
     then: Callable[[int], None] | None = None
@@ -196,19 +200,21 @@ def _join(timeout: float) -> None:
     if dist.is_initialized():
         return
     if not dist.is_torchelastic_launched():
-        raise UsageError("an ElasticJob requires a launcher: start the script with python -m pipeshard.launch")
+        raise UsageError(
+            "ElasticJob requires a launcher, but this process has none: start the script with pipeshard launch"
+        )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with raising_errors():
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
 
 def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
-    """The layout that rank 0 chooses (a measured profile may differ elsewhere), or its error, on every rank."""
+    """Return rank 0's choice of a layout (measured profiles differ between ranks), or raise an error, on every rank."""
     chosen: Any = None
     if dist.get_rank() == 0:
         try:
             chosen = choose(ranks)
-        except Exception as error:  # the user's function; the other ranks have to learn of it
+        except Exception as error:  # user code: the error is sent to the other ranks
             chosen = summary(error)
     sizes = {f.name: getattr(chosen, f.name) for f in fields(Layout)} if isinstance(chosen, Layout) else None
     answer: tuple[Any, Any] = (sizes, chosen.arguments if sizes else str(chosen))
@@ -219,6 +225,6 @@ def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: in
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):
         raise ConfigurationError(
             f"the layout chosen for {ranks} ranks and global_batch={global_batch} is for {layout.ranks} ranks and "
-            f"global_batch={layout.global_batch}"
+            f"global_batch={layout.global_batch}: return a Layout for the same numbers"
         )
     return layout

@@ -1,4 +1,4 @@
-"""Entry: one call from a model, an optimizer and data to an Engine that trains them as a pipeline."""
+"""Entry: `initialize`, which turns a model, an optimizer and data into an Engine that trains them as a pipeline."""
 
 import os
 from collections.abc import Iterator
@@ -39,25 +39,27 @@ def initialize(
 
     Args:
         model: any module; if its weights are on meta, each process initializes or loads the weights of its own stage.
-        optimizer: created from the parameters of `model`; without one, the model can only be evaluated.
+        optimizer: an optimizer of the parameters of `model`; without one, the model can only be evaluated.
         criterion: `fn(output, batch)` that returns the loss; None uses the loss that the model returns.
-        dataloader: batches that are the same on every rank, such as those of `plugin.prepare_dataloader(...)`.
+        dataloader: yields the same batches on every rank of a replica, as does `plugin.prepare_dataloader(...)`.
         lr_scheduler: the scheduler of this optimizer.
-        plugin: a PipelinePlugin, if you created one for its `prepare_dataloader`; or else
-        arguments: the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`); `pp_size` is required.
+        plugin: a PipelinePlugin, if you created one for its `prepare_dataloader`.
+        arguments: without a plugin, the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`); `pp_size` is
+            required.
 
     Initializes the process group from torchrun's environment, unless the script has done so. With pp_size=1, a process
     without a launcher creates its own group, so this also works in a notebook.
 
-    Raises ConfigurationError for arguments that cannot work and for a process that torchrun has not started, and the
-    errors of splitting the model: TraceError, PartitionError, CheckpointError, BatchError.
+    Raises ConfigurationError for invalid arguments and for a process that torchrun has not started, and the errors of
+    splitting the model: TraceError, PartitionError, CheckpointError, BatchError.
     """
     if plugin is not None and arguments:
         raise ConfigurationError(
-            f"plugin={type(plugin).__name__} and {', '.join(arguments)}: pass these arguments to the plugin instead"
+            f"initialize got plugin={type(plugin).__name__} together with {', '.join(arguments)}: pass these "
+            "arguments to the plugin instead"
         )
     if plugin is None and "pp_size" not in arguments:
-        raise ConfigurationError("initialize requires pp_size, the number of pipeline stages, or a plugin")
+        raise ConfigurationError("initialize requires pp_size or a plugin: pass pp_size, the number of pipeline stages")
     if plugin is None:
         slices = arguments.get("tp_size", 1), arguments.get("ep_size", 1)
         join_alone(arguments["pp_size"], arguments.get("dp_size"), *slices)
@@ -68,8 +70,8 @@ def initialize(
 
 
 def join() -> None:
-    """Initialize the process group from torchrun's environment, with NCCL if each process of a host has a GPU, unless
-    this process is in one already."""
+    """Initialize the process group from torchrun's environment, unless that is done. It uses NCCL if this host has a
+    GPU for each of its processes, otherwise gloo."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -80,20 +82,20 @@ def join() -> None:
         )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
     with raising_errors():
-        dist.init_process_group(None if torch.cuda.device_count() >= here else "gloo")  # NCCL: one rank a GPU
+        dist.init_process_group(None if torch.cuda.device_count() >= here else "gloo")  # NCCL: one GPU per rank
 
 
 class Engine:
-    """Runs a model with a PipelinePlugin without ColossalAI: its methods have the names and arguments of Booster's.
+    """Runs a model with a PipelinePlugin, without ColossalAI. Its methods have the names and arguments of Booster's.
 
     Attributes:
-        plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and others.
-        checkpoint_io: saves and loads.
-        model: the model that `boost` returned last. The next four come from the same call; iterating gives all five.
+        plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and more.
+        checkpoint_io: saves and loads checkpoints.
+        model: the model that the last `boost` returned, like the next four. Iterating over the engine yields all five.
         optimizer: the optimizer of this process's part of the model.
-        criterion: as it was given.
-        dataloader: as it was given.
-        lr_scheduler: as it was given.
+        criterion: the given criterion, or the one of the model's hints.
+        dataloader: the given dataloader.
+        lr_scheduler: the given scheduler.
     """
 
     model: PipelineModel | None = None
@@ -117,7 +119,7 @@ class Engine:
         return 5
 
     def __getitem__(self, index: Any) -> Any:
-        """One of the five, or a slice of them, as in the tuple that `boost` returns."""
+        """Index the five objects as a tuple, like the one that `boost` returns."""
         return (*self,)[index]
 
     def boost(
@@ -128,19 +130,19 @@ class Engine:
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Cut the model, load what `PipelinePlugin.from_pretrained` left for each stage to load, and keep the five
-        objects."""
+        """Split the model, load this rank's weights if the model is from `PipelinePlugin.from_pretrained`, and keep the
+        five results as attributes."""
         if optimizer is None and isinstance(lr_scheduler, LRScheduler):
             raise UsageError(
                 f"initialize got a {type(lr_scheduler).__name__} without the {type(lr_scheduler.optimizer).__name__} "
-                "that it schedules, so the model could not be trained: pass the optimizer too"
+                "that it schedules, so the model could not be trained: pass this optimizer as well"
             )
         folder = getattr(model, "_pretrained", None)
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         self.model, self.optimizer, self.criterion, self.dataloader, self.lr_scheduler = boosted
         if folder:
             self.load_model(boosted[0], folder)
-            setattr(boosted[0].unwrap(), "_pretrained", None)  # noqa: B010 - a module's attributes are tensors, says torch
+            setattr(boosted[0].unwrap(), "_pretrained", None)  # noqa: B010 - torch types a module's attributes as tensors
         return boosted
 
     def execute_pipeline(
@@ -168,11 +170,11 @@ class Engine:
         )
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
-        """Backward for a loss that one process with the whole model (pp_size=1) has computed with `model(...)`."""
+        """Run the backward of a loss from `model(...)`, which requires one process with the whole model (pp_size=1)."""
         optimizer.backward(loss)
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Inside, gradients are not summed over replicas and ties; see `PipelinePlugin.no_sync`."""
+        """Context manager in which gradients are not summed over replicas and ties; see `PipelinePlugin.no_sync`."""
         return self.plugin.no_sync(model, optimizer)

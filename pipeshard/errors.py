@@ -1,4 +1,4 @@
-"""Errors: each names what was wrong, where, and what to do about it."""
+"""Errors: the exceptions of pipeshard, whose messages say what is wrong, where, and what to do."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class PipeshardError(Exception):
-    """Base class of everything pipeshard raises on purpose."""
+    """Base class of pipeshard's own exceptions."""
 
 
 class ConfigurationError(PipeshardError, ValueError):
-    """An argument, or a combination of arguments, that cannot work."""
+    """An invalid argument, or an invalid combination of arguments."""
 
 
 class TraceError(PipeshardError, RuntimeError):
-    """The model's forward cannot be traced, or a run of it left the traced path."""
+    """The model's forward cannot be traced, or a later run of it deviated from the trace."""
 
 
 class PartitionError(PipeshardError, ValueError):
@@ -27,7 +27,7 @@ class BatchError(PipeshardError, ValueError):
 
 
 class UsageError(PipeshardError, RuntimeError):
-    """A call that has no meaning for a model that is split into stages."""
+    """A call that a split model does not support, or that comes at the wrong time."""
 
 
 class CheckpointError(PipeshardError, RuntimeError):
@@ -35,7 +35,7 @@ class CheckpointError(PipeshardError, RuntimeError):
 
 
 class RankError(PipeshardError, RuntimeError):
-    """Another rank has failed, so this one cannot continue; `fault` says which, where and why."""
+    """Another rank failed, so this rank cannot continue; `fault`, if set, says which rank failed, where and why."""
 
     def __init__(self, message: str, fault: Any = None) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class MessageError(PipeshardError, TypeError):
 
 
 class MessageSizeError(MessageError):
-    """A message of another size than the rank that receives it expects."""
+    """A message whose size differs from the size that the receiving rank expects."""
 
 
 class VerificationError(PipeshardError, ArithmeticError):
@@ -63,7 +63,7 @@ class DeadlockError(PipeshardError, RuntimeError):
 
 
 def of_all(error: Exception) -> Exception:
-    """Mark an error that every rank raises together, so that it need not be reported to the others."""
+    """Mark and return an error that every rank raises together, so that no rank reports it to the others."""
     error.__dict__["pipeshard_of_all"] = True
     return error
 
@@ -73,14 +73,14 @@ def is_of_all(error: BaseException) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """The class of an error and its text."""
+    """The class name of an error and its message."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def explained(explain: Callable[[Exception], Exception], but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Around third-party code, which may raise anything: raise the result of `explain` for it. Errors of the classes in
-    `but` are not changed."""
+    """Context manager around third-party code that replaces an exception by the result of `explain`. Exceptions of the
+    classes in `but` are not replaced."""
     try:
         yield
     except but:
@@ -90,17 +90,17 @@ def explained(explain: Callable[[Exception], Exception], but: tuple[type[Excepti
 
 
 def listed(problems: Sequence[str], shown: int = 8) -> str:
-    """The first problems in one line, and how many more there are."""
+    """Join the first `shown` problems in one line, with the number of further problems."""
     more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
     return "; ".join(problems[:shown]) + more
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """A suggestion for an unknown name."""
+    """A suggestion for an unknown name: the closest known names, or all of them."""
     close = get_close_matches(name, known, n=3)
     return f"did you mean {' or '.join(close)}?" if close else f"the known names are {', '.join(known) or 'none'}"
 
 
 def unknown(who: str, name: str, model: str, known: Collection[str], what: str = "units") -> str:
-    """The error for an argument that names something that the model does not have."""
+    """The message for an argument `who` with a name that the model does not have."""
     return f"{who} names {name}, which is not one of the {what} of {model}: {hint(name, known)}"

@@ -1,8 +1,8 @@
-"""Ghost: the placeholder on a stage of a parameter that it does not hold.
+"""Ghost: the placeholder of a parameter on a stage that does not hold it.
 
-The module tree of a model is the same on every stage, so optimizers, hooks and user code meet parameters without
-values. One on meta would compute results without values, and fail far from the cause. A Ghost has shape, dtype and
-device, takes the memory of one number, and raises an error with its name if its values are read.
+The module tree of a model is the same on every stage, so optimizers, hooks and user code encounter parameters that the
+stage does not hold. Meta tensors would compute results without values, and fail far from the cause. A Ghost has a
+shape, dtype and device, allocates one element, and raises an error with its name if its values are read.
 """
 
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from pipeshard.errors import UsageError
 from pipeshard.private import DisableTorchFunctionSubclass
 
-# Functions and attributes that tell, or set, nothing of the values; `is_...` beside them.
+# Functions and attributes that neither read nor write values, in addition to all that are named `is_...`.
 HARMLESS = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
 HARMLESS |= {"__dir__", "_post_accumulate_grad_hooks", "device", "dim", "dtype", "element_size", "get_device", "grad"}
 HARMLESS |= {
@@ -46,21 +46,21 @@ HARMLESS |= {
 }
 HARMLESS |= {"untyped_storage", *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn"))}
 HARMLESS |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
-# Those that give the tensor itself back where it is of that dtype and on that device already.
+# Functions that return the tensor itself if it already has the requested dtype and device.
 CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
 OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
-WRITING = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all whose names end in "_"
+WRITING = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all functions named `..._`
 _inside = 0
 
 
 @contextmanager
 def inside_pipeshard() -> Iterator[None]:
-    """Around pipeshard's own use of a model, whose glue runs on every stage and meets parameters of other stages.
+    """Context manager for pipeshard's own use of a model: glue runs on every stage, and may read ghosts.
 
-    Inference mode becomes no_grad: tensors kept from one step to the next (buffers, blanks, weights) must remain
+    Inference mode becomes no_grad, since tensors kept from one step to the next (buffers, blanks, weights) must remain
     trainable.
     """
-    global _inside  # not of this thread alone: backward passes have threads of their own
+    global _inside  # not thread-local: backward passes run in other threads
     _inside += 1
     try:
         if torch.is_inference_mode_enabled():
@@ -73,10 +73,10 @@ def inside_pipeshard() -> Iterator[None]:
 
 
 class Ghost(nn.Parameter):
-    """A released parameter: visible under its names, with shape, dtype and device, but frozen and without values.
+    """A released parameter: it keeps its names, shape, dtype and device, but is frozen and has no values.
 
-    Reading or writing its values, copying or pickling it raises a UsageError that names it. Inside pipeshard, where
-    glue may do so as long as no result depends on it, it reads as NaN, and writes to it are dropped.
+    Reading or writing its values, copying or pickling it raises a UsageError that names it. Under `inside_pipeshard`,
+    where glue may use it as long as no result depends on it, its values read as NaN, and writes are discarded.
 
     Attributes:
         pipeshard_trainable: whether the parameter is trained, on the stages that hold it.
@@ -111,14 +111,14 @@ class Ghost(nn.Parameter):
                 return None
             if not _inside:
                 raise unheld(next(_ghosts((args, kwargs))), name, LOOP)
-            if name in ("data", "detach"):  # what is written to it is written to the ghost
+            if name in ("data", "detach"):  # writes to the result count as writes to the ghost
                 return args[0]
             if name in WRITING or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
                 return _written(func, name, args, kwargs)
             return func(*args, **kwargs)
 
     def lower(self, dtype: torch.dtype | None) -> None:
-        """Change its dtype to this one."""
+        """Change the dtype in place."""
         with DisableTorchFunctionSubclass():
             self.data = _blank(self.shape, dtype, self.device)
 
@@ -136,12 +136,12 @@ class Ghost(nn.Parameter):
 
 LOOP = (
     "In a training loop, omit the parameters for which pipeshard.split.materialize.is_released(parameter) is True, or "
-    "use those of optimizer.param_groups. "
+    "use the parameters in optimizer.param_groups. "
 )
 
 
 def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
-    """The error of a use of values that this rank does not have; `before` begins the advice."""
+    """The error for `what`, which needs values that this rank does not hold; `before` precedes the advice."""
     advice = before + (
         "Save the model with booster.save_model(model, folder, shard=True) or trainer.save_model(folder), or adapters "
         "with booster.save_lora_as_pretrained(model, folder). Load it with booster.load_model(model, folder). Get the "
@@ -153,7 +153,7 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
 
 
 class Guarded:
-    """In place of a method of a module that has ghosts: refused before it has written or changed anything."""
+    """Replaces a method of a module with ghosts: raises UsageError before the method writes or changes anything."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
@@ -170,11 +170,11 @@ class Guarded:
             return argument(ghost) is not ghost
         if self.name == "load_state_dict":
             return name in (argument if state_dict is None else state_dict)
-        return state_dict is None  # else what is saved are the caller's own
+        return state_dict is None  # otherwise the caller's own state_dict is saved
 
 
 def guard(model: nn.Module) -> None:
-    """Guard the methods of all modules with ghosts that would otherwise fail halfway."""
+    """In every module with ghosts, guard the methods that would otherwise fail halfway."""
     for module in model.modules():
         if any(isinstance(parameter, Ghost) for parameter in module.parameters()):
             for name in ("_apply", "load_state_dict", "save_pretrained", "push_to_hub"):
@@ -183,7 +183,7 @@ def guard(model: nn.Module) -> None:
 
 
 def _blank(shape: torch.Size, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """A tensor of NaNs, or zeros if its dtype has none, that takes the memory of one number."""
+    """A tensor of NaNs, or of zeros if the dtype has no NaN, that allocates one element."""
     has_nan = dtype is None or dtype.is_floating_point or dtype.is_complex
     return torch.full((), float("nan") if has_nan else 0, dtype=dtype, device=device).expand(shape)
 
@@ -199,7 +199,7 @@ def _ghosts(values: Iterable[Any]) -> Iterator[Ghost]:
 
 
 def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    """A write in place, without the ghosts among its targets; tensors of this rank may not be computed from ghosts."""
+    """Run an in-place function on the targets that are not ghosts. Raises UsageError if it writes ghosts to parameters."""
     targets = kwargs.get("out", next(iter((*args, *kwargs.values()))))
     if isinstance(targets, Ghost):
         return targets
@@ -207,7 +207,7 @@ def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any
     held = [k for k, target in enumerate(targets) if not isinstance(target, Ghost)]
     if not held:
         return None
-    if len(held) < len(targets):  # those of a _foreach operator, with lists that are as long
+    if len(held) < len(targets):  # a _foreach function, whose lists have the same length
         args = tuple([arg[k] for k in held] if isinstance(arg, list | tuple) else arg for arg in args)
     lost = next(_ghosts((args, kwargs)), None)
     if lost is not None and any(isinstance(targets[k], nn.Parameter) for k in held):

@@ -1,9 +1,9 @@
 """HF: the naming conventions of transformers and peft that pipeshard relies on.
 
-A trace finds most of what a pipeline needs to know of a model. It cannot find what the numbers mean: which leaf
-has labels, which token stands for an image, which axis of a batch belongs to the decoder. transformers expresses this
-only by names, so all of these names are here and nowhere else; no architecture is. `tests/test_hf.py` has a test of
-each with transformers and peft themselves: if a release renames something, these tests fail.
+A trace finds most of what a pipeline needs to know about a model, but not the meaning of values: which leaf contains
+labels, which token represents an image, which leaves have the decoder's positions. transformers expresses this only by
+names. All of these names are here and nowhere else, and none belongs to a single architecture. `tests/test_hf.py` tests
+each name against transformers and peft: if a release renames something, these tests fail.
 """
 
 import inspect
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 
 # Leaves of a batch.
 IDS, MASK, LABELS, PIXELS, POSITIONS = "input_ids", "attention_mask", "labels", "pixel_values", "position_ids"
-IGNORED = -100  # a label that counts for no loss
+IGNORED = -100  # the label that losses ignore
 
-# How the inputs of each kind of media are named; the first kind that fits is it.
+# Words in the names of each media kind's inputs; the first kind that matches applies.
 MEDIA = {
     "video": ("video",),
     "audio": ("audio", "input_features", "feature_", "speech"),
     "image": ("image", "pixel", "target_sizes", "spatial"),
 }
-SIZES = "_thw", "_sizes", "_shapes", "_hws"  # ends of the names of leaves that have one row of sizes for each image
+SIZES = "_thw", "_sizes", "_shapes", "_hws"  # suffixes of leaves that have one row of sizes per image
 
-# Fields of configs: numbers that a tensor parallel size has to divide, and dropouts on what it slices.
+# Config fields: head counts that tp_size must divide, and dropouts on sharded activations.
 HEADS = "num_attention_heads", "num_key_value_heads", "decoder_attention_heads"
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout", "dropout_rate")
 
-# Whole numbers of configs that a smaller model of the same architecture has other ones of.
+# Integer config fields that define a model's size: a smaller copy of a model has other values for them.
 LAYER_COUNTS = re.compile(r"(num_(hidden_|encoder_|decoder_)?layers|n_layers?|(encoder|decoder)_layers|^depth)$")
 HEAD_COUNTS = re.compile(r"(attention_heads|key_value_heads|kv_heads|n_heads?|num_heads|n_groups)$")
 WIDTHS = re.compile(r"(hidden_size|d_model|n_embd|embed_dim|^dim|hidden_dim|model_dim|embedding_size)$")
@@ -41,32 +41,36 @@ EXPERTS_OF_TOKEN = re.compile(r"(experts_per_tok|experts_per_token|top_?k|num_se
 EXPERT_GROUPS = re.compile(r"n_group$")
 VOCABULARIES = re.compile(r"vocab_size")
 
-# What `generate` passes to a forward, and reads of its output.
-LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last is that of transformers 5.24 and later
+# Names that `generate` passes to a forward, or reads from its output.
+LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last since transformers 5.24
 CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
-GUESSING = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"  # read logits of several positions
+GUESSING = (
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+)  # these read the logits of several positions
 
-ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft has saved
+ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft saved
 
 
 def is_target(path: str) -> bool:
-    """Whether a leaf of the batch is a target, with which the model's output is compared."""
+    """Whether a leaf of the batch is a target, such as labels, that the loss compares with the model's output."""
     return "label" in path or "target" in path
 
 
 def targets(paths: Iterable[str]) -> list[str]:
-    """Those of these leaves that are targets."""
+    """The paths of those leaves that are targets."""
     return [path for path in paths if is_target(path)]
 
 
 def is_ids(path: str) -> bool:
-    """Whether a leaf of the batch holds tokens."""
+    """Whether a leaf of the batch contains token ids."""
     return path.endswith(IDS)
 
 
 def is_token(name: str) -> bool:
-    """Whether a field of a config is a token, or several."""
+    """Whether a config field contains a token id, or several."""
     return name.endswith(("token_id", "token_ids", "token_index"))
 
 
@@ -76,7 +80,7 @@ def is_mask(path: str) -> bool:
 
 
 def is_of_decoder(path: str, encoder_decoder: bool) -> bool:
-    """Whether the positions of a leaf are the decoder's, in a model that may have an encoder too."""
+    """Whether a leaf has the decoder's positions; with `encoder_decoder`, labels also do."""
     return path.startswith("decoder_") or (encoder_decoder and path.endswith(LABELS))
 
 
@@ -86,12 +90,12 @@ def is_of_encoder(path: str) -> bool:
 
 
 def counts_items(path: str) -> bool:
-    """Whether a leaf of one integer per sample may be the number of entries of another leaf for each sample."""
+    """Whether a leaf with one integer per sample may count each sample's entries in another leaf."""
     return path.startswith("num_")
 
 
 def media_kind(path: str) -> str | None:
-    """The kind of media that a leaf of the batch belongs to."""
+    """The kind of media in a leaf of the batch; None for other leaves."""
     return next((kind for kind, words in MEDIA.items() if any(word in path.lower() for word in words)), None)
 
 
@@ -107,17 +111,17 @@ def text_config(model: nn.Module) -> Any:
 
 
 def main_input(model: nn.Module) -> str | None:
-    """The name of the input that the model requires."""
+    """The name of the model's main input; None if the model does not declare one."""
     return getattr(model, "main_input_name", None)
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether it has an encoder that reads the inputs, and a decoder that writes the labels."""
+    """Whether the model has an encoder for the inputs, and a decoder for the labels."""
     return bool(getattr(config_of(model), "is_encoder_decoder", False))
 
 
 def placeholder_token(model: nn.Module, kind: str) -> int | None:
-    """The token that stands in the text for each patch, frame or item of this kind of media."""
+    """The id of the token that represents each patch, frame or item of this kind of media; None if not configured."""
     config = config_of(model)
     parts = config, getattr(config, "text_config", None), getattr(config, "thinker_config", None)
     tokens = (getattr(part, f"{kind}_token_{end}", None) for part in parts for end in ("id", "index"))
@@ -125,19 +129,19 @@ def placeholder_token(model: nn.Module, kind: str) -> int | None:
 
 
 def padding_token(model: nn.Module) -> int | None:
-    """The token that pads shorter samples."""
+    """The id of the token that pads shorter samples; None if the config does not define one."""
     token = getattr(config_of(model), "pad_token_id", None)
     return token if isinstance(token, int) else None
 
 
 def special_tokens(model: nn.Module) -> list[int]:
-    """Tokens that a loss may weight differently or omit: padding, beginning, end, ..."""
+    """Token ids that a loss may weight differently or omit: padding, beginning, end, ..."""
     fields = getattr(config_of(model), "__dict__", {})
     return [value for name, value in fields.items() if name.endswith("token_id") and type(value) is int]
 
 
 def image_shape(model: nn.Module) -> tuple[int, int, int] | None:
-    """Channels, height and width of the images that the model accepts, if they have one size."""
+    """(channels, height, width) of the model's images; None if their size is not fixed."""
     config = config_of(model)
     size = getattr(config, "image_size", None)
     if size is None:
@@ -154,7 +158,7 @@ def has_label_per_sample(model: nn.Module) -> bool:
 def disable_caches(model: nn.Module) -> list[Any]:
     """Turn key-value caches off in every (sub-)config that has them on, and return those configs.
 
-    Caches are for generation; filled inside units, they would carry values past the boundaries.
+    Caches are for generation. Units that fill them would pass values to other stages that are not sent.
     """
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     parts = [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
@@ -171,12 +175,12 @@ def enable_caches(configs: Iterable[Any]) -> None:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether this is a cache of transformers: keys and values, or other states, of each layer."""
+    """Whether this is a transformers cache, with keys and values, or other states, of each layer."""
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
 def is_output_class(kind: Any) -> bool:
-    """Whether this is an output class of transformers' models."""
+    """Whether this is a class of model outputs in transformers."""
     return isinstance(kind, type) and any(base.__name__ == "ModelOutput" for base in kind.__mro__)
 
 
@@ -193,13 +197,13 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 def is_new(name: str, value: Any, is_decoder: bool) -> bool:
-    """Whether an argument of a forward has the tokens, or the embeddings, of the positions that it adds to a cache."""
+    """Whether a forward's argument has the tokens or embeddings of the positions that the forward adds to its cache."""
     names = (IDS, "inputs_embeds")
     return isinstance(value, Tensor) and name in ([f"decoder_{end}" for end in names] if is_decoder else names)
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether transformers' activation checkpointing drops and recomputes this very module."""
+    """Whether transformers' activation checkpointing recomputes this module."""
     is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
     return is_layer and bool(getattr(module, "gradient_checkpointing", False))
 
@@ -210,33 +214,33 @@ def can_recompute(model: nn.Module) -> bool:
 
 
 def is_of_peft(module: object, kind: str) -> TypeGuard[Any]:
-    """Whether this is an instance of peft's class of this name. It does not import peft, which takes a second."""
+    """Whether this is an instance of the peft class `kind`. Does not import peft, which takes a second."""
     return any(base.__name__ == kind and base.__module__.startswith("peft.") for base in type(module).__mro__)
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a part of this model is peft's: the model around it, a layer with an adapter, or a wrapper."""
+    """Whether any module of this model has a peft class: a PeftModel, a layer with an adapter, or a wrapper."""
     return any(type(module).__module__.startswith("peft.") for module in model.modules())
 
 
 def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
-    """The architecture's own model, which in a PeftModel is a module inside, and the prefix of its names there."""
+    """The prefix of the base model's names in `model`, and the base model (of a PeftModel, the model that it wraps)."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     path = next(name for name, module in model.named_modules() if module is base)
     return f"{path}." if path else "", base
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """The argument of the model's forward that is a cache with an entry for each layer."""
+    """The forward argument that takes a cache with one entry per layer; None without such an argument."""
     return next((name for name in LAYER_CACHES if has_parameter(model, name)), None)
 
 
 def full_name(model: nn.Module, name: str) -> str:
-    """The name of a module; modules inside a PeftModel may have their names in the model inside."""
+    """The full name of a module, which in a PeftModel may be given relative to the base model."""
     prefix, _ = without_adapters(model)
     return name if name.startswith(prefix) else f"{prefix}{name}"
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether the model, without adapters, is of one of transformers' own classes."""
+    """Whether the model, without adapters, has one of transformers' own classes."""
     return type(without_adapters(model)[1]).__module__.startswith("transformers.")

@@ -1,7 +1,7 @@
 """Launch: torchrun's elastic agent, with defaults for pipelines that continue when ranks are lost or join.
 
-Run `pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...` with one agent per machine (or several on
-one). It takes torchrun's flags.
+Run `pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...` once per machine (or several times on one).
+It takes torchrun's flags.
 """
 
 import argparse
@@ -29,19 +29,18 @@ from pipeshard.script import FOLDER, endless, repeated
 
 logger = logging.getLogger("pipeshard")
 
-# An agent that is lost is noticed after 5 seconds, and those that are left wait so long for others, once the least
-# number of them is there.
+# A lost agent is detected after 5 seconds. Once the minimum number of agents is present, they wait 5 seconds for more.
 RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
 RESTARTS = 100
-LOOK_PERIOD = 0.5  # seconds between two looks at the workers
-STUCK = 10  # looks
+LOOK_PERIOD = 0.5  # seconds between two checks of the workers
+STUCK = 10  # checks
 QUIET = {
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # peft asks for what transformers has renamed
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # peft uses names that transformers has renamed
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-ALIKE, WITHIN = 3, 60.0  # so many attempts in a row that end by one error, each in so many seconds, are enough
+ALIKE, WITHIN = 3, 60.0  # stop after so many attempts in a row with the same error, each within so many seconds
 HELP = f"""\
 usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
 
@@ -50,10 +49,10 @@ Starts SCRIPT as one process for each pipeline stage, replica and slice, and res
 once. After {ALIKE} attempts in a row that end with the same error, the job is not restarted.
 
   pipeshard launch --nproc-per-node 4 train.py --epochs 3                           on one machine
-  pipeshard launch --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint HOST:29400 train.py   on each of 2 to 4
+  pipeshard launch --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint HOST:29400 train.py   on 2 to 4 machines
 
 flags (torchrun's; torchrun --help lists all):
-  --nproc-per-node N       processes on this machine (default 1; gpu: one for each GPU)
+  --nproc-per-node N       processes on this machine (default 1; gpu: one per GPU)
   --nnodes N or MIN:MAX    number of machines (default 1:1)
   --rdzv-endpoint H:P      rendezvous address, on one of the machines: the same on every machine
   --rdzv-id NAME           name of the job, if several jobs share a rendezvous address (default pipeshard)
@@ -64,7 +63,7 @@ flags (torchrun's; torchrun --help lists all):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one agent until the job is done, its workers have failed for good, or a signal ends it; returns the
+    """Run one agent until the job is done, its workers have failed permanently, or a signal ends it; returns the exit
     status."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
     if not args.module and not args.no_python and (why := unable(args.training_script)):
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
-    """Run the script that calls this, or another program, as `ranks` processes of this machine, with RANK set in each;
+    """Run the calling script, or `program`, as `ranks` processes on this machine, with RANK set in each process;
     returns the exit status. With `quiet`, libraries show no progress bars and no warnings on the ranks."""
     for name, value in {"OMP_NUM_THREADS": threads(ranks), **(QUIET if quiet else {})}.items():
         os.environ.setdefault(name, value)
@@ -84,13 +83,13 @@ def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
 
 
 def threads(ranks: int) -> str:
-    """The value of OMP_NUM_THREADS with which this number of ranks share the cores of this machine."""
+    """The value of OMP_NUM_THREADS that divides this machine's cores evenly among this number of ranks."""
     return str(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _run_agent(args: argparse.Namespace, folder: Path) -> int:
-    # With torch's sharing of the agents' store, an agent that comes later is never told where the ranks meet, and one
-    # that stays goes on looking where the first of them met, though it be gone.
+    # If torch shares the agents' store with the ranks, an agent that joins later never receives the ranks' address, and
+    # a remaining agent keeps using the first address, even if that agent is gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _forward(signal.SIGUSR1)
     _end_if_stuck(args.rdzv_endpoint)
@@ -106,20 +105,22 @@ def _run_agent(args: argparse.Namespace, folder: Path) -> int:
         for kind, others in repeated(folder):
             logger.error("%d more ranks on this machine ended with the same %s", others, kind)
         codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
-        own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes  # torch ends the others
+        own = {
+            rank: code for rank, code in codes.items() if code != -signal.SIGTERM
+        } or codes  # torch terminates the others
         logger.error("the job failed: %s", ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in own.items()))
         return 1
     except RendezvousClosedError:
         logger.error("the job %r at %s has already ended: choose another --rdzv-id", args.rdzv_id, args.rdzv_endpoint)
         return 1
     except RendezvousError as error:
-        logger.error("the rendezvous at %s failed: %s", args.rdzv_endpoint, error)
+        logger.error("the rendezvous at %s failed. Check that this machine can reach it: %s", args.rdzv_endpoint, error)
         return 1
     return 0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """torchrun's flags, with other defaults if neither a flag nor torchrun's variable (PET_...) sets them."""
+    """Parse torchrun's flags, with other defaults for flags that neither `arguments` nor a PET_... variable sets."""
     parser = get_args_parser()
     parser.prog, parser.usage = "pipeshard launch", "pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]"
     parser.format_help = lambda: HELP  # type: ignore[method-assign]
@@ -128,21 +129,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(list(arguments))
     if args.rdzv_backend == "c10d":
         ours = [f"{name}={value}" for name, value in RENDEZVOUS.items()]
-        args.rdzv_conf = ",".join([*ours, *filter(None, [args.rdzv_conf])])  # of two values, the last one counts
+        args.rdzv_conf = ",".join([*ours, *filter(None, [args.rdzv_conf])])  # of several values, the last applies
         try:
             _, most = parse_min_max_nnodes(args.nnodes)
             host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
         except (ValueError, RuntimeError) as error:
             parser.error(f"argument --nnodes or --rdzv-endpoint: {error}")
         if not args.rdzv_endpoint:
-            args.rdzv_endpoint = "localhost:0" if most == 1 else "localhost:29400"  # torch's own port, to be found
+            args.rdzv_endpoint = (
+                "localhost:0" if most == 1 else "localhost:29400"
+            )  # torch's default port, which all agents know
         if args.local_addr is None and host in ("localhost", "127.0.0.1", "::1"):
-            args.local_addr = "localhost"  # all agents are on this machine, which need not know its own name
+            args.local_addr = "localhost"  # all agents are on this machine, whose name may not resolve
     return args
 
 
 def count(text: str) -> int:
-    """The type of an argparse flag that takes 1, 2, ..."""
+    """Parse a positive integer; used as the type of argparse flags."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
@@ -150,7 +153,7 @@ def count(text: str) -> int:
 
 
 def unable(script: str) -> str | None:
-    """The reason why no process could start this script."""
+    """The reason why this script cannot be started; None if it can."""
     try:
         compile(Path(script).read_bytes(), script, "exec")
     except OSError as error:
@@ -161,7 +164,7 @@ def unable(script: str) -> str | None:
 
 
 def _folded(args: argparse.Namespace) -> argparse.Namespace:
-    """Have scripts run by `pipeshard.script`."""
+    """Make the workers run the script through `pipeshard.script`, unless it is a module or not Python."""
     if not args.module and not args.no_python and not args.run_path:
         args.training_script_args = [args.training_script, *args.training_script_args]
         args.training_script, args.module = "pipeshard.script", True
@@ -173,7 +176,7 @@ def _exit_text(code: int) -> str:
 
 
 def _clean_up() -> None:
-    """End the processes that a second Ctrl-C has kept torch from ending."""
+    """Kill the processes that torch has not terminated because of a second Ctrl-C."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     workers = psutil.Process().children(recursive=True)
@@ -184,7 +187,7 @@ def _clean_up() -> None:
 
 
 def _leave_process(folder: Path, status: int) -> NoReturn:
-    """End this process, in which a signal has interrupted threads of torch: Python's own exit might abort."""
+    """Exit without Python's own cleanup, which might abort because a signal has interrupted torch's threads."""
     shutil.rmtree(folder, ignore_errors=True)
     logging.shutdown()
     sys.stdout.flush()
@@ -193,13 +196,13 @@ def _leave_process(folder: Path, status: int) -> NoReturn:
 
 
 def _end_if_in_vain(folder: Path) -> list[str]:
-    """End this agent if attempt after attempt ends with the same error, whose kind is then in the list."""
+    """Terminate this agent if attempts keep ending with the same error, whose class is then in the returned list."""
     found: list[str] = []
 
     def look() -> None:
         while not found:
             time.sleep(LOOK_PERIOD)
-            with contextlib.suppress(OSError):  # the folder is gone: this agent is through
+            with contextlib.suppress(OSError):  # the folder is gone: this agent is done
                 if kind := endless(folder, ALIKE, WITHIN):
                     found.append(kind)
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -211,9 +214,9 @@ def _end_if_in_vain(folder: Path) -> list[str]:
 
 
 def _forward(number: signal.Signals) -> None:
-    """Forward a signal to the workers.
+    """Start a thread that forwards a signal to the workers.
 
-    Blocked here, it stays blocked in a worker until the worker handles it: no worker dies of it while it starts.
+    Workers inherit the blocked signal until they install a handler, so that it does not kill a worker that is starting.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
@@ -227,10 +230,10 @@ def _forward(number: signal.Signals) -> None:
 
 
 def _end_if_stuck(endpoint: str) -> None:
-    """End this agent if all of its workers have ended, and it has not noticed for a while.
+    """Start a thread that exits this agent if all of its workers have exited and the agent has not noticed for a while.
 
-    It polls the store of the rendezvous, and if its machine was cut off from the store, it waits for the
-    answer until the kernel closes the connection, a quarter of an hour later.
+    The agent polls the rendezvous store. If its machine has lost the connection, it waits for an answer until the
+    kernel closes the connection, a quarter of an hour later.
     """
 
     def look() -> None:
@@ -239,14 +242,14 @@ def _end_if_stuck(endpoint: str) -> None:
             time.sleep(LOOK_PERIOD)
             workers = psutil.Process().children()
             looks = looks + 1 if workers and all(_has_ended(worker) for worker in workers) else 0
-        logger.error("all workers have ended, and the rendezvous store at %s does not respond", endpoint)
+        logger.error("all workers have exited, and the rendezvous store at %s does not respond", endpoint)
         os._exit(1)
 
     threading.Thread(target=look, daemon=True).start()
 
 
 def _has_ended(worker: psutil.Process) -> bool:
-    """Whether a worker has ended, and the agent has not read its exit status yet."""
+    """Whether a worker has exited, and the agent has not yet read its exit status."""
     try:
         return bool(worker.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

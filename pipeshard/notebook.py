@@ -1,7 +1,7 @@
-"""Notebook: a function of a notebook, run by ranks that a cell starts.
+"""Notebook: runs a function of a notebook on ranks that a cell starts.
 
-The ranks are new processes, to which the function is copied. Forks of the notebook's process could not train: neither
-autograd nor CUDA works in a fork of a process that has used it.
+The ranks are new processes, and the function is copied to each. Forks of the notebook's process could not train, since
+neither autograd nor CUDA works in a fork of a process that has used it.
 """
 
 import os
@@ -19,25 +19,25 @@ from pipeshard.launch import threads
 from pipeshard.script import OTHERS, fold
 
 T = TypeVar("T")
-CALL, ERROR = "call", ".error"  # files for the ranks, and of a rank
+CALL, ERROR = "call", ".error"  # the file with the function, and the suffix of a rank's error
 
 
 def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
-    """Run `fn(*args)` on `ranks` processes of this machine; returns the result of each.
+    """Run `fn(*args)` on `ranks` processes of this machine; returns the list of the ranks' results.
 
         losses = pipeshard.notebook_launch(train, 2)[0]
 
-    The function, and the functions, classes and values of the notebook that it uses, are copied to each rank by
-    cloudpickle; engines must be created inside the function. The output of all ranks appears in the cell.
-    Interrupting the cell ends the ranks.
+    cloudpickle copies the function, and the functions, classes and values of the notebook that it uses, to each rank.
+    Create engines inside the function. The output of all ranks appears in the cell. Interrupting the cell terminates
+    the ranks.
 
     Args:
-        fn: a function of a cell or of a module.
-        ranks: the number of processes: stages, times replicas and slices.
-        args: arguments of `fn`.
+        fn: a function that a cell or a module defines.
+        ranks: the number of processes: stages x replicas x slices.
+        args: the arguments of `fn`.
 
-    Raises ConfigurationError if cloudpickle is missing or cannot copy the function, and RankError if a rank fails, with
-    the rank and its error; the traceback is above.
+    Raises ConfigurationError if `ranks` is invalid, or if cloudpickle is missing or cannot copy the function. Raises
+    RankError, which names the rank and its error, if a rank fails; the traceback is in the cell's output.
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ConfigurationError(f"ranks must be a positive integer, got {ranks!r}")
@@ -45,7 +45,7 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         folder = Path(name)
         (folder / CALL).write_bytes(_copied(fn, args))
         if status := _run_agent(folder, ranks):
-            raise RankError(_failure(folder) or f"the ranks ended with status {status}: see the output above")
+            raise RankError(_failure(folder) or f"the ranks exited with status {status}: see the output above")
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
 
 
@@ -66,7 +66,7 @@ def _uncopied(fn: Any, error: Exception) -> ConfigurationError:
 
 
 def _run_agent(folder: Path, ranks: int) -> int:
-    """Start the ranks, and print what they print until the last one has ended; returns the exit status."""
+    """Run the ranks and forward their output until all have exited; returns the exit status of their agent."""
     command = [sys.executable, "-m", "pipeshard.launch", f"--nproc-per-node={ranks}", "--max-restarts=0"]
     path = os.pathsep.join(filter(None, sys.path))
     environment = {"OMP_NUM_THREADS": threads(ranks)} | os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -79,20 +79,20 @@ def _run_agent(folder: Path, ranks: int) -> int:
         for line in agent.stdout:
             sys.stdout.write(line)
     finally:
-        agent.terminate()  # unless it has ended
+        agent.terminate()  # no effect if it has exited
         agent.wait()
     return agent.returncode
 
 
 def _failure(folder: Path) -> str | None:
-    """The rank that failed first and its error; not one that another rank's error caused."""
+    """A message with the first failed rank and its error, preferably one that no other rank caused; None if unknown."""
     texts = {path: path.read_text() for path in sorted(folder.glob(f"*{ERROR}"), key=lambda path: path.stat().st_mtime)}
     first = min(texts, key=lambda path: texts[path].startswith(OTHERS), default=None)
     return f"rank {first.stem} failed: {texts[first]}" if first else None
 
 
 def _be_rank(folder: Path) -> None:
-    """Call the function as this rank, and leave its result or error in the folder."""
+    """Call the function as this rank, and write its result or error to the folder."""
     import cloudpickle
     import torch.distributed as dist
 

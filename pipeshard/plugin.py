@@ -1,4 +1,4 @@
-"""PipelinePlugin: pipeline parallelism behind `pipeshard.initialize`, or behind ColossalAI's Booster."""
+"""PipelinePlugin: pipeline parallelism for `pipeshard.initialize` and for ColossalAI's Booster."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,25 +55,24 @@ ONE_GRID = {"pg_mesh": "mesh", "dp_group": "replicas", "pp_group": "stages", "tp
 class PipelinePlugin:
     """Trains a model across `pp_size` processes, each of which holds one stage, or several chunks of the model.
 
-    The world may have more ranks: `dp_size` replicas of the pipeline, which read different batches, and `tp_size`
-    slices of every stage. Rank 0 is the first slice of the first stage of the first replica; then come slices, stages,
-    replicas.
+    The world may have more ranks: `dp_size` replicas of the pipeline, which read different batches, and `tp_size` (or
+    `ep_size`) slices of every stage. Consecutive ranks are the slices of one stage, then the stages of one replica,
+    then the replicas (Megatron's order tp-pp-dp).
 
     Args:
-        pp_size: the number of stages. The keyword arguments and `pp_size` are the fields of
-            `pipeshard.config.PipelineConfig`, which documents them.
-        foreign: further arguments of ColossalAI's HybridParallelPlugin. `pp_style` is the schedule; options for
-            speed are ignored, with a warning; any other argument is refused unless it has its default value, and the
-            error names the replacement.
+        pp_size: the number of stages. `pipeshard.config.PipelineConfig` documents it and the keyword arguments.
+        foreign: further arguments of ColossalAI's HybridParallelPlugin. `pp_style` is the schedule. Options that only
+            affect speed are ignored with a warning. Any other argument must have its default value; otherwise the error
+            names the replacement.
 
-    Every boosted model has its own pipeline and, with "fp16", its own loss scale. If there are several, pass the model
-    to the plugin's methods.
+    Every boosted model has its own pipeline and, with "fp16", its own loss scale. If the plugin has boosted several
+    models, pass the model to the plugin's methods.
 
     Attributes:
-        config: the arguments as a PipelineConfig, which are attributes of the plugin, too.
-        grid: this process's place and the groups of ranks. If you use it before `booster.boost`, do so on every rank.
+        config: the arguments as a PipelineConfig. Each of its fields is also an attribute of the plugin.
+        grid: this process's position and the process groups. If you use it before `booster.boost`, do so on every rank.
 
-    Raises ConfigurationError for arguments that cannot work; `booster.boost` raises it if they differ between ranks.
+    Raises ConfigurationError for invalid arguments; `booster.boost` raises it if they differ between ranks.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class PipelinePlugin:
 
     @cached_property
     def grid(self) -> Grid:
-        """Created by all ranks together, which must have the same arguments."""
+        """This process's Grid. The first use is a collective that compares the arguments of all ranks."""
         world = dist.group.WORLD
         assert world is not None
         compare_ranks(versions() | texts_of(self.config.of_all_ranks), world, named)
@@ -155,7 +154,7 @@ class PipelinePlugin:
 
     @cached_property
     def stage_manager(self) -> PipelineStageManager:
-        """With schedule="auto" that of the last model that was boosted; before, as if each rank had one stage."""
+        """The PipelineStageManager. With schedule="auto", it assumes one stage per rank until a model is boosted."""
         boosted = self._boosted[-1]() if self._boosted else None
         config = self.config if boosted is None else boosted.pipeline.config
         chunks = config.num_model_chunks
@@ -171,7 +170,7 @@ class PipelinePlugin:
     control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> PipelineCheckpointIO:
-        """The only checkpoint IO of this plugin, which tracks the save in the background."""
+        """The checkpoint IO of this plugin, always the same object, since it tracks the save in the background."""
         return self._checkpoint_io
 
     def supported_devices(self) -> list[str]:
@@ -192,7 +191,8 @@ class PipelinePlugin:
 
     @staticmethod
     def from_pretrained(auto_class: Any, path: str | Path, gguf_file: str | None = None, **options: Any) -> nn.Module:
-        """The model of a Hugging Face folder without its weights; `booster.boost` loads the weights of each stage.
+        """Build the model of a Hugging Face folder without its weights. `pipeshard.initialize` then loads each stage's
+        weights; with ColossalAI's Booster, call `booster.load_model(model, path)` after boost.
 
         `auto_class` is an AutoModelFor... or a model class; `options` are fields of its config (and `dtype`), as in its
         own `from_pretrained`. Weights that the folder lacks are initialized. `gguf_file` names a GGUF file in the
@@ -209,7 +209,7 @@ class PipelinePlugin:
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[PipelineModel, PipelineOptimizer | None, Criterion | None, DataLoader[Any] | None, LRScheduler | None]:
-        """Cut the model, keep this rank's stage, and narrow the optimizer to it."""
+        """Split the model, keep this rank's stages, and restrict the optimizer to their parameters."""
         watch_world(self.config.timeout, self.config.watchdog)
         with together_in("booster.boost"):
             name_ranks(self.grid.named)
@@ -236,18 +236,22 @@ class PipelinePlugin:
         num_batches: int = 1,
         weight: float = 1.0,
     ) -> dict[str, Any]:
-        """Run one batch of `data_iter` through the pipeline. Call it on every rank with the same batch.
+        """Run one batch of `data_iter` through the pipeline. Call it on every rank, with the same batch on the ranks of a
+        replica.
 
         Runs forward and backward if gradients are enabled and an optimizer is given; the gradients are then complete,
-        including ties. Otherwise (under `torch.no_grad()`, or without an optimizer) runs only the forward. Returns
-        "loss", a tensor with the same value on every rank, and "outputs", which on the last stage are those that
-        `return_outputs` requests, and None on other stages: with True the model's output for the whole batch, with a
-        field's name or a list of them an output with only these, with "loss" the losses of the microbatches, shape
-        (m,), and with a function `fn(output, microbatch)`, called under no_grad right after each forward of the last
-        stage, the list of its results, one per microbatch in order. Nothing else of the outputs is kept.
+        including ties. Otherwise (under `torch.no_grad()`, or without an optimizer) runs only the forward. Returns a
+        dict with "loss", a tensor with the same value on every rank, and "outputs", which is None except on the last
+        stage. There, `return_outputs` selects what "outputs" contains, and no other outputs are kept:
 
-        With `num_batches` k, the next k batches are run as one step, so the pipeline fills once. Losses and
-        gradients are the sums over k calls, each batch with its own loss and shapes, multiplied by `weight`.
+        - True: the model's output for the whole batch.
+        - The name of a field, or a list of names: an output with only these fields.
+        - "loss": the losses of the microbatches, of shape (m,).
+        - A function `fn(output, microbatch)`, called under no_grad right after each forward of the last stage: the list
+          of its results, one per microbatch, in order.
+
+        With `num_batches` k, the next k batches are run as one step, so the pipeline fills once. Losses and gradients
+        are the sums over k calls, multiplied by `weight`. Each batch has its own loss and shapes.
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
         train = torch.is_grad_enabled() and optimizer is not None
@@ -258,8 +262,8 @@ class PipelinePlugin:
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Inside, gradients of this model are not reduced; the first step outside, or `sync_grads`, sums the
-        accumulated gradients over the replicas and the holders of ties."""
+        """Context manager in which this model's gradients are not reduced. The first step after it, or `sync_grads`,
+        sums the accumulated gradients over the replicas and over the ranks that hold a tied parameter."""
         pipeline = self._pipeline_of(model, "no_sync")
         before, pipeline.synchronizes = pipeline.synchronizes, False
         try:
@@ -268,11 +272,11 @@ class PipelinePlugin:
             pipeline.synchronizes = before
 
     def sync_grads(self, model: nn.Module | None = None) -> None:
-        """Sum this model's gradients that were accumulated under `no_sync`, without a step. Call it on every rank."""
+        """Reduce this model's gradients accumulated under `no_sync`, without running a step. Call it on every rank."""
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
-        """The pipeline of a boosted model; None stands for the only model that this plugin has boosted."""
+        """The pipeline of a boosted model; None selects the only model that this plugin has boosted."""
         if model is None and call != "execute_pipeline":
             if len(self._boosted) > 1:
                 raise UsageError(f"{call} is ambiguous with {len(self._boosted)} models: pass the model, {call}(model)")
@@ -292,32 +296,33 @@ class PipelinePlugin:
         distributed_sampler_cls: Any = None,
         **options: Any,
     ) -> ResumableDataLoader:
-        """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` and epoch.
+        """A DataLoader that gives every stage the same batches, in an order that depends only on `seed` and the epoch.
 
-        It tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves it. `options`
-        are DataLoader's own: drop_last, num_workers, collate_fn, batch_sampler, ... and may be combined as in
-        DataLoader. A `distributed_sampler_cls` is constructed with one replica, and its order is distributed here.
+        It tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves the position.
+        `options` are DataLoader's own: drop_last, num_workers, collate_fn, batch_sampler, ... and may be combined as in
+        DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1; pipeshard divides its order among
+        the replicas.
         """
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
             shuffle = False
-        replica = dist.get_rank() * self.dp_size // dist.get_world_size()  # replicas come last in a grid
+        replica = dist.get_rank() * self.dp_size // dist.get_world_size()  # replicas are a grid's outermost axis
         return ResumableDataLoader(
             dataset, batch_size, shuffle, seed, replica=replica, num_replicas=self.dp_size, **options
         )
 
     def recording(self, model: nn.Module | None = None) -> Recording:
-        """The times of each rank's actions in this model's last step, and the ranks that it waited for. Call it on all
-        ranks.
+        """The times of each rank's actions in this model's last step, and the ranks that each rank waited for. Call it
+        on every rank.
 
-        `plugin.recording().summary()` is one line about the step; `draw(path)` shows it above its simulation. On a GPU
-        times come from GPU events.
+        `plugin.recording().summary()` is one line about the step; `draw(path)` draws the step above its simulation. On
+        a GPU, the times are measured with GPU events.
         """
         return self._pipeline_of(model, "recording").recording()
 
     @contextmanager
     def measuring(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Does nothing, for compatibility: recordings always use GPU events on a GPU."""
+        """Context manager without effect, kept for compatibility: recordings always use GPU events on a GPU."""
         self._pipeline_of(model, "measuring")
         yield
 

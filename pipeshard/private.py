@@ -1,9 +1,9 @@
 """Private: torch's private names that pipeshard needs.
 
-A release of torch may rename these silently. So functions and classes are imported only here, under their own
-names, and attributes are listed in `ATTRIBUTES`, by the class that has them. `tests/test_private.py`
-tests each meaning that is relied on, and refuses any other private name in the package: an upgrade of torch breaks at
-most one file.
+A release of torch may rename these silently. Private functions and classes are therefore imported only here, under
+public names, and private attributes are listed in `ATTRIBUTES`, by class. `tests/test_private.py` tests the behavior
+that pipeshard relies on, and rejects any other private name in the package: an upgrade of torch breaks at most one
+file.
 """
 
 import sys
@@ -40,7 +40,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-OF_COMPILER = "_dynamo"  # how attributes begin that a compiled function puts on the tensors it returns
+OF_COMPILER = "_dynamo"  # prefix of attributes that compiled functions set on their output tensors
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 OpOverload = torch._ops.OpOverload
@@ -56,33 +56,33 @@ flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_c
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode that sees every operator; nothing in it is compiled."""
+    """A dispatch mode that receives every operator; code that runs in it is not compiled."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler (seconds) to keep the mode out of it
+        return False  # with True, torch would import its compiler, which takes seconds
 
 
 def enter_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
-    """Enter modes beneath those that are entered now, so that these may be left before or after them. They have no part
-    in what is compiled meanwhile."""
+    """Enter modes below the active modes, which may then be exited before or after the new ones. The new modes do not
+    affect code that is compiled meanwhile."""
     for mode in modes:
         _rearrange(mode, is_entered=True)
 
 
 def leave_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
-    """Leave them again, if they are entered in this thread."""
+    """Exit modes that `enter_below` has entered, if they are active in this thread."""
     for mode in modes:
         _rearrange(mode, is_entered=False)
 
 
 def modes_entered() -> list[TorchDispatchMode | TorchFunctionMode]:
-    """The modes that are entered in this thread."""
+    """The modes that are active in this thread."""
     return [*of_dispatch._get_current_dispatch_mode_stack(), *overrides._get_current_function_mode_stack()]
 
 
 def _rearrange(mode: TorchDispatchMode | TorchFunctionMode, is_entered: bool) -> None:
-    """Put a mode beneath the others, once, or take it out."""
+    """Move a mode to the bottom of its stack, or remove it from the stack."""
     stack = _stack(mode)
     entered = [stack.pop() for _ in range(stack.size())][::-1]
     others = [each for each in entered if each is not mode]
@@ -102,7 +102,7 @@ def _stack(mode: TorchDispatchMode | TorchFunctionMode) -> _Stack:
     return _Stack(torch._C._len_torch_function_stack, overrides._pop_mode, overrides._push_mode)
 
 
-# Attributes that the package reads or writes, by the class (or module) that has them.
+# Private attributes that the package reads or writes, by class or module.
 ATTRIBUTES = {
     "torch.Tensor": ("_version", "_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch.UntypedStorage": ("_cdata",),
@@ -136,15 +136,15 @@ ATTRIBUTES = {
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Options of an NCCL process group with the same timeout, whose streams have a high priority."""
+    """Options of an NCCL process group with this timeout and high-priority streams."""
     options = getattr(dist, "ProcessGroupNCCL").Options(is_high_priority_stream=True)  # noqa: B009
     options._timeout = timeout
     return options
 
 
 def set_wrapped(function: Any, inner: Any) -> None:
-    """Make a function of torch.nn.utils, which calls another one under no_grad, call `inner` from now on. The original
-    inner function stays its `__wrapped__`."""
+    """Make `function`, a torch.nn.utils function that runs an inner function under no_grad, run `inner` instead. Its
+    `__wrapped__` is still the original inner function."""
     names = function.__code__.co_freevars
     function.__closure__[names.index("func")].cell_contents = inner
 
@@ -202,8 +202,8 @@ _PATCH = "colossalai._analyzer._subclasses._meta_registration"
 
 
 def restore_meta_kernels() -> None:
-    """Undo what ColossalAI, once imported, has registered for tensors on meta, which was written for torch 1.12: with
-    it, reading a number on meta gives 0 instead of an error, and convolutions and norms have outdated shapes."""
+    """Remove the meta kernels that ColossalAI registers when it is imported. They were written for torch 1.12: with
+    them, `.item()` on meta returns 0 instead of raising an error, and convolutions and norms have outdated shapes."""
     library = getattr(sys.modules.get(_PATCH), "meta_lib", None)
     if library is not None and library._op_impls:
         library._destroy()

@@ -1,6 +1,6 @@
-"""Recipe: a file of settings, and options that override it, with the model and the data that they name.
+"""Recipe: the settings from a config file and from options, and the model and data that they name.
 
-The settings are TRL's own, of the model, the data and the Trainer, and those of the pipeline below.
+The settings are TRL's own for the model, the data and the Trainer, and those of PipelineArguments.
 """
 
 from argparse import Namespace
@@ -23,7 +23,13 @@ TRAINERS = {
     "grpo": ("GRPO", "Train a model by reinforcement learning: reward functions score its own answers."),
 }
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # what some models have besides their safetensors
+UNREAD = [
+    "original/*",
+    "onnx/*",
+    "*.gguf",
+    "*.pth",
+    "*.onnx",
+]  # files that some models have in addition to their safetensors
 
 
 def setting(default: Any, text: str, choices: Collection[str] | None = None) -> Any:
@@ -32,7 +38,7 @@ def setting(default: Any, text: str, choices: Collection[str] | None = None) -> 
 
 @dataclass
 class PipelineArguments:
-    """The settings of the pipeline and of the command."""
+    """The settings of the pipeline and of the command itself."""
 
     _argument_group_name = "pipeline"
 
@@ -54,7 +60,7 @@ class PipelineArguments:
     max_restarts: int = setting(0, "Maximum number of restarts from the newest checkpoint after a failure.")
     dry_run: bool = setting(False, "Print the plan and exit: stages, memory of each rank, idle time.")
     device_memory: str | None = setting(
-        None, "Memory per device for --dry_run, such as 80GB, or one for each rank: 24GB,12GB."
+        None, "Memory per device for --dry_run, such as 80GB, or one value per rank: 24GB,12GB."
     )
     model_config: str | None = setting(None, "Model to plan if its folder is missing: 'llama hidden_size=4096 ...'.")
 
@@ -69,9 +75,9 @@ PLUGIN |= {name: name for name in ("partition", "precision", "recompute", "zero_
 
 
 def read(kind: str, arguments: Sequence[str]) -> Namespace:
-    """The settings of the file that --config names, and of options, which override them.
+    """Read the settings from the file that --config names and from options, which override the file.
 
-    Raises ConfigurationError for an unknown setting, a wrong value, a missing file or package.
+    Raises ConfigurationError for an unknown setting, an invalid value, and a missing file or package.
     """
     missing = [package for package in ("trl", "datasets") if find_spec(package) is None]
     if missing:
@@ -86,30 +92,30 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
         raise ConfigurationError(
             unknown_setting(kind, unknown[0], [one.name for group in groups for one in fields(group)])
         )
-    settings.num_slices = str(settings.num_slices)  # a file may have a number
+    settings.num_slices = str(settings.num_slices)  # YAML may contain a number
     checked_config(settings)
     return settings
 
 
 def groups_of(kind: str) -> list[type]:
-    """The dataclasses that have the settings."""
+    """The dataclasses that define the settings of a command."""
     script = import_module("trl.scripts.grpo").GRPOScriptArguments if kind == "grpo" else trl().ScriptArguments
     return [PipelineArguments, script, trl().ModelConfig, trl().DatasetMixtureConfig, of_trl(kind, "Config")]
 
 
 def trl() -> Any:
-    """TRL, which takes seconds to import."""
+    """The trl module, imported on first use since that takes seconds."""
     return import_module("trl")
 
 
 def of_trl(kind: str, what: str) -> Any:
-    """The Config or the Trainer of this kind."""
+    """TRL's Config or Trainer class for a command."""
     return getattr(trl(), TRAINERS[kind][0] + what)
 
 
 def parser_of(kind: str, groups: Sequence[type]) -> Any:
     class Parser(trl().TrlParser):  # type: ignore[misc]
-        """TRL's own parser, of which the settings stay a Namespace: TrainingArguments would initialize a device."""
+        """TRL's parser, except that settings remain a Namespace, since TrainingArguments would initialize a device."""
 
         def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
             return self.parse_known_args(args)
@@ -134,14 +140,16 @@ def unknown_setting(kind: str, name: str, known: Collection[str]) -> str:
 
 
 def checked_config(settings: Namespace) -> None:
-    """Raise ConfigurationError for settings of the pipeline that cannot work."""
+    """Raise ConfigurationError for invalid settings of the pipeline."""
     from pipeshard.config import PipelineConfig
     from pipeshard.trainer.refusals import cut
 
     cut(PipelineConfig(**plugin_arguments(settings)), settings.gradient_accumulation_steps)
     ranks = settings.pp * settings.dp * settings.tp
     if settings.nnodes < 1 or ranks % settings.nnodes:
-        raise ConfigurationError(f"nnodes={settings.nnodes} does not divide the {ranks} ranks (pp * dp * tp)")
+        raise ConfigurationError(
+            f"nnodes={settings.nnodes} does not divide the {ranks} ranks (pp * dp * tp): use a divisor"
+        )
     if settings.num_slices != "1" and settings.gradient_checkpointing and settings.recompute is None:
         raise ConfigurationError(
             f"num_slices={settings.num_slices} is not supported with gradient_checkpointing, which TRL turns on: set "
@@ -156,7 +164,7 @@ def plugin_arguments(settings: Namespace) -> dict[str, Any]:
 
 
 def filled(kind: type, settings: Namespace) -> Any:
-    """A dataclass with these settings."""
+    """An instance of the dataclass `kind` with these settings."""
     return kind(**{one.name: getattr(settings, one.name) for one in fields(kind) if one.init})
 
 
@@ -164,7 +172,7 @@ def filled(kind: type, settings: Namespace) -> Any:
 
 
 def folder_of(settings: Namespace) -> Path:
-    """The folder of the model, which may come from the Hub."""
+    """The model's folder on this machine, downloaded from the Hub if necessary."""
     from huggingface_hub import snapshot_download
 
     name = named(settings, "model_name_or_path")
@@ -186,7 +194,7 @@ def not_at_hand(setting: str, name: str, error: Exception) -> ConfigurationError
 
 
 def rows(settings: Namespace) -> tuple[Any, Any]:
-    """The samples to train on, and those to evaluate on, if any."""
+    """The training data, and the evaluation data or None."""
     made = loaded(settings)
     splits = made if isinstance(made, Mapping) else {settings.dataset_train_split: made}
     train, test = split_of(splits, "dataset_train_split", settings), None
@@ -200,14 +208,14 @@ def rows(settings: Namespace) -> tuple[Any, Any]:
 def split_of(splits: Mapping[str, Any], which: str, settings: Namespace) -> Any:
     if (name := getattr(settings, which)) not in splits:
         raise ConfigurationError(
-            f"{which}={name} is not in the data, which has {', '.join(splits)}. Set {which}, or "
+            f"{which}={name} is not a split of the data, which has {', '.join(splits)}. Set {which}, or "
             "test_split_size=0.1 to hold out a tenth of the training data"
         )
     return splits[name]
 
 
 def loaded(settings: Namespace) -> Any:
-    """What TRL's settings of the data name: a mixture, a file, a folder of `datasets`, or data of the Hub."""
+    """Load the data that the settings name: a mixture, a file, a folder that `datasets` saved, or a Hub dataset."""
     from datasets import load_dataset, load_from_disk
 
     if settings.datasets:
@@ -216,7 +224,7 @@ def loaded(settings: Namespace) -> Any:
     path, streaming = Path(name), settings.dataset_streaming
     if path.suffix in READERS:
         if not path.is_file():
-            raise ConfigurationError(f"dataset_name={name} does not exist")
+            raise ConfigurationError(f"dataset_name={name} does not exist: pass the path of a file")
         return load_dataset(READERS[path.suffix], data_files=name, streaming=streaming)
     if any((path / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
         return load_from_disk(name)
@@ -225,7 +233,7 @@ def loaded(settings: Namespace) -> Any:
 
 
 def config_of(settings: Namespace) -> list[str]:
-    """The folder of the model's config, or a model type and the fields of its config."""
+    """The folder of the model's config as a list, or the model type and fields in `model_config`."""
     from huggingface_hub import hf_hub_download
 
     name = named(settings, "model_name_or_path")
@@ -238,7 +246,7 @@ def config_of(settings: Namespace) -> list[str]:
 
 
 def model_of(kind: str, settings: Namespace) -> Any:
-    """A model that no rank holds completely."""
+    """The model without weights; each stage loads its own, so that no rank holds the whole model."""
     import transformers
 
     from pipeshard.plugin import PipelinePlugin
@@ -256,7 +264,7 @@ def model_of(kind: str, settings: Namespace) -> Any:
 
 
 def reward_functions(settings: Namespace) -> list[Any]:
-    """Those of `reward_funcs`, TRL's own by name and others by the path that imports them, and the reward model."""
+    """The functions in `reward_funcs`, given by their TRL name or import path, and the name of the reward model."""
     model = settings.reward_model_name_or_path
     return [*map(imported, settings.reward_funcs or ()), *([model] if model else [])]
 

@@ -1,7 +1,7 @@
-"""Script: a training script as `pipeshard launch` runs it; ranks with the same error print it once.
+"""Script: runs a training script for `pipeshard launch`, so that an error of several ranks is printed once.
 
-`python -m pipeshard.script train.py ...` is `python train.py ...`, except for the output of an error. It imports
-little, so it also serves a script whose first import fails.
+`python -m pipeshard.script train.py ...` is like `python train.py ...`, except for the output of an error. The module
+imports little, so it also works for a script whose first import fails.
 """
 
 import builtins
@@ -15,18 +15,24 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-FOLDER = "PIPESHARD_ERRORS"  # names the folder in which the ranks of an agent note how they ended
-TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # names a file in the folder that each of torchrun's ranks has, attempt by attempt
-OTHERS = ("RankError", "OtherBatchError", "DistBackendError", "DistNetworkError", "DistStoreError")  # of another rank
+FOLDER = "PIPESHARD_ERRORS"  # variable: the folder in which an agent's ranks record their errors
+TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # variable: torchrun's file for a rank's error, .../ATTEMPT/RANK/FILE
+OTHERS = (
+    "RankError",
+    "OtherBatchError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+)  # caused by another rank
 _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script in its own `__main__`, with these arguments, its name first."""
+    """Run a script as `__main__`; `arguments` are its path and its own arguments."""
     path = Path.cwd() / arguments[0]
     sys.argv[:] = arguments
     sys.path[0] = str(path.resolve().parent)
-    sys.modules["pipeshard.script"] = sys.modules["__main__"]  # or it would go, with what it defines
+    sys.modules["pipeshard.script"] = sys.modules["__main__"]  # otherwise this module would be freed
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__dict__.update(__file__=str(path), __builtins__=builtins, __spec__=None)
     sys.excepthook = tell_once
@@ -34,8 +40,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An exception hook that prints an error if no other rank of this agent has printed it in this attempt, and notes
-    it."""
+    """An exception hook that prints an error, unless another rank of this agent has raised it first in this attempt,
+    and records it."""
     if issubclass(kind, KeyboardInterrupt):
         return
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
@@ -49,13 +55,13 @@ def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 def fold() -> None:
-    """Make a rank that torchrun started print errors once, too, unless something else prints its errors."""
+    """Install `tell_once` on a rank that torchrun started, unless another exception hook is installed."""
     if os.environ.get(TORCHRUN) and sys.excepthook is sys.__excepthook__:
         sys.excepthook = tell_once
 
 
 def notes() -> Path | None:
-    """Where ranks note how they ended; with torchrun a folder of the ranks that print to the same place."""
+    """The folder in which ranks record errors; with torchrun, one folder per stderr file. None without either."""
     if FOLDER in os.environ or not os.environ.get(TORCHRUN):
         return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
     try:
@@ -68,7 +74,7 @@ def notes() -> Path | None:
 
 
 def note(folder: Path, kind: str, text: str) -> bool:
-    """Whether this rank is the first to end with this error; each adds a byte to a file of the attempt."""
+    """Record an error; returns whether this rank is the first with it. Each rank adds a byte to the error's file."""
     digest = hashlib.blake2b(_DIFFERS.sub("", text).encode(), digest_size=8).hexdigest()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
@@ -76,14 +82,14 @@ def note(folder: Path, kind: str, text: str) -> bool:
     except OSError:
         return True
     os.write(file, b".")
-    first = os.lseek(file, 0, os.SEEK_CUR) == 1  # where its own byte ended
+    first = os.lseek(file, 0, os.SEEK_CUR) == 1  # the end of this rank's byte
     os.close(file)
     return first
 
 
 def endless(folder: Path, attempts: int, seconds: float) -> str | None:
-    """The kind of error with which the last attempts ended, each within some seconds of the one before; not one
-    caused by another rank's."""
+    """The class of the error with which the last `attempts` attempts ended, each within `seconds` of the previous one;
+    otherwise None. Errors that another rank caused do not count."""
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
         attempt, kind, digest = file.name.split("-")
@@ -97,7 +103,7 @@ def endless(folder: Path, attempts: int, seconds: float) -> str | None:
 
 
 def repeated(folder: Path) -> list[tuple[str, int]]:
-    """The errors of the last attempt that several ranks had: their kind, and the number of further ranks."""
+    """For each error of the last attempt that several ranks raised: its class, and the number of further ranks."""
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
     last = max((int(name.split("-")[0]) for name in files), default=0)
     return [(name.split("-")[1], size - 1) for name, size in files.items() if name.startswith(f"{last}-") and size > 1]

@@ -1,6 +1,6 @@
-"""Trial: some steps on processes of this machine, for `pipeshard trace-run` and `demo`.
+"""Trial: runs a few steps on processes of this machine, for `pipeshard trace-run` and `demo`.
 
-The command imports little before it starts the processes: they import the rest at the same time.
+The command imports little before it starts the processes, which then import the rest in parallel.
 """
 
 import copy
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trial:
-    """What to run: the model (see `source.build`) and the samples of a step; each rank calls `make_booster(batch)`."""
+    """A run of a model (see `planner.models.build`) with random data; each rank calls `make_booster(batch)`."""
 
     source: str
     fields: Sequence[str]
@@ -39,7 +39,7 @@ class Trial:
     steps: int = 3
 
     def run(self) -> "Recording":
-        """Run the steps on `pp_size` processes; raises ConfigurationError with the error that ended a process."""
+        """Run the steps on `pp_size` processes; raises ConfigurationError with the error of a process that failed."""
         from pipeshard.engine.recording import Recording
 
         with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def _spawn(function: Callable[..., None], arguments: tuple[Any, ...], size: int)
 
 
 def _meet(rank: int, size: int, folder: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which ends these
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which ends its processes
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
 
@@ -83,10 +83,10 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
 
 
 def demo(pp_size: int, steps: int) -> list[str]:
-    """Train a llama of 8 layers, 0.5 million random parameters, on `pp_size` processes, and unsplit in one; returns a
-    line for each step, with its losses.
+    """Train a llama with 8 layers and 0.5 million random parameters on `pp_size` processes, and unsplit in one process;
+    returns one line per step with both losses.
 
-    Raises VerificationError if they differ.
+    Raises VerificationError if the losses differ.
     """
     with tempfile.TemporaryDirectory() as folder:
         _spawn(_demo, (pp_size, steps, folder), pp_size)
@@ -95,7 +95,9 @@ def demo(pp_size: int, steps: int) -> list[str]:
     for number, (split, unsplit, seconds) in enumerate(rows, 1):
         lines.append(f"step {number}: loss {split:.6f}, in one process {unsplit:.6f}, {1000 * seconds:.0f} ms")
     if any(abs(split - unsplit) > 1e-4 * abs(unsplit) for split, unsplit, _ in rows):
-        raise VerificationError(f"the losses differ, so this installation does not train correctly: {lines}")
+        raise VerificationError(
+            f"the split and unsplit losses differ, so this installation does not train correctly: {lines}"
+        )
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Tuning: what `pipeshard sft` runs, which plans, or starts ranks that train a model and answer a prompt."""
+"""Tuning: the commands `pipeshard sft`, `dpo`, `reward` and `grpo`, which plan or train a model."""
 
 import os
 import sys
@@ -30,11 +30,11 @@ from pipeshard.recipe import (
 from pipeshard.script import fold, note, notes
 
 SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
-NEW_TOKENS = 64  # of the answer, at most
+NEW_TOKENS = 64  # maximum length of the answer
 
 
 def main(kind: str, arguments: Sequence[str]) -> int:
-    """Train, on this rank or on ranks that are started here; the exit status."""
+    """Run a command: plan, start this machine's ranks, or train as one of them; returns the exit status."""
     settings = read(kind, arguments)
     if not settings.dry_run and "RANK" not in os.environ:
         check_sources(settings)
@@ -45,7 +45,7 @@ def main(kind: str, arguments: Sequence[str]) -> int:
 
 
 def check_sources(settings: Namespace) -> None:
-    """Load what this machine lacks, once for all of its ranks."""
+    """Download the model and the data if this machine lacks them, once for all of its ranks."""
     folder_of(settings)
     if not settings.datasets and not Path(named(settings, "dataset_name")).exists():
         rows(settings)
@@ -55,9 +55,11 @@ def check_sources(settings: Namespace) -> None:
 
 
 def plan(kind: str, settings: Namespace) -> None:
-    """Print how the model would train. Raises PartitionError if it cannot, or needs more than `device_memory`."""
+    """Print the plan. Raises PartitionError if the model cannot be split, or needs more than `device_memory`."""
     if kind != "sft":
-        raise ConfigurationError(f"--dry_run supports only pipeshard sft: a step of {kind} runs more than the model")
+        raise ConfigurationError(
+            f"--dry_run supports only pipeshard sft: a step of {kind} runs more than one forward and backward. Omit --dry_run"
+        )
     from pipeshard.commands import show
     from pipeshard.planner import planner
     from pipeshard.planner.devices import Devices
@@ -89,7 +91,7 @@ def plan(kind: str, settings: Namespace) -> None:
 
 
 def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-    """Refuse if a rank exceeds its limit with each of several numbers of slices, given what every rank then takes."""
+    """Raise PartitionError if some rank exceeds its limit in each of `choices`, lists with the memory of each rank."""
     from pipeshard.planner.memory import format_bytes
 
     excess = min(([size - limit for size, limit in zip(sizes, limits, strict=True)] for sizes in choices), key=max)
@@ -103,7 +105,7 @@ def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> Non
 
 
 def blank(settings: Namespace) -> Any:
-    """The model on meta, from its config alone, with its packed weights and adapters."""
+    """The model on meta, built from its config, with quantized weights and adapters if the settings request them."""
     from peft import get_peft_model
 
     from pipeshard.planner.models import DTYPE_NAMES, build
@@ -122,7 +124,7 @@ def blank(settings: Namespace) -> Any:
 
 
 def fuse_head(model: Any) -> None:
-    """Let the model's forward compute the loss as in TRL's SFTTrainer, which may do so in chunks of the vocabulary."""
+    """Make the model's forward compute the loss as TRL's SFTTrainer does, possibly in chunks of the vocabulary."""
     add = getattr(import_module("trl.trainer.utils"), "add_fused_lm_head", None)
     if add is None:
         return
@@ -140,7 +142,7 @@ def fuse_head(model: Any) -> None:
 
 
 def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
-    """Run this command as the ranks of this machine, as `pipeshard launch` does; the exit status."""
+    """Run this command on this machine's ranks, as `pipeshard launch` does; returns the exit status."""
     from pipeshard.launch import main as launch
     from pipeshard.launch import threads
 
@@ -153,7 +155,7 @@ def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
 
 
 def quiet() -> None:
-    """Leave one line of progress: no bars of libraries, and no advice on how TRL calls transformers."""
+    """Disable the libraries' progress bars, and warnings about how TRL calls transformers."""
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
@@ -163,7 +165,7 @@ def quiet() -> None:
 
 
 def train(kind: str, settings: Namespace) -> None:
-    """Train as this rank, save a folder that transformers loads, and answer a prompt."""
+    """Train as this rank, save a folder that transformers can load, and answer a prompt."""
     import torch
     from transformers import PrinterCallback, ProgressCallback
 
@@ -182,7 +184,7 @@ def train(kind: str, settings: Namespace) -> None:
         more["ref_model"] = model_of(kind, settings)
     if kind == "grpo":
         more["reward_funcs"] = reward_functions(settings)
-    args.model_init_kwargs = None  # they are in model_of
+    args.model_init_kwargs = None  # model_of has used them
     trainer = pipelined(of_trl(kind, "Trainer"))(
         model_of(kind, settings), args=args, train_dataset=data, eval_dataset=held_out, peft_config=adapters,
         callbacks=[line()], pipeline=PipelinePlugin(**plugin_arguments(settings)), **more,
@@ -199,7 +201,7 @@ def train(kind: str, settings: Namespace) -> None:
 
 
 def line() -> Any:
-    """A callback that prints one line for each log: of a terminal, the same one."""
+    """A callback that prints one line per log; on a terminal, each line replaces the previous one."""
     from transformers import TrainerCallback
 
     class Line(TrainerCallback):
@@ -219,7 +221,7 @@ def line() -> Any:
 
 
 def answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
-    """Print what the stages generate for a prompt, or for that of the first sample."""
+    """Print what the model generates for `prompt` or, without one, for the prompt of the sample `row`."""
     asked: Any = question(row)
     if prompt is not None:
         asked = [{"role": "user", "content": prompt}] if isinstance(asked, list) else prompt
@@ -236,7 +238,7 @@ def answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
 
 
 def question(row: Mapping[str, Any]) -> Any:
-    """What comes before the answer of a sample: the turns of a chat, or text."""
+    """The prompt of a sample: the turns of a chat up to the last user turn, or text (of plain text, 8 words)."""
     asked = next((row[name] for name in ("prompt", "messages", "chosen", "text") if name in row), "")
     if isinstance(asked, str):
         return asked if "prompt" in row else " ".join(asked.split()[:8])
@@ -245,7 +247,7 @@ def question(row: Mapping[str, Any]) -> Any:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Be a rank; of an error in the settings, one rank prints one line."""
+    """Run a command as one rank; returns the exit status. One rank prints an error in the settings, as one line."""
     fold()
     try:
         return main(arguments[0], arguments[1:])

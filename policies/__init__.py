@@ -1,4 +1,4 @@
-"""Policies: the ones shipped for architectures by name; `pipeshard.register_policy` adds one."""
+"""Policies: the tensor-parallel plans that pipeshard ships by model type; `pipeshard.register_policy` adds policies."""
 
 from pipeshard.policies.tensor_parallel import TP_PLANS
 

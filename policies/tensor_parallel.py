@@ -1,18 +1,18 @@
 """Tensor parallelism: plans for base models that transformers ships without a `tp_plan`, by model type.
 
-Styles are transformers', or pipeshard's own: `conv1d_...` for GPT-2's transposed linear layers, and `divide:ATTRIBUTES`
-for a module whose forward reads its number of heads or features from its own attributes.
+Styles are those of transformers, and two of pipeshard: `conv1d_...` for GPT-2's transposed linear layers, and
+`divide:ATTRIBUTES` for a module whose forward reads its number of heads or features from its own attributes.
 """
 
 
 def _layers(path: str, colwise: str, rowwise: str) -> dict[str, str]:
-    """Linear layers below `path`, sliced by their outputs and by their inputs."""
+    """A plan for the linear layers below `path`; `colwise` and `rowwise` are lists of names, separated by spaces."""
     plan = {f"{path}.{name}": "colwise" for name in colwise.split()}
     return plan | {f"{path}.{name}": "rowwise" for name in rowwise.split()}
 
 
 def _heads(attention: str) -> dict[str, str]:
-    """An attention of Whisper, which reads the number of heads from its module."""
+    """A plan for a Whisper attention, whose forward reads the number of heads from its module."""
     return {attention: "divide:num_heads"} | _layers(attention, colwise="q_proj k_proj v_proj", rowwise="out_proj")
 
 
@@ -29,7 +29,7 @@ TP_PLANS = {
         "h.*.mlp.c_fc": "conv1d_colwise",
         "h.*.mlp.c_proj": "conv1d_rowwise",
     },
-    # Between its attentions alone: a position bias is of all heads, and handed on to the next stage.
+    # Only the MLPs: the attentions share a position bias of all heads, which is sent to the next stage.
     "t5": {
         **_layers("encoder.block.*.layer.*.DenseReluDense", colwise="wi wi_0 wi_1", rowwise="wo"),
         **_layers("decoder.block.*.layer.*.DenseReluDense", colwise="wi wi_0 wi_1", rowwise="wo"),

@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for other in (make(batch_size=3), make(dataset=Numbers(21))):
         with pytest.raises(CheckpointError, match=r"saved with .* Create it from the same data"):
             other.load_state_dict(state)
-    with pytest.raises(ConfigurationError, match=r"sampler=... already sets the order"):
+    with pytest.raises(ConfigurationError, match=r"sampler=..., which already sets the order"):
         make(shuffle=True, sampler=RandomSampler(Numbers()))
     with pytest.raises(ValueError, match="IterableDataset"):
         make(shuffle=True, dataset=Stream())
@@ -301,7 +301,7 @@ def test_scripts_tell_the_sampler_its_epoch_and_where_to_begin() -> None:
     for epoch in range(2):  # as often as not the loop is left early
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         assert next(iter(loader)).tolist() == whole[epoch][0]
-    with pytest.raises(ConfigurationError, match="start_index=3 is within a batch of 4 samples"):
+    with pytest.raises(ConfigurationError, match="start_index=3 is not at the start of a batch of 4 samples"):
         loader.sampler.set_start_index(3)  # type: ignore[attr-defined]
 
 

@@ -53,7 +53,10 @@ def test_more_stages_than_processes(pool: Pool) -> None:
         ({"gradient_clipping": 1.0}, "has no argument gradient_clipping. Its arguments are pp_size, num_microbatches"),
         ({"micro_batch_size": 1}, "has no argument micro_batch_size: did you mean microbatch_size"),
         ({"sp_size": 2}, "sp_size=2 is a ColossalAI argument that is not supported: sequences are not sharded"),
-        ({"pp_style": "zbv", "schedule": "gpipe"}, "schedule='gpipe' and pp_style='zbv': pass only one of the two"),
+        (
+            {"pp_style": "zbv", "schedule": "gpipe"},
+            "schedule='gpipe' and pp_style='zbv' differ: pass only one of the two",
+        ),
     ],
 )
 def test_wrong_arguments(given: dict[str, Any], what: str) -> None:

@@ -233,7 +233,7 @@ def test_a_plan_is_of_sft() -> None:
 
 def test_data_is_a_file_a_folder_or_a_split(tmp_path: Path) -> None:
     settings = recipe.read("sft", ["--config", toy(tmp_path), "--eval_strategy", "epoch"])
-    with pytest.raises(ConfigurationError, match="dataset_test_split=test is not in the data, which has train"):
+    with pytest.raises(ConfigurationError, match="dataset_test_split=test is not a split of the data, which has train"):
         recipe.rows(settings)
     settings.test_split_size = 0.25
     train, test = recipe.rows(settings)

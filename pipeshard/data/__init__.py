@@ -1,1 +1,1 @@
-"""Data: the order of samples, and the share of it that a replica reads."""
+"""Data: the order of samples, and each replica's share of that order."""

@@ -1,8 +1,8 @@
-"""Order: the objects that decide the order of the data, their random generators, and the state they keep.
+"""Order: the objects that determine the order of the data, their random generators, and the state they keep.
 
-A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each of them may draw from
-its own generator or from those of the process. If one of them is not seeded, ranks that were seeded differently read
-different batches, and a resumed epoch has another order than the interrupted one.
+A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each sampler may use its own
+generator or those of the process. If one generator is not seeded, ranks with different seeds read different batches,
+and a resumed epoch has a different order than the interrupted one.
 """
 
 import copy
@@ -25,17 +25,17 @@ from pipeshard.graph.rng import seed_generator
 
 
 class Order:
-    """A sampler or a stream with all that it holds: their generators, epochs and states.
+    """A sampler or stream and all objects that it holds, with their generators, epochs and states.
 
     Args:
         root: the sampler, batch sampler or stream.
-        dataset: the samples, which are not searched.
+        dataset: the dataset, which is not searched.
     """
 
     def __init__(self, root: Any, dataset: Any = None) -> None:
         self.root, self.dataset = root, None if dataset is root else dataset
         found = reachable(root, skip=lambda one: self._is_data(one) or not _may_order(one))
-        # the samplers and streams, and the plain objects in which they may keep a state
+        # the samplers and streams, and the plain objects in which they may keep state
         self.members = [one for one in found if one is root or not isinstance(one, CONTAINERS)]
         self._first = {place: copied_value(value) for place, value in self._plain_values().items()}
         self._told = list(map(_epoch, self.members))
@@ -44,13 +44,13 @@ class Order:
         return [one for one in reachable(self.root, skip=self._is_data) if is_generator(one)]
 
     def _is_data(self, value: Any) -> bool:
-        """Whether this holds the samples: another object determines the order."""
+        """Whether this object contains the samples, and does not determine their order."""
         if value is self.root:
             return False
         return value is self.dataset or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
 
     def seed(self, seed: int, epoch: int) -> None:
-        """Seed every generator for this epoch. torch's get seed + epoch, from which saved positions were counted."""
+        """Seed every generator for this epoch. The first torch generator has seed + epoch, as in saved positions."""
         for number, generator in enumerate(self.generators()):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed + epoch + number)
@@ -58,7 +58,7 @@ class Order:
                 seed_generator(generator, seed, epoch, number)
 
     def set_epoch(self, epoch: int, force: bool = False) -> None:
-        """Call `set_epoch` on every member that has it, unless the program has set another epoch itself."""
+        """Call `set_epoch` on every member that has it; unless `force`, skip members whose epoch the user has set."""
         for number, member in enumerate(self.members):
             if not hasattr(member, "set_epoch"):
                 continue
@@ -68,7 +68,7 @@ class Order:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo changes of states and generators inside: some samplers iterate over their batches to count them."""
+        """Context manager that restores states and generators on exit: some samplers iterate to count their batches."""
         if all(type(member).__module__.startswith("torch.") for member in self.members):
             yield
             return
@@ -84,17 +84,17 @@ class Order:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that was set on the root."""
+        """The epoch of the root; None if it has none."""
         return _epoch(self.root)
 
     def shares(self) -> list[Any]:
-        """Members that take one of several shares by themselves."""
+        """The samplers that themselves take one of several shares."""
         counts = [(one, getattr(one, "num_replicas", 1)) for one in self.members if isinstance(one, Sampler)]
         return [one for one, count in counts if _is_whole_number(count) and count > 1]
 
     def state(self) -> dict[str, Any]:
-        """The state that members keep from one epoch to the next: their own `state_dict()`, or else their attributes
-        with plain values that have changed since the loader was created."""
+        """The state that members keep from one epoch to the next: their `state_dict()` or, without one, their
+        attributes with plain values that have changed since the loader was created."""
         state: dict[str, Any] = {}
         for number, member in enumerate(self.members):
             if _has_state_dict(member):
@@ -106,7 +106,7 @@ class Order:
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore it. Raises CheckpointError for the state of another sampler."""
+        """Restore a result of `state`. Raises CheckpointError for the state of another sampler."""
         members = {_key(number, member): member for number, member in enumerate(self.members)}
         for key in state:
             if key not in members:
@@ -126,7 +126,7 @@ class Order:
         self._told = list(map(_epoch, self.members))
 
     def _plain_values(self) -> dict[tuple[str, str], Any]:
-        """By member and name: the attributes of members that have no `state_dict`."""
+        """The plain attributes of members without a `state_dict`, by the member's key and the attribute's name."""
         values: dict[tuple[str, str], Any] = {}
         for number, member in enumerate(self.members):
             if _has_state_dict(member) or is_of_datasets(member):
@@ -143,7 +143,7 @@ CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 def _may_order(value: Any) -> bool:
-    """Whether this may be a sampler or a stream, or an object in which one keeps its state."""
+    """Whether this may be a sampler, a stream, or an object in which one of these keeps its state."""
     if isinstance(value, type):
         return False
     if isinstance(value, (Sampler, IterableDataset, SimpleNamespace, *CONTAINERS)) or is_dataclass(value):
@@ -169,7 +169,7 @@ def _has_state_dict(member: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value has a copy that can be saved in a file."""
+    """Whether a value can be copied, and saved in a checkpoint."""
     if isinstance(value, Mapping):
         return type(value) is dict and is_plain(list(value)) and is_plain(list(value.values()))
     if type(value) in (list, tuple, set, deque):
@@ -180,7 +180,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _has_scalars(values: Collection[Any]) -> bool:
-    """Whether a collection holds only scalars, which is fast to check for a million indices."""
+    """Whether a collection contains only scalars. Fast even for a million indices."""
     return set(map(type, values)) <= set(SCALARS)
 
 
@@ -189,7 +189,7 @@ def copied_value(value: Any) -> Any:
 
 
 def saved(value: Any) -> Any:
-    """The value as lists, tuples, dicts, tensors and scalars, which a checkpoint may contain."""
+    """Convert a value to lists, tuples, dicts, tensors and scalars, which a checkpoint may contain."""
     if isinstance(value, Mapping):
         return {saved(key): saved(entry) for key, entry in value.items()}
     if isinstance(value, list | set | deque):
@@ -204,7 +204,7 @@ def saved(value: Any) -> Any:
 
 
 def _give_back(member: Any, name: str, value: Any) -> None:
-    """Restore an attribute from the result of `saved`; lists and dicts are filled in place, as others may hold them."""
+    """Restore an attribute from the result of `saved`. Collections are refilled in place, since they may be shared."""
     current, value = getattr(member, name, None), copied_value(value)
     if isinstance(current, np.ndarray) and isinstance(value, Tensor):
         value = value.numpy()

@@ -8,25 +8,26 @@ from typing import Any
 
 @dataclass
 class LoaderPlace:
-    """The position of a loader in the data: its epoch, the batches taken of it, and whether an iterator was created.
+    """The position of a loader in its data: the epoch, the number of batches taken, and whether an iterator exists.
 
-    The sampler holds this, not the loader. A reference cycle with the loader would leave persistent workers to the
-    garbage collector, which may close their pipes before they are stopped: each then takes 5 s.
+    The sampler holds this object instead of the loader. A reference cycle with the loader would leave persistent
+    workers to the garbage collector, which may close their pipes before it stops them: each worker then takes 5 s to
+    exit.
     """
 
     epoch: int = 0
     batches: int = 0
     begun: bool = False
     seed: int = 0
-    iterators: int = 0  # that were made; the last one is counted
-    counted: int | None = None  # the batches of the last epoch that was read to its end
+    iterators: int = 0  # number created; only the newest counts batches
+    counted: int | None = None  # number of batches in the last epoch that was read completely
 
     def set(self, epoch: int, batches: int = 0) -> None:
         self.epoch, self.batches, self.begun = epoch, batches, False
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iterator at the first batch of this epoch; if it would be of this epoch anyway, it
-        keeps its position."""
+        """Start the next iterator at the first batch of this epoch; if it would start in this epoch anyway, keep the
+        position."""
         if epoch != self.epoch + self.begun:
             self.set(epoch)
 
@@ -35,11 +36,11 @@ OVER = object()  # no entry is left
 
 
 class Peekable(Iterator[Any]):
-    """An iterator that knows whether it is exhausted before its next entry is taken; `inside` is entered around it."""
+    """An iterator that can look ahead to find whether it is exhausted; it takes each entry inside `inside`."""
 
     def __init__(self, entries: Iterator[Any], inside: AbstractContextManager[None]) -> None:
         self._entries, self._inside = entries, inside
-        self._next: list[Any] = []  # the entry that was looked at
+        self._next: list[Any] = []  # the entry read ahead
 
     def is_over(self) -> bool:
         if not self._next:

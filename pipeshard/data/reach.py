@@ -12,15 +12,15 @@ from torch.utils.data import Dataset, Sampler
 
 from pipeshard.graph.places import is_generator, is_object, names_in, slots
 
-MOST_OBJECTS = 10_000  # that one search visits; nearer ones come first
-MOST_ENTRIES = 64  # of a collection that it looks at
+MOST_OBJECTS = 10_000  # maximum per search, nearest first
+MOST_ENTRIES = 64  # maximum per collection
 SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
     """The roots and every object and generator that they hold, nearest first, except those that `skip` selects.
 
-    Objects of libraries are not entered, except torch's samplers, datasets and modules.
+    The attributes of library objects are not searched, except those of torch's samplers, datasets and modules.
     """
     queue, seen = deque(roots), set[int]()
     visited = 0
@@ -55,7 +55,7 @@ def _held_by(value: Any) -> Iterator[Any]:
 
 
 def _first_entries(entries: Collection[Any]) -> list[Any]:
-    """The first entries of a collection that may hold objects: a list of a million numbers does not."""
+    """The first entries of a collection, or nothing if it starts with a number or string, as lists of indices do."""
     first = next(iter(entries), None)
     if isinstance(first, SCALARS) and first is not None:
         return []
@@ -79,14 +79,14 @@ def _global_generators(function: FunctionType) -> Iterator[Any]:
 
 
 def is_entered(value: Any) -> bool:
-    """Whether the search goes through the attributes of this object."""
+    """Whether the search visits the attributes of this object."""
     if isinstance(value, Sampler | Dataset | nn.Module):
         return not is_of_datasets(value)
     return is_object(value)
 
 
 def is_of_datasets(value: Any) -> bool:
-    """Hugging Face's own datasets copy their generators for every epoch, so that these need no seed."""
+    """Whether this is from Hugging Face's datasets, which copy their generators for every epoch: these need no seed."""
     return type(value).__module__.partition(".")[0] == "datasets"
 
 

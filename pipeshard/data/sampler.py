@@ -1,4 +1,4 @@
-"""Samplers: the entries that a replica takes from a sampler."""
+"""Sampler: one replica's share of the entries of a sampler."""
 
 import weakref
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from pipeshard.graph.rng import Draws
 
 
 class SharedSampler(Sampler[Any]):
-    """A replica's share of a sampler, without its first `skip` entries, and with the usual methods of samplers: the
-    epoch, and the position in it. The sampler uses generators that depend only on seed and epoch."""
+    """One replica's share of a sampler, without the sampler's first `skip` entries, and with methods to set the epoch
+    and the position. The sampler runs with generators that depend only on seed and epoch."""
 
     def __init__(self, order: Order, share: Share, place: LoaderPlace) -> None:
         self.sampler, self.order, self.share, self.place, self.skip = order.root, order, share, place, 0
         self.batch_size: int | None = getattr(order.root, "batch_size", None)
-        self._entries: weakref.ref[Peekable] | None = None  # those of the newest iterator
-        length_of(self)  # warns at once of what is left out, if the length is known
+        self._entries: weakref.ref[Peekable] | None = None  # the newest iterator's entries
+        length_of(self)  # warns now about samples that are dropped, if the length is known
 
     def __iter__(self) -> Iterator[Any]:
         draws = self._draws()
@@ -37,13 +37,13 @@ class SharedSampler(Sampler[Any]):
             return self.share.length(len(self.sampler))
 
     def finish(self) -> None:
-        """After the last entry, run the sampler to its end: it may count its epochs there."""
+        """After the last entry, run the sampler to its end, where it may count its epochs."""
         entries = None if self._entries is None else self._entries()
         if entries is not None:
             entries.is_over()
 
     def run_through(self) -> None:
-        """Iterate the sampler through this epoch once, as its iterator does."""
+        """Iterate over the sampler once in this epoch, as the loader's iterator does."""
         with self._draws():
             for _ in self.sampler:
                 pass
@@ -56,11 +56,11 @@ class SharedSampler(Sampler[Any]):
         self.order.set_epoch(epoch, force=True)
 
     def set_start_index(self, start_index: int) -> None:
-        """Start after this many of this replica's samples (of its batches, if it gets whole ones)."""
+        """Start after this many of this replica's samples (batches, if the sampler yields batches)."""
         batches, remainder = divmod(start_index, self.share.size)
         if remainder or batches < 0:
             raise ConfigurationError(
-                f"start_index={start_index} is within a batch of {self.share.size} samples: pass a multiple of "
-                "the batch size"
+                f"start_index={start_index} is not at the start of a batch of {self.share.size} samples: pass a "
+                "non-negative multiple of the batch size"
             )
         self.place.set(self.place.epoch + self.place.begun, batches)

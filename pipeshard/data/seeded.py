@@ -1,4 +1,4 @@
-"""Seeded: samples whose random numbers depend on their batch, whichever process loads them."""
+"""Seeded: samples whose random numbers depend on their batch, and not on the process that loads them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from pipeshard.graph.rng import seed_generator, seed_process
 
 @dataclass(frozen=True)
 class Keyed:
-    """The entry that a worker loads, and the key of its random numbers."""
+    """A sampler's entry, and the key that seeds the random numbers with which a worker loads the entry."""
 
     entry: Any
     key: tuple[int, ...]
 
 
 class KeyedSampler:
-    """Entries of a sampler, each with the key (seed, epoch, number of the batch, replica)."""
+    """The entries of a sampler, each with the key (seed, epoch, batch number, replica)."""
 
     def __init__(self, sampler: Any, place: LoaderPlace, replica: int) -> None:
         self.sampler, self.place, self.replica = sampler, place, replica
@@ -35,8 +35,8 @@ class KeyedSampler:
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset and collator whose random numbers depend only on the Keyed entry, in whichever
-    process it is loaded; other attributes are the dataset's own."""
+    """A dataset whose random numbers, and its collator's, depend only on the key of each entry, in any process. Other
+    attributes are the dataset's own."""
 
     samples: Any
     collate_fn: Any
@@ -65,7 +65,7 @@ class SeededSamples(Dataset[Any]):
         return len(self.samples)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "samples" not in self.__dict__:  # while it is unpickled
+        if name.startswith("__") or "samples" not in self.__dict__:  # during unpickling
             raise AttributeError(name)
         return getattr(self.samples, name)
 

@@ -10,7 +10,7 @@ logger = logging.getLogger("pipeshard")
 
 
 def length_of(sized: Any) -> int | None:
-    """Its length; None if it has none."""
+    """The length of an object; None if it has no length."""
     try:
         return len(sized)
     except TypeError:
@@ -19,21 +19,21 @@ def length_of(sized: Any) -> int | None:
 
 @dataclass
 class Share:
-    """One replica's part of an order: of every `size * replicas` consecutive entries, its own block."""
+    """One replica's part of an order: one block of every `size * replicas` consecutive entries."""
 
     size: int
     replica: int
     replicas: int
     drop_last: bool
-    has_warned: bool = False  # of samples that are left out
+    has_warned: bool = False  # about samples that are dropped
 
     @property
     def step(self) -> int:
-        """The entries that all replicas read together in one step."""
+        """The number of entries that all replicas together read in one step."""
         return self.size * self.replicas
 
     def of(self, entries: Iterable[Any]) -> Iterator[Any]:
-        """The entries of this replica."""
+        """Yield the entries of this replica."""
         entries = iter(entries)
         while True:
             together = list(islice(entries, self.step))
@@ -43,18 +43,18 @@ class Share:
             yield from together[first : first + self._block(len(together), self.replica)]
 
     def length(self, entries: int) -> int:
-        """How many of this many entries belong to this replica."""
+        """The number of this replica's entries in an order with this many entries."""
         steps, remainder = divmod(entries, self.step)
         last = self._block(remainder, self.replica) if remainder and self._keeps(remainder) else 0
         return steps * self.size + last
 
     def _keeps(self, remainder: int) -> bool:
-        """Whether the last few entries, fewer than a step's, give a batch to every replica."""
+        """Whether an incomplete last step is read: every replica must have an entry. Warns once if that is not so."""
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(
                 "the last %d samples of each epoch (batches, if the DataLoader does not batch) are dropped, because "
-                "there are fewer than the %d replicas",
+                "they are fewer than the %d replicas",
                 remainder,
                 self.replicas,
             )

@@ -1,4 +1,4 @@
-"""Stream: the samples that a replica takes from an iterable dataset."""
+"""Stream: one replica's share of the samples of an iterable dataset."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from pipeshard.graph.rng import Draws, seed_generator, seed_process
 
 
 class SharedStream(IterableDataset[Any]):
-    """A replica's share of a stream, of which each worker reads its own copy; other attributes are the stream's own.
+    """One replica's share of a stream; each worker reads its own copy. Other attributes are the stream's own.
 
     Every replica reads the whole stream, so its random numbers depend on seed, epoch and worker, not on the replica.
-    `moment` is memory that is shared with the workers, since persistent ones receive no new epoch.
+    `moment` (seed, epoch, the stream's epoch) is in shared memory, since persistent workers receive no new epoch.
     """
 
     stream: IterableDataset[Any]
@@ -39,17 +39,17 @@ class SharedStream(IterableDataset[Any]):
         yield from self.share.of(self.stream)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "stream" not in self.__dict__:  # while it is unpickled
+        if name.startswith("__") or "stream" not in self.__dict__:  # during unpickling
             raise AttributeError(name)
         return getattr(self.stream, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.stream, name, value)  # worker_init_fn may set on each copy what to read
+        setattr(self.stream, name, value)  # a worker_init_fn may configure each copy
 
 
 @dataclass(frozen=True)
 class SharedCollate:
-    """A collator of a stream's samples that uses different random numbers on each replica, unlike the stream."""
+    """A collator for a stream's samples that, unlike the stream, uses different random numbers on each replica."""
 
     collate_fn: Any
     replica: int

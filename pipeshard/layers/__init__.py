@@ -1,1 +1,1 @@
-"""Layers: models as lists of layers, as DeepSpeed's PipelineModule has them."""
+"""Layers: models that are lists of layers, like DeepSpeed's PipelineModule."""

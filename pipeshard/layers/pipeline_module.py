@@ -1,8 +1,8 @@
-"""Pipeline modules: a model as a list of layers, each called with the result of the previous one.
+"""PipelineModule: a model that is a list of layers, each called with the output of the previous layer.
 
-DeepSpeed's `PipelineModule` is such a list, of which each rank builds its part, and which only its own engine trains.
-This class takes the same arguments and is also an ordinary module: one process runs all layers, and the plugin cuts
-between them as between those of any other model.
+In DeepSpeed's `PipelineModule`, each rank builds its part of the list, and only DeepSpeed's engine can train it. This
+class takes the same arguments, but is an ordinary module: one process can run all layers, and the plugin cuts the model
+between layers like any other model.
 """
 
 import functools
@@ -23,30 +23,31 @@ from pipeshard.split.ties import names_of
 
 
 class PipelineModule(nn.Module):
-    """The layers one after the other: `model(inputs, *labels)` is the result of the last one.
+    """A sequence of layers: `model(inputs, *labels)` returns the output of the last layer.
 
-    Each receives the result of the previous one as one argument (a tuple stays one), the first receives `inputs`.
-    Layers are never cut. A layer of a spec exists only as shapes on meta until it is built: in `booster.boost` on the
+    The first layer receives `inputs`, and each other layer the previous output, as a single argument (tuples are not
+    unpacked). Layers are never cut. A layer given by a spec is on meta until it is built: in `booster.boost` on the
     ranks that hold it, otherwise by `build()`, the first call, a move to a device or `load_state_dict`. Its values
-    depend only on `torch.initial_seed()` (in a pipeline the first rank's) and its place in the list.
+    depend only on `torch.initial_seed()` (in a pipeline, the first rank's) and the layer's index in the list.
 
     Args:
         layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
             of one argument, in any iterable: also an nn.Sequential or nn.ModuleList.
-        num_stages: refuse a pipeline of another number of stages (times the chunks on each process).
-        topology: None; the plugin places the ranks.
-        activation_checkpoint_func: None; recompute is pipeshard's own.
-        loss_fn: `loss_fn(output, labels)`, a scalar; the criterion if `boost` receives none. Batches are then
-            `(inputs, labels)`; `(inputs,)` has none.
-        seed_layers: layer k of a spec is built after `seed_fn(base_seed + k)` instead, by default torch.manual_seed.
+        num_stages: the number of stages (ranks x chunks) that a pipeline must have; None allows any number.
+        topology: must be None; the plugin assigns the ranks.
+        activation_checkpoint_func: must be None; pipeshard recomputes layers itself.
+        loss_fn: `loss_fn(output, labels)` that returns a scalar; the criterion if `boost` receives none. Batches are
+            then `(inputs, labels)`, or `(inputs,)` without labels.
+        seed_layers: call `seed_fn(base_seed + k)`, by default torch.manual_seed, before layer k is built from a spec.
         partition_method: like `partition` of PipelinePlugin, which overrides it unless it is "auto".
-        activation_checkpoint_interval: k > 0: every k layers keep only the input of the first, and run again in the
-            backward pass; in a pipeline each layer does, unless the plugin selects them.
-        checkpointable_layers: names of classes: with the interval, only layers of these run again.
-        dynamic_shape: ignored; batches of any shape always run.
+        activation_checkpoint_interval: k > 0: groups of k layers keep only the input of their first layer, and run
+            again in the backward pass. In a pipeline, each layer runs again separately, unless the plugin's arguments
+            select layers.
+        checkpointable_layers: class names: with the interval, only layers of these classes run again.
+        dynamic_shape: ignored, since batches may always have any shape.
 
     Raises ConfigurationError for an entry that is not a layer, a constructor that does not run on meta, parameters that
-    cannot be tied, or any other argument that cannot work.
+    cannot be tied, or any other invalid argument.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PipelineModule(nn.Module):
         )
 
     def forward(self, inputs: Any, *labels: Any) -> Any:
-        """The last layer's output. Labels are only for the loss."""
+        """Return the last layer's output. Labels are ignored: only the loss uses them."""
         if not self._is_cut:
             self.build()
         interval = self.activation_checkpoint_interval
@@ -118,18 +119,19 @@ class PipelineModule(nn.Module):
     def build(self) -> Self:
         """Build every layer that is not built yet; returns the module itself.
 
-        Raises UsageError for a stage of a pipeline, ConfigurationError for a layer that differs from its form on meta.
+        Raises UsageError for a stage of a pipeline, ConfigurationError for a layer that differs from its meta version.
         """
         if self._is_cut:
             raise UsageError(
-                "this is one stage of a pipeline: call pipeshard.to_sequential(model) for a model with all layers"
+                "this model is one stage of a pipeline and lacks the other layers: call pipeshard.to_sequential(model) "
+                "for a model with all layers"
             )
         for module in skeletons(self):
             build(module, torch.initial_seed() % 2**63)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As for any module, into built layers; one name of a tie suffices."""
+        """Build all layers, then load as any module does. Of tied parameters, one name in `state_dict` suffices."""
         state = dict(state_dict)
         for names in names_of(self.build()).values():
             present = [name for name in names if name in state]
@@ -138,17 +140,17 @@ class PipelineModule(nn.Module):
         return super().load_state_dict(state, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Another dtype needs no values, another device does."""
+        """Build all layers before a move to another device; a change of dtype works on meta."""
         if skeletons(self):
             try:
                 fn(torch.empty(0, device="meta"))
-            except NotImplementedError:  # torch's own: what is on meta cannot be copied to a device
+            except NotImplementedError:  # from torch: a meta tensor cannot be copied to a device
                 self.build()
         return super()._apply(fn, recurse)
 
     @property
     def _is_cut(self) -> bool:
-        """Whether a trace or a stage answers the calls of the layers."""
+        """Whether a trace or a stage intercepts the calls of the layers."""
         return any(isinstance(vars(layer).get("forward"), Interception) for layer in self.layers)
 
 
@@ -163,7 +165,7 @@ class _Uncut(nn.ModuleList):
 
 
 class LabelledLoss:
-    """`loss_fn(output, labels)` of batches `(inputs, labels)` as a criterion."""
+    """A criterion that calls `loss_fn(output, labels)` for batches `(inputs, labels)`."""
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
         self.loss_fn = loss_fn
@@ -177,7 +179,7 @@ class LabelledLoss:
 
 
 def _layer_entries(layers: Any) -> list[Any]:
-    """The entries of the layers, in order; of a Sequential its members, as in DeepSpeed."""
+    """The entries of `layers` in order; for a Sequential, its members, as in DeepSpeed."""
     if isinstance(layers, nn.Sequential):
         hooked = any(vars(layers)[name] for name in vars(layers) if name.endswith("_hooks"))
         if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
@@ -195,7 +197,7 @@ def _layer_entries(layers: Any) -> list[Any]:
 
 
 def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any) -> None:
-    """Refuse DeepSpeed's arguments that are not supported, or mean something else here."""
+    """Raise ConfigurationError for DeepSpeed arguments that are not supported, or are invalid."""
     if topology is not None:
         raise ConfigurationError(
             f"topology={topology!r} is not supported: set PipelinePlugin(pp_size=, dp_size=, tp_size=) instead, and "
@@ -211,7 +213,7 @@ def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any
 
 
 def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
-    """The module for an entry of the list; the module of a spec is not built yet."""
+    """The module for an entry of the list; for a spec, a module on meta that is built later."""
     if isinstance(entry, LayerSpec):
         return skeleton(entry.construct, functools.partial(entry.build, seed), place, repr(entry))
     if isinstance(entry, nn.Module):
@@ -227,5 +229,5 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
 
 
 def _seed_torch(number: int) -> None:
-    """torch.compile replaces torch's own function, which then cannot be pickled."""
+    """Call torch.manual_seed, which itself cannot be pickled once torch.compile has replaced it."""
     torch.manual_seed(number)

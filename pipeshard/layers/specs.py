@@ -1,4 +1,4 @@
-"""Specs: how a layer of a list is built: from a class and its arguments, when needed, or from a function."""
+"""Specs: layers that are built later, from a class and its arguments, and layers that call a function."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,17 +12,19 @@ from pipeshard.split.ties import share_weights
 
 
 class LayerSpec:
-    """How a layer is built: `typename(*module_args, **module_kwargs)`, when and where it is needed.
+    """A layer that is built later, as `typename(*module_args, **module_kwargs)`, only on the ranks that hold it.
 
     Attributes:
-        builds: how often this process has built it with memory.
+        builds: the number of times this process has built the layer with allocated parameters.
 
     Raises ConfigurationError for a `typename` that cannot be called, UsageError for modules that are already built.
     """
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename):
-            raise ConfigurationError(f"LayerSpec({typename!r}): pass a module class, followed by its arguments")
+            raise ConfigurationError(
+                f"LayerSpec requires a module class or a function, got {typename!r}: pass it, followed by its arguments"
+            )
         modules = [value for value in (typename, *module_args, *module_kwargs.values()) if isinstance(value, nn.Module)]
         if built := next((module for module in modules if module is typename or module.state_dict()), None):
             raise UsageError(
@@ -37,23 +39,23 @@ class LayerSpec:
         return f"{type(self).__name__}({getattr(self.typename, '__name__', self.typename)})"
 
     def build(self, seed: Callable[[], Any] | None = None) -> nn.Module:
-        """Build the layer, with memory and values; `seed()` is called before."""
+        """Build the layer with allocated and initialized parameters, after a call of `seed()` if it is set."""
         self.builds += 1
         if seed is not None:
             seed()
         return self.construct()
 
     def construct(self) -> nn.Module:
-        """The same, without being counted: on meta only shapes are needed."""
+        """Build the layer without seeding or counting it; on meta, only its shapes are needed."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A LayerSpec with parameters tied to those of all others of the same `key`.
+    """A LayerSpec whose parameters are tied to those of all other TiedLayerSpecs with the same `key`.
 
-    Each occurrence is a separate module. The parameters that it names in `tied_weight_attr` (one or a list, also dotted
-    names) are, one by one, those that the first occurrence names, with its values; all others are separate. With
-    `forward_fn` the layer returns `forward_fn(module, x)` instead of `module(x)`.
+    Each occurrence is a separate module. The parameters in `tied_weight_attr` (one name or a list; names may have dots)
+    are tied, in order, to the parameters that the first occurrence names, and have the first occurrence's values. All
+    other parameters are separate. With `forward_fn`, the layer returns `forward_fn(module, x)` instead of `module(x)`.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class TiedLayerSpec(LayerSpec):
 
 
 def tie(layers: nn.ModuleList, specs: Mapping[int, TiedLayerSpec]) -> None:
-    """Tie the parameters of each key's occurrences to the first; `specs` are by their place in `layers`.
+    """Tie the parameters of each key's occurrences to those of the first; `specs` maps indices in `layers` to specs.
 
-    Raises ConfigurationError for names that a module does not have, and for parameters of other shapes.
+    Raises ConfigurationError for names that a module lacks, and if numbers of names, shapes or dtypes differ.
     """
     originals: dict[str, list[str]] = {}
     for place, spec in specs.items():
@@ -81,22 +83,24 @@ def tie(layers: nn.ModuleList, specs: Mapping[int, TiedLayerSpec]) -> None:
         first = originals.setdefault(spec.key, names)
         if len(names) != len(first):
             raise ConfigurationError(
-                f"layers with TiedLayerSpec({spec.key!r}) name different numbers of parameters: {first} and {names}"
+                f"layers with TiedLayerSpec({spec.key!r}) name different numbers of parameters: {first} and {names}. "
+                "Pass the same number of names in each tied_weight_attr"
             )
         share_weights(layers, list(zip(first, names, strict=True)), argument=f"TiedLayerSpec({spec.key!r})")
 
 
 class Function(nn.Module):
-    """Calls `fn(x)`, or `fn(module, x)` if it has a module.
+    """A layer that calls `fn(x)` or, with a module, `fn(module, x)`.
 
-    Modules that the callable refers to (a method's own, arguments of a partial) are registered, so that their
-    parameters are found. Raises ConfigurationError for parameters that cannot be: those of a closure, or bare ones.
+    Modules to which `fn` refers (a bound method's instance, arguments of a partial) are registered, so that their
+    parameters are found. Raises ConfigurationError for parameters that cannot be registered: those in closures or
+    defaults, and parameters that no module holds.
     """
 
     def __init__(self, fn: Callable[..., Any], place: int, module: nn.Module | None = None) -> None:
         super().__init__()
         self.fn, self.module = fn, module
-        self.place = place  # no two functions are units of one kind, of which the trace would run only one
+        self.place = place  # makes each function its own kind of unit: the trace runs one unit of each kind
         carried = [value for value in _carried(fn) if isinstance(value, nn.Module)]
         self.carried = nn.ModuleList(dict.fromkeys(carried)) if carried else None
         bare = [value for value in _carried(fn) if isinstance(value, nn.Parameter)]
@@ -128,21 +132,21 @@ def _function_name(fn: Any) -> str:
 
 
 def _carried(fn: Any) -> Iterator[Any]:
-    """The objects that are copied with a callable."""
+    """The objects that are copied together with a callable."""
     if isinstance(fn, nn.Module):
         yield fn
     elif isinstance(fn, functools.partial):
         yield from (*_carried(fn.func), *fn.args, *fn.keywords.values())
     elif isinstance(fn, MethodType):
         yield from _carried(fn.__self__)
-    elif isinstance(getattr(fn, "__self__", None), nn.Parameter):  # a tensor's own method, as weight.mul
+    elif isinstance(getattr(fn, "__self__", None), nn.Parameter):  # a tensor's bound method, such as weight.mul
         yield fn.__self__
     elif not isinstance(fn, FunctionType | type):
         yield from getattr(fn, "__dict__", {}).values()
 
 
 def _closed_over(fn: Any) -> Iterator[Any]:
-    """The objects of a function that are not copied with it."""
+    """The objects in a function's closure and defaults, which are not copied together with the function."""
     if isinstance(fn, functools.partial | MethodType):
         yield from _closed_over(fn.func if isinstance(fn, functools.partial) else fn.__func__)
     elif isinstance(fn, FunctionType):
