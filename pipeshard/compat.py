@@ -59,7 +59,7 @@ class PipelineStageManager:
         if not fits or (num_model_chunks > 1 and not enable_interleave):
             raise ConfigurationError(
                 f"{num_model_chunks=} is not supported with {enable_interleave=} and {use_zbv=}: use 1, more with "
-                "enable_interleave=True, or 2 with both set to True"
+                "enable_interleave=True, or 2 with use_zbv=True and enable_interleave=True"
             )
         self.pg_mesh, self.pipeline_axis = pg_mesh, pipeline_axis
         self.p2p_group = pg_mesh.get_group_along_axis(pipeline_axis)
@@ -69,7 +69,7 @@ class PipelineStageManager:
         if num_layers_per_stage is not None and len(num_layers_per_stage) != len(ranks) * num_model_chunks:
             raise ConfigurationError(
                 f"{num_layers_per_stage=} has {len(num_layers_per_stage)} entries: pass "
-                f"{len(ranks) * num_model_chunks}, one per virtual stage"
+                f"{len(ranks) * num_model_chunks} numbers, one per virtual stage"
             )
         self.is_interleave, self.use_zbv, self.num_model_chunks = enable_interleave, use_zbv, num_model_chunks
         self.num_layers_per_stage = num_layers_per_stage

@@ -199,7 +199,7 @@ def _ghosts(values: Iterable[Any]) -> Iterator[Ghost]:
 
 
 def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    """Run an in-place function on the targets that are not ghosts. Raises UsageError if it writes ghosts to parameters."""
+    """Run an in-place function on targets that are not ghosts. Raises UsageError if it writes ghosts to parameters."""
     targets = kwargs.get("out", next(iter((*args, *kwargs.values()))))
     if isinstance(targets, Ghost):
         return targets

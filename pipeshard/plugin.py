@@ -236,8 +236,8 @@ class PipelinePlugin:
         num_batches: int = 1,
         weight: float = 1.0,
     ) -> dict[str, Any]:
-        """Run one batch of `data_iter` through the pipeline. Call it on every rank, with the same batch on the ranks of a
-        replica.
+        """Run one batch of `data_iter` through the pipeline. Call it on every rank; ranks of a replica pass the same
+        batch.
 
         Runs forward and backward if gradients are enabled and an optimizer is given; the gradients are then complete,
         including ties. Otherwise (under `torch.no_grad()`, or without an optimizer) runs only the forward. Returns a

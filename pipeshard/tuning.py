@@ -58,7 +58,8 @@ def plan(kind: str, settings: Namespace) -> None:
     """Print the plan. Raises PartitionError if the model cannot be split, or needs more than `device_memory`."""
     if kind != "sft":
         raise ConfigurationError(
-            f"--dry_run supports only pipeshard sft: a step of {kind} runs more than one forward and backward. Omit --dry_run"
+            f"--dry_run supports only pipeshard sft: a step of {kind} runs more than one forward and backward. "
+            "Omit --dry_run"
         )
     from pipeshard.commands import show
     from pipeshard.planner import planner
