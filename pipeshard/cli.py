@@ -45,7 +45,7 @@ def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) 
         why = (
             "cannot be written: the folder {} does not exist"
             if not os.path.isdir(folder)
-            else "is a folder: name a file in it"
+            else "is a folder, not a file"
         )
         raise click.BadParameter(f"{path} {why.format(folder)}")
     if not os.access(path if os.path.exists(str(path)) else folder, os.W_OK):
@@ -91,13 +91,9 @@ def main() -> None:
 @click.option("--zero", is_flag=True, help="Use zero_stage=1 across the replicas.")
 @click.option("--fsdp", is_flag=True, help="Use fsdp=True across the replicas.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard each stage.")
-@click.option(
-    "--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard each stage's experts."
-)
+@click.option("--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard the experts.")
 @click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass.")
-@click.option(
-    "--offload", help="activations: keep at most 2 microbatches' activations on the device, others on the host."
-)
+@click.option("--offload", help="activations: keep at most 2 microbatches' on the device, others on the host.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="Train only LoRA adapters of this rank.")
 @click.option("--quantize", help="Quantize the base weights (requires --lora): nf4 | fp4 | int8.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices); uses 1F1B without --schedule.")
@@ -110,11 +106,7 @@ def main() -> None:
 )
 @click.option("--draw", metavar="PATH", callback=_writable, help="Draw the simulated step (png, svg, pdf).")
 @click.option(
-    "--json",
-    "json_path",
-    metavar="PATH",
-    callback=_writable,
-    help="Write the plan as JSON; - prints it instead of tables.",
+    "--json", "json_path", metavar="PATH", callback=_writable, help="Write the plan as JSON; - prints JSON only."
 )
 def plan(
     model: str,

@@ -216,7 +216,7 @@ class PipelineConfig:
 
     @property
     def cut(self) -> tuple[int | None, int | None]:
-        """(num_microbatches, microbatch_size), of which one is None; both are None with `microbatch_tokens`."""
+        """(num_microbatches, microbatch_size), at most one of which is set; both are None with `microbatch_tokens`."""
         return self.num_microbatches, self.microbatch_size
 
     @property
@@ -229,7 +229,7 @@ class PipelineConfig:
         if len(self._cuts) != 1:
             given = self._cuts or dict.fromkeys(CUTS)
             sizes = " and ".join(f"{name}={value}" for name, value in given.items())
-            raise ConfigurationError(f"{sizes}: pass exactly one of {', '.join(CUTS)}")
+            raise ConfigurationError(f"batches cannot be split with {sizes}: pass exactly one of {', '.join(CUTS)}")
 
     @property
     def _cuts(self) -> dict[str, int]:
@@ -467,7 +467,7 @@ def check_precision(precision: str, autocast: bool) -> None:
             f"{torch.__version__} does not support: install torch 2.13, or use autocast=True"
         )
     if autocast and precision == "fp32":
-        raise ConfigurationError("autocast=True requires precision='bf16' or 'fp16'")
+        raise ConfigurationError("autocast=True requires precision='bf16' or 'fp16', got 'fp32'")
 
 
 def check_offload(offload: Any) -> None:

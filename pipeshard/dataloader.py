@@ -278,8 +278,8 @@ class ResumableDataLoader(DataLoader[Any]):
         if saved != sizes:
             raise CheckpointError(
                 f"the data position was saved with {saved}, but this dataloader has {sizes} (batch_size counts all "
-                "replicas together, workers is the num_workers of a streaming dataset). Create it from the same data "
-                "with the same sizes, or pass dataloader=None to continue in a new order"
+                "replicas together, workers is the num_workers of a streaming dataset). Create the dataloader from the "
+                "same data with the same sizes, or pass dataloader=None to continue in a new order"
             )
         self._order.load_state(state.get("order", {}))
         self.place.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))

@@ -118,7 +118,7 @@ class PreemptibleJob:
         if threading.current_thread() is not threading.main_thread():
             kind = type(self).__name__
             raise UsageError(
-                f"a {kind} was created outside the main thread, which alone can handle signals: create it there"
+                f"a {kind} was created outside the main thread, but only that thread handles signals: create it there"
             )
         for number in WISHES:
             signal.signal(number, lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
@@ -225,6 +225,6 @@ def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: in
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):
         raise ConfigurationError(
             f"the layout chosen for {ranks} ranks and global_batch={global_batch} is for {layout.ranks} ranks and "
-            f"global_batch={layout.global_batch}: return a Layout for the same numbers"
+            f"global_batch={layout.global_batch}: return a Layout with the same numbers"
         )
     return layout

@@ -49,7 +49,7 @@ HARMLESS |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones
 # Functions that return the tensor itself if it already has the requested dtype and device.
 CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
 OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
-WRITING = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all functions named `..._`
+WRITING = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all names that end in "_"
 _inside = 0
 
 

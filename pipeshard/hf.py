@@ -45,11 +45,7 @@ VOCABULARIES = re.compile(r"vocab_size")
 LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last since transformers 5.24
 CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
-GUESSING = (
-    "assistant_model",
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-)  # these read the logits of several positions
+GUESSING = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"  # read several positions' logits
 
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft saved
 
@@ -158,7 +154,7 @@ def has_label_per_sample(model: nn.Module) -> bool:
 def disable_caches(model: nn.Module) -> list[Any]:
     """Turn key-value caches off in every (sub-)config that has them on, and return those configs.
 
-    Caches are for generation. Units that fill them would pass values to other stages that are not sent.
+    Caches are for generation. Units that fill caches would pass values between stages that pipeshard does not send.
     """
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     parts = [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]

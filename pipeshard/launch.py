@@ -105,16 +105,16 @@ def _run_agent(args: argparse.Namespace, folder: Path) -> int:
         for kind, others in repeated(folder):
             logger.error("%d more ranks on this machine ended with the same %s", others, kind)
         codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
-        own = {
-            rank: code for rank, code in codes.items() if code != -signal.SIGTERM
-        } or codes  # torch terminates the others
+        own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes  # torch ends the others
         logger.error("the job failed: %s", ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in own.items()))
         return 1
     except RendezvousClosedError:
         logger.error("the job %r at %s has already ended: choose another --rdzv-id", args.rdzv_id, args.rdzv_endpoint)
         return 1
     except RendezvousError as error:
-        logger.error("the rendezvous at %s failed. Check that this machine can reach it: %s", args.rdzv_endpoint, error)
+        logger.error(
+            "the rendezvous at %s failed (check that this machine can reach the address): %s", args.rdzv_endpoint, error
+        )
         return 1
     return 0
 
@@ -136,9 +136,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         except (ValueError, RuntimeError) as error:
             parser.error(f"argument --nnodes or --rdzv-endpoint: {error}")
         if not args.rdzv_endpoint:
-            args.rdzv_endpoint = (
-                "localhost:0" if most == 1 else "localhost:29400"
-            )  # torch's default port, which all agents know
+            args.rdzv_endpoint = "localhost:0" if most == 1 else "localhost:29400"  # torch's default port
         if args.local_addr is None and host in ("localhost", "127.0.0.1", "::1"):
             args.local_addr = "localhost"  # all agents are on this machine, whose name may not resolve
     return args
@@ -216,7 +214,7 @@ def _end_if_in_vain(folder: Path) -> list[str]:
 def _forward(number: signal.Signals) -> None:
     """Start a thread that forwards a signal to the workers.
 
-    Workers inherit the blocked signal until they install a handler, so that it does not kill a worker that is starting.
+    Workers inherit the blocked signal, so that it does not kill a worker that has not yet installed its handler.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
@@ -242,7 +240,7 @@ def _end_if_stuck(endpoint: str) -> None:
             time.sleep(LOOK_PERIOD)
             workers = psutil.Process().children()
             looks = looks + 1 if workers and all(_has_ended(worker) for worker in workers) else 0
-        logger.error("all workers have exited, and the rendezvous store at %s does not respond", endpoint)
+        logger.error("all workers have exited, and the rendezvous store at %s does not respond: exiting", endpoint)
         os._exit(1)
 
     threading.Thread(target=look, daemon=True).start()

@@ -241,8 +241,8 @@ class PipelinePlugin:
 
         Runs forward and backward if gradients are enabled and an optimizer is given; the gradients are then complete,
         including ties. Otherwise (under `torch.no_grad()`, or without an optimizer) runs only the forward. Returns a
-        dict with "loss", a tensor with the same value on every rank, and "outputs", which is None except on the last
-        stage. There, `return_outputs` selects what "outputs" contains, and no other outputs are kept:
+        dict with "loss", a tensor with the same value on every rank (None with return_loss=False), and "outputs", which
+        is None except on the last stage. `return_outputs` selects the outputs, and no other outputs are kept:
 
         - True: the model's output for the whole batch.
         - The name of a field, or a list of names: an output with only these fields.

@@ -23,13 +23,7 @@ TRAINERS = {
     "grpo": ("GRPO", "Train a model by reinforcement learning: reward functions score its own answers."),
 }
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-UNREAD = [
-    "original/*",
-    "onnx/*",
-    "*.gguf",
-    "*.pth",
-    "*.onnx",
-]  # files that some models have in addition to their safetensors
+UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # in some models, in addition to safetensors
 
 
 def setting(default: Any, text: str, choices: Collection[str] | None = None) -> Any:

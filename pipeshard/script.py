@@ -17,13 +17,7 @@ from types import ModuleType, TracebackType
 
 FOLDER = "PIPESHARD_ERRORS"  # variable: the folder in which an agent's ranks record their errors
 TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # variable: torchrun's file for a rank's error, .../ATTEMPT/RANK/FILE
-OTHERS = (
-    "RankError",
-    "OtherBatchError",
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-)  # caused by another rank
+OTHERS = ("RankError", "OtherBatchError", "DistBackendError", "DistNetworkError", "DistStoreError")  # not the cause
 _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?")
 
 
@@ -61,7 +55,7 @@ def fold() -> None:
 
 
 def notes() -> Path | None:
-    """The folder in which ranks record errors; with torchrun, one folder per stderr file. None without either."""
+    """The folder in which ranks record errors; with torchrun, one per stderr file. None if no folder is available."""
     if FOLDER in os.environ or not os.environ.get(TORCHRUN):
         return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
     try:

@@ -158,7 +158,7 @@ def test_the_generator_of_a_sampler_of_one_s_own_is_seeded() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     state = make().state_dict()
     for other in (make(batch_size=3), make(dataset=Numbers(21))):
-        with pytest.raises(CheckpointError, match=r"saved with .* Create it from the same data"):
+        with pytest.raises(CheckpointError, match=r"saved with .* Create the dataloader from the same data"):
             other.load_state_dict(state)
     with pytest.raises(ConfigurationError, match=r"sampler=..., which already sets the order"):
         make(shuffle=True, sampler=RandomSampler(Numbers()))

@@ -50,7 +50,7 @@ class Order:
         return value is self.dataset or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
 
     def seed(self, seed: int, epoch: int) -> None:
-        """Seed every generator for this epoch. The first torch generator has seed + epoch, as in saved positions."""
+        """Seed every generator: torch's with seed + epoch + index (saved positions rely on it), others with a hash."""
         for number, generator in enumerate(self.generators()):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed + epoch + number)

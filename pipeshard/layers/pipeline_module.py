@@ -197,7 +197,7 @@ def _layer_entries(layers: Any) -> list[Any]:
 
 
 def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any) -> None:
-    """Raise ConfigurationError for DeepSpeed arguments that are not supported, or are invalid."""
+    """Raise ConfigurationError for DeepSpeed arguments that are not supported, and for an invalid `checkpointable`."""
     if topology is not None:
         raise ConfigurationError(
             f"topology={topology!r} is not supported: set PipelinePlugin(pp_size=, dp_size=, tp_size=) instead, and "
@@ -223,7 +223,7 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
         raise ConfigurationError(f"layer {place} is the class {name}: pass LayerSpec({name}, ...) or {name}(...)")
     if not callable(entry):
         raise ConfigurationError(
-            f"layer {place} is a {type(entry).__name__}: pass a module, a LayerSpec, or a function of one argument"
+            f"layer {place} has type {type(entry).__name__}: pass a module, a LayerSpec, or a function of one argument"
         )
     return Function(entry, place)
 

@@ -23,7 +23,8 @@ class LayerSpec:
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename):
             raise ConfigurationError(
-                f"LayerSpec requires a module class or a function, got {typename!r}: pass it, followed by its arguments"
+                f"LayerSpec requires a module class or a function that builds a module, got {typename!r}: pass one, "
+                "followed by the arguments of its call"
             )
         modules = [value for value in (typename, *module_args, *module_kwargs.values()) if isinstance(value, nn.Module)]
         if built := next((module for module in modules if module is typename or module.state_dict()), None):
