@@ -49,7 +49,7 @@ class Share:
         return steps * self.size + last
 
     def _keeps(self, remainder: int) -> bool:
-        """Whether an incomplete last step is read: not with `drop_last`, or (warns once) with fewer entries than replicas."""
+        """Whether an incomplete last step is read: not with `drop_last`, or if entries are too few (warns once)."""
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(
