@@ -191,8 +191,8 @@ class PipelinePlugin:
 
     @staticmethod
     def from_pretrained(auto_class: Any, path: str | Path, gguf_file: str | None = None, **options: Any) -> nn.Module:
-        """Build the model of a Hugging Face folder without its weights. `pipeshard.initialize` then loads each stage's
-        weights; with ColossalAI's Booster, call `booster.load_model(model, path)` after boost.
+        """Build the model of a Hugging Face folder without its weights. `booster.boost` and `pipeshard.initialize` load
+        the weights of each stage.
 
         `auto_class` is an AutoModelFor... or a model class; `options` are fields of its config (and `dtype`), as in its
         own `from_pretrained`. Weights that the folder lacks are initialized. `gguf_file` names a GGUF file in the
