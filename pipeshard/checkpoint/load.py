@@ -17,7 +17,7 @@ from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.parameters import HeldParameters
-from pipeshard.errors import CheckpointError, listed, summary
+from pipeshard.errors import CheckpointError, explained, listed, summary
 from pipeshard.hf import without_adapters
 from pipeshard.split.adapters import base_names, begin_with_weights
 from pipeshard.split.packed import packed_layers
@@ -163,6 +163,7 @@ class _Plan:
 
     Attributes:
         targets: the full names for a (first) name; several for a module that has a copy.
+        scales: for each full name of a weight that the checkpoint has packed, the keys of its scales.
     """
 
     def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool) -> None:
@@ -183,14 +184,23 @@ class _Plan:
                 self.targets.setdefault(names[first], {})[first] = None
         self.conversion = Conversion(self.model, source.shapes, self.shapes)
         self.problems: list[str] = []
+        self.scales = dict[str, dict[str, str]]()
+        layers = {names[full]: full for full in self.packed if full in names}
         self.makes: dict[str, Piece] = {}  # the piece that gives a tensor, by its first name
         for piece in self.conversion.pieces.values():
             for name, shape in self._shapes_made(piece).items():
                 if name not in self.shapes:
                     self.conversion.unexpected.append(name)
                     continue
-                if shape != self.shapes[name]:
-                    self.problems.append(f"{name} has shape {shape}, but {self.shapes[name]} in the model")
+                expected = self.shapes[name]
+                if keys := source.scales.keys() & {key for key, _ in piece.sources}:
+                    layer = layers.get(name)
+                    if layer is None or piece.transform is not None:
+                        self.problems.append(f"{min(keys)} is quantized, but not in the model")
+                        continue
+                    self.scales[layer], expected = source.scales[min(keys)], tuple(state[layer].shape)
+                if shape != expected:
+                    self.problems.append(f"{name} has shape {shape}, but {expected} in the model")
                 first = self.first[name]
                 if first not in self.makes or name == first:  # of a tie's two tensors the first counts
                     self.makes[first] = piece
@@ -263,7 +273,12 @@ class _Plan:
     def _assign(self, name: str, target: Tensor, value: Tensor) -> None:
         """Give a parameter memory that holds nothing else, so that it exists once."""
         weight = self.holdings.weights.get(name)
-        if name in self.packed:
+        if name in self.scales:
+            scales = {end: self.source.read(key).to(target.device) for end, key in self.scales[name].items()}
+            refused = f"{self.source.path}: the packed {name} cannot be read"
+            with explained(lambda error: CheckpointError(f"{refused}: {summary(error)}")):
+                self.packed[name].restore(value.to(target.device), scales)
+        elif name in self.packed:
             self.packed[name].pack(value.to(target.device))
         elif weight is None:  # a buffer
             target.copy_(value)

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -36,11 +36,14 @@ from pipeshard.hf import has_adapters, without_adapters
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PICKLED = (".bin", ".pt", ".pth")  # suffixes of what torch.save wrote
+SCALES = "absmax", "quant_map", "quant_state.", "nested_absmax", "nested_quant_map", "SCB", "weight_format"
 FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 
 class Source:
-    """`shapes` has the shape of each tensor, by key; `bytes_read` counts the bytes that `read` returned.
+    """`shapes` has the shape of each tensor, by key; `bytes_read` counts the bytes that `read` returned. `scales` has
+    the keys of the tensors that bitsandbytes saved beside a packed weight, by the weight's key and the ends of their
+    names; `shapes` does not have them.
 
     Safetensors files are read, not mapped, so that a tensor takes memory once; pickled files (.bin) are loaded with
     `weights_only=True`, which executes no code. Even in untrusted files, the shapes are no larger than the files, and
@@ -58,7 +61,11 @@ class Source:
             shapes = self._shapes(file, model)
             self.shapes |= shapes
             self._files |= dict.fromkeys(shapes, file)
-        if lost := sorted(listed.keys() - self.shapes.keys()):
+        lost = sorted(listed.keys() - self.shapes.keys())
+        self.scales = _scales(self.shapes)
+        for key in [key for of_weight in self.scales.values() for key in of_weight.values()]:
+            del self.shapes[key]
+        if lost:
             raise CheckpointError(
                 f"the index of {path} lists {lost[0]!r} in {listed[lost[0]]!r}, but that file does not contain it "
                 f"({len(lost)} such tensors): the checkpoint is incomplete"
@@ -92,6 +99,18 @@ class Source:
         content = open_file(file)
         with _naming_file(file):
             return {key: tuple(content.get_slice(key).get_shape()) for key in content.keys()}  # noqa: SIM118
+
+
+def _scales(keys: Collection[str]) -> dict[str, dict[str, str]]:
+    """The keys of the tensors that belong to a packed weight: `x.weight.absmax` (4 bits), or `x.SCB` (8 bits)."""
+    found: dict[str, dict[str, str]] = {}
+    for key in keys:
+        layer, _, end = key.partition(".weight.")
+        if not end:
+            layer, _, end = key.rpartition(".")
+        if f"{layer}.weight" in keys and end.startswith(SCALES):
+            found.setdefault(f"{layer}.weight", {})[end] = key
+    return found
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:

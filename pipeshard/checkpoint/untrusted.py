@@ -27,7 +27,7 @@ from transformers import AutoConfig, GenerationConfig
 from pipeshard.distributed.collectives import reason
 from pipeshard.errors import CheckpointError, ConfigurationError, explained, summary
 from pipeshard.hf import ADAPTER_CONFIG
-from pipeshard.split.quantized import quantize_blank, refuse_quantized_folder
+from pipeshard.split.quantized import quantization_of, quantize_blank
 
 LARGEST_JSON = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
 VALUES = 1_000_000  # each of which takes up to a hundred bytes
@@ -86,7 +86,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
         raise ConfigurationError(
             f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass only fields of the config"
         )
-    refuse_quantized_folder(config, path)
+    quantization = quantization_of(config, path, quantization)
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with torch.device("meta"), _counting(path):

@@ -56,6 +56,15 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
             self.unloaded = self.quant_state
         self.weight.bnb_quantized = True
 
+    def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
+        state = functional.QuantState.from_dict(dict(scales), value.device)
+        if (found := _layout(state)) != (expected := _layout(self._packed(self._blank_values())[1])):
+            raise ValueError(f"its scales are {found}, but the layer has {expected}")
+        self.weight.data, self.quant_state, self.weight.bnb_quantized = value, state, True
+
+    def _blank_values(self) -> Tensor:
+        return torch.empty(self.whole_shape, dtype=self.values_dtype, device="meta")
+
     @torch.no_grad()
     def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
         """The result of bitsandbytes' packing for a weight of `whole_shape`."""
@@ -71,6 +80,13 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         product = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=self._state())
         return product.to(x.dtype)
+
+
+def _layout(state: Any) -> tuple[Any, ...]:
+    """What the kernels rely on: how values are packed, and the sizes of the scales."""
+    of_scales = (*state.state2.absmax.shape, *state.state2.code.shape, state.state2.blocksize) if state.nested else ()
+    sizes = *state.absmax.shape, *state.code.shape, *of_scales
+    return tuple(state.shape), state.quant_type, state.blocksize, state.absmax.dtype, sizes
 
 
 CHUNK = 1 << 20  # values, a multiple of every size of a block

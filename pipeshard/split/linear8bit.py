@@ -32,6 +32,12 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
         self.weight.data, scales = quantize_8bit(self.as_computed(value))
         self.state.SCB = None if value.is_meta else scales
 
+    def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
+        rows, way = scales["SCB"], scales.get("weight_format")
+        if rows.shape != value.shape[:1] or rows.dtype != torch.float32 or (way is not None and way.any()):
+            raise ValueError("there must be a scale in fp32 for each row, and the rows in their order")
+        self.weight.data, self.state.SCB = value, rows
+
     def product(self, x: Tensor) -> Tensor:
         state = copy.copy(self.state)  # bitsandbytes writes to it
         state.CB, state.is_training = self.weight.data, self.training

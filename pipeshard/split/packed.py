@@ -46,6 +46,13 @@ class Packed(nn.Module, ABC):
         """Store the packed values of a weight of `whole_shape`, on any device."""
 
     @abstractmethod
+    def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
+        """Store a weight that was saved packed, with the tensors that were saved beside it, by the ends of their names.
+
+        Raises ValueError if the tensors are not those of this layer's packing.
+        """
+
+    @abstractmethod
     def like(self, linear: nn.Module) -> "Packed":
         """A layer with the values of another linear layer, packed like this one."""
 

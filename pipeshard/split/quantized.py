@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
 from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.split.packed import UNWRITTEN
@@ -74,12 +74,22 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str]) -> Non
             )
 
 
-def refuse_quantized_folder(config: Any, path: Any) -> None:
-    """Raise ConfigurationError for the config of a checkpoint whose weights are quantized."""
-    if (saved := getattr(config, "quantization_config", None)) is not None:
-        method = saved.get("quant_method", "unknown") if isinstance(saved, dict) else saved.quant_method
+def quantization_of(config: Any, path: Any, given: Any) -> Any:
+    """The quantization config of a checkpoint whose weights are quantized, otherwise the `given` one.
+
+    Raises ConfigurationError for a checkpoint that was quantized by another method than bitsandbytes, or if a config is
+    given for a quantized checkpoint.
+    """
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return given
+    method = saved.get("quant_method", "unknown") if isinstance(saved, dict) else saved.quant_method
+    method = getattr(method, "value", method)
+    if method != METHOD:
         raise ConfigurationError(
-            f"the weights in {path} are quantized (with {getattr(method, 'value', method)}), and stages cannot load "
-            "such weights. Use the original checkpoint, with "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
+            f"the weights in {path} are quantized (with {method}), and stages cannot load such weights. Use the "
+            "original checkpoint, with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
         )
+    if given is not None:
+        raise ConfigurationError(f"the weights in {path} are quantized already: omit quantization_config")
+    return BitsAndBytesConfig.from_dict(saved) if isinstance(saved, dict) else saved

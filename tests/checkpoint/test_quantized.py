@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BitsAndBytesConfig, GPTQConfig
 
@@ -59,14 +61,15 @@ def adapters(**fields: Any) -> LoraConfig:
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **fields)
 
 
-def of_one_process(kind: type[Any], folder: Path, config: BitsAndBytesConfig) -> nn.Module:
+def of_one_process(kind: type[Any], folder: Path, config: BitsAndBytesConfig | None) -> nn.Module:
     """What a user of bitsandbytes trains: the model of the folder with packed weights, and adapters."""
-    model = kind.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    options = {"quantization_config": config} if config is not None else {}
+    model = kind.from_pretrained(folder, dtype=torch.float32, **options)
     torch.manual_seed(3)
     return get_peft_model(model.train(), adapters())
 
 
-def of_stages(kind: type[Any], folder: Path, config: BitsAndBytesConfig, stages: int = 0) -> nn.Module:
+def of_stages(kind: type[Any], folder: Path, config: BitsAndBytesConfig | None, stages: int = 0) -> nn.Module:
     model: Any = PipelinePlugin.from_pretrained(kind, folder, quantization_config=config, dtype=torch.float32).train()
     torch.manual_seed(3)
     plugin = PipelinePlugin(pp_size=stages or dist.get_world_size(), num_microbatches=2)
@@ -74,12 +77,13 @@ def of_stages(kind: type[Any], folder: Path, config: BitsAndBytesConfig, stages:
 
 
 def trained(folder: Path, name: str, kind: str, **arguments: Any) -> list[str]:
-    """What differs from one process in three steps."""
+    """What differs from one process in three steps; without a `kind`, the folder has packed weights."""
     (entry,) = find(name)
     model = build(entry)
-    unsplit = Unsplit(of_one_process(type(model), folder, quantization(kind)), max_norm=0.5)
+    config = quantization(kind) if kind else None
+    unsplit = Unsplit(of_one_process(type(model), folder, config), max_norm=0.5)
     batches = [batch(entry, model, seed=seed) for seed in range(3)]
-    blank = of_stages(type(model), folder, quantization(kind))
+    blank = of_stages(type(model), folder, config)
     split = Split(blank, dist.get_world_size(), batches[0], max_norm=0.5, num_microbatches=2, **arguments)
     found: list[str] = []
     tolerance = 1e-6 if entry.task == "causal-lm" and "num_slices" not in arguments else 5e-6
@@ -346,7 +350,70 @@ def test_a_tied_layer_is_not_packed(tmp_path: Path) -> None:
         PipelinePlugin.from_pretrained(type(model), tmp_path, quantization_config=config)
 
 
-def test_a_quantized_folder_is_refused(tmp_path: Path) -> None:
+def save_packed(name: str, kind: str, folder: Path) -> Any:
+    """Write what save_pretrained writes of a model that bitsandbytes has packed, and return the model."""
+    (entry,) = find(name)
+    model = build(entry)
+    model.save_pretrained(folder / "whole")
+    packed = type(model).from_pretrained(folder / "whole", quantization_config=quantization(kind), dtype=torch.float32)
+    packed.save_pretrained(folder / "packed")
+    return packed
+
+
+PACKED = covering([f"causal-lm/{name}" for name in ("llama", "gpt2", "opt", "mixtral")], ["1f1b", "zbv"], list(KINDS))
+
+
+@pytest.mark.turns
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "schedule", "kind"), PACKED)
+def test_a_folder_with_packed_weights(pool: Pool, tmp_path: Path, name: str, schedule: str, kind: str) -> None:
+    """Most 4-bit checkpoints on the Hub were saved packed; from_pretrained refused them."""
+    save_packed(name, kind, tmp_path)
+    assert pool.run(trained, 2, tmp_path / "packed", name, "", schedule=schedule) == [[], []]
+
+
+def loaded(folder: Path) -> str:
+    """The error of two stages that load a folder with packed weights."""
+    model = build(LLAMA)
+    with pytest.raises(CheckpointError) as caught:
+        Split(of_stages(type(model), folder, None), 2, batch(LLAMA, model), num_microbatches=2)
+    return str(caught.value)
+
+
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+DAMAGES = {  # tensors, and how many of their elements are left
+    "weight": (WEIGHT, 767, r"has shape \(767, 1\), but \(768, 1\)"),
+    "scales": (f"{WEIGHT}.absmax", 23, "the packed .* cannot be read: ValueError: its scales are"),
+    "values": (f"{WEIGHT}.quant_map", 8, "the packed .* cannot be read: ValueError: its scales are"),
+    "description": (f"{WEIGHT}.quant_state.bitsandbytes__nf4", 20, "the packed .* cannot be read: JSONDecodeError"),
+    "none": (f"{WEIGHT}.absmax", 0, "the packed .* cannot be read: KeyError"),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_damaged_packed_weights_are_refused(pool: Pool, tmp_path: Path, damage: str) -> None:
+    """A kernel reads as many scales as the weight has blocks, however many the file has."""
+    save_packed("causal-lm/llama", "nf4", tmp_path)
+    file, (key, left, message) = tmp_path / "packed" / "model.safetensors", DAMAGES[damage]
+    tensors = load_file(file)
+    tensors[key] = tensors[key][:left].clone()
+    save_file({name: tensor for name, tensor in tensors.items() if len(tensor)}, file, {"format": "pt"})
+    for error in pool.run(loaded, 2, tmp_path / "packed"):
+        assert re.search(message, error)
+
+
+def test_a_model_with_other_layers_than_a_packed_folder(pool: Pool, tmp_path: Path) -> None:
+    packed, folder = save_packed("causal-lm/llama", "nf4", tmp_path), tmp_path / "packed"
+    with pytest.raises(ConfigurationError, match="are quantized already: omit quantization_config"):
+        PipelinePlugin.from_pretrained(type(packed), folder, quantization_config=quantization("nf4"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["llm_int8_skip_modules"] = ["down_proj", "lm_head"]
+    (folder / "config.json").write_text(json.dumps(config))
+    for error in pool.run(loaded, 2, folder):
+        assert f"{WEIGHT} is quantized, but not in the model" in error
+
+
+def test_a_folder_quantized_otherwise_is_refused(tmp_path: Path) -> None:
     model = build(LLAMA)
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
