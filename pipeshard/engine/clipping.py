@@ -1,8 +1,8 @@
-"""Clipping: the norm, the loss scale and the clipping of a whole model's gradients.
+"""Clipping: the gradient norm of the full model, with unscaling and clipping by this norm.
 
-torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage only. Here the norm is over all
-parameters on all ranks, and a parameter that several ranks hold counts once. The first optimizer that steps computes
-it, once per step.
+torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage only. Here the norm covers the parameters
+of all ranks, and a parameter that several ranks hold counts once. The first optimizer that steps computes the norm,
+once per step.
 """
 
 import math
@@ -26,16 +26,16 @@ from pipeshard.private import foreach_mul_
 
 
 class ModelGradients:
-    """The gradients of all parameters of a model that this rank holds, whichever optimizers train them.
+    """The gradients of all parameters of a model that this rank holds, regardless of which optimizers train them.
 
-    Until the first optimizer steps, they are the gradients of the scaled loss. That optimizer's step clips them if
+    Until the first optimizer steps, the gradients are multiplied by the loss scale. That optimizer's step clips them if
     `max_norm > 0`, unscales them, and decides whether all optimizers skip this step.
 
     Attributes:
-        names: the name of every parameter of the whole model, before boosting and now.
+        names: maps each parameter of the full model to its name, including parameters that boost has replaced.
         trained: the names of the parameters that an optimizer of the model trains.
-        norm: the norm by which the gradients were clipped.
-        overflow: whether the last step is skipped because a gradient overflowed.
+        norm: the last gradient norm of the full model, or None if this step has not computed it.
+        overflow: whether the last step was skipped because a gradient overflowed.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class ModelGradients:
         self.all, self.trained = frozenset(names.values()), set[str]()
         self.norm: Tensor | None = None
         self._holders = {weight.parameter: weight.holders for weight in holdings.weights.values()}
-        self._factor = self._scale  # that gradients are multiplied by now
-        self._stepped: list[object] | None = None  # the optimizers that have, since gradients were made ready
+        self._factor = self._scale  # by which the gradients are multiplied now
+        self._stepped: list[object] | None = None  # the optimizers that have stepped with the current gradients
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
@@ -63,19 +63,19 @@ class ModelGradients:
         return self._factor != 1.0
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The name of `parameter` in the model, or of the model's parameter that it replaces in an optimizer."""
+        """The name of the model's parameter that `parameter` is, or that it replaces in an optimizer; None if
+        unknown."""
         known = (self.names, *(optimizer.names for optimizer in self.updates.in_use().values()))
         return next((names[parameter] for names in known if parameter in names), None)
 
     def trainables(self) -> list[Tensor]:
-        """The tensors with gradients on this rank: the model's parameters, and the tensors that optimizers update in
-        their place."""
+        """The tensors on this rank that may have gradients: the model's parameters and the master weights."""
         masters = [weight.master for weight in self.weights.values()]
         return [*self._holders, *masters]
 
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
-        """Sets of parameters that a loop may mistake for the whole: this rank's part of the model and of each optimizer
-        group, each with the names of the parameters that other stages train."""
+        """Lists of parameters that a loop may mistake for a full set: this rank's part of the model, and of each
+        optimizer group. Each list comes with the names of the parameters of its set that only other stages train."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         model: tuple[list[Tensor], frozenset[str]] = list(self._holders), elsewhere
         groups = [
@@ -86,43 +86,44 @@ class ModelGradients:
         return [model, *groups]
 
     def add_to(self) -> None:
-        """Before gradients are added: the cached norm becomes stale, and all gradients get one loss scale."""
+        """Prepare to accumulate gradients: discard the cached norm, and bring existing gradients to the current loss
+        scale."""
         self._settle()
         self.updates.judge()
         self.norm, self._stepped = None, None
         self._rescale(self._scale)
 
     def follow(self, adopts: bool) -> bool:
-        """Copy values that a loop has written between parameters and the tensors that optimizers update; returns
-        whether replicas must `share` them."""
+        """Make parameters and master weights equal after a loop has written to one of them (see MasterWeight.follow);
+        returns whether replicas must `share` the values."""
         followed = [optimizer.follow(adopts) for optimizer in self.updates.in_use().values()]
         return any(followed)
 
     def settle(self) -> None:
-        """Before parameters are read outside of a step: `follow` and `share`. Call it on all ranks."""
+        """Call `follow` and `share` before parameters are read outside a step. Call it on all ranks."""
         with self.coupling.paused():
             self.follow(adopts=False)
             self.share()
 
     def share(self) -> None:
-        """Send the parameters that replicas update, with ZeRO. Call it on all ranks."""
+        """With ZeRO, broadcast each replica's updated parameters to the other replicas. Call it on all ranks."""
         for optimizer in self.updates.in_use().values():
             optimizer.share()
 
     def added(self) -> None:
-        """Lend the gradients to the tensors that optimizers update, and record them to detect changes before an
-        update."""
+        """Lend the gradients to the master weights, and record them to detect changes before an update."""
         for weight in self.weights.values():
             weight.lend_gradient()
         self.updates.added(self._holders)
 
     def _settle(self) -> None:
-        """Give parameters the gradients that a loop has set on the tensors that optimizers update."""
+        """Assign gradients that a loop has set on master weights to the parameters."""
         for weight in self.weights.values():
             weight.settle_gradient()
 
     def ready(self, optimizer: object) -> bool:
-        """Clip and unscale, unless another optimizer's step has done so; returns False if this step must be skipped."""
+        """Clip and unscale the gradients, unless another optimizer's step has done so. Returns False if this step must
+        be skipped."""
         if self._stepped is None or optimizer in self._stepped:
             self._stepped, self.overflow, self.norm = [], False, None
             self._settle()
@@ -144,12 +145,15 @@ class ModelGradients:
         self.norm = self.total(norm_type)
         self._rescale(1.0)
         if error_if_nonfinite and not torch.isfinite(self.norm):
-            raise ConfigurationError(f"the gradient norm is {self.norm.item()}, so gradients cannot be clipped")
+            raise ConfigurationError(
+                f"the gradient norm is {self.norm.item()}, and error_if_nonfinite=True. Skip this step, or "
+                "pass check_finite=True to PipelinePlugin to find the stage that computes non-finite values"
+            )
         self._multiply(torch.clamp(max_norm / (self.norm + 1e-6), max=1.0))
         return self.norm
 
     def total(self, norm_type: float) -> Tensor:
-        """The norm over the whole model, on every rank. Call it on all ranks."""
+        """The norm of the unscaled gradients of the full model, the same on every rank. Call it on all ranks."""
         self._settle()
         return grad_norm(self._holders, self.grid.world, norm_type) / self._factor
 
@@ -167,22 +171,22 @@ class ModelGradients:
             foreach_mul_(gradients, factor)
 
     def _refuse_untrained(self) -> None:
-        """Refuse gradients that no optimizer trains: it is unknown whether they should count in the norm."""
-        if self.trained >= self.all:  # as every rank knows
+        """Raise UsageError if a parameter has a gradient but no optimizer: should the norm include this gradient?"""
+        if self.trained >= self.all:  # the same on every rank
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
         if untrained := [name for names in gather_objects(untrained, self.grid.world) for name in names]:
             raise UsageError(
-                f"max_norm={self.max_norm} clips by the norm of the whole model, but no boosted optimizer contains "
-                f"{listed(untrained, 3)}, which has a gradient: freeze it (requires_grad_(False)), add it to an "
-                "optimizer, or pass max_norm=0 and call optimizer.clip_grad_by_norm(max_norm), which counts all "
-                "gradients"
+                f"max_norm={self.max_norm} clips by the norm of the full model, but there are gradients of parameters "
+                f"that no boosted optimizer contains: {listed(untrained, 3)}. Freeze these parameters "
+                "(requires_grad_(False)), add them to an optimizer, or pass max_norm=0 and call "
+                "optimizer.clip_grad_by_norm(max_norm), which counts all gradients"
             )
 
 
 def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients of the model, over all ranks of `group`. `holders` maps each of this rank's parameters
-    to the number of ranks with the same gradient, which share its contribution equally."""
+    """The norm of the model's gradients over all ranks of `group`. `holders` maps each of this rank's parameters to the
+    number of ranks that have the same gradient; each of them contributes an equal share."""
     is_max, group = math.isinf(norm_type), control(group)
     dtype, terms = torch.float32, []
     for parameter, count in holders.items():
@@ -196,7 +200,7 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
         norm = torch.linalg.vector_norm(gradient.to(finer), norm_type).double()
         terms.append(norm if is_max else norm**norm_type / count)
     nothing = torch.zeros((), dtype=torch.float64, device=terms[0].device if terms else CPU)
-    every = torch.stack([*terms, nothing]).to(CPU)  # a GPU is waited for once, not for each parameter
+    every = torch.stack([*terms, nothing]).to(CPU)  # one device sync, not one per parameter
     total = every.max() if is_max else every.sum()
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     own_progress().wait_in(group, dist.all_reduce(total, operation, group=group, async_op=True))

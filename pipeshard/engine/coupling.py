@@ -1,9 +1,10 @@
-"""Coupling: values that a loop computes from several parameters, or draws for them in turn, and writes to parameters.
+"""Coupling: a write of the training loop to a parameter, with a value that depends on several parameters.
 
-With several stages, such a value depends only on the parameters of one stage: a radius from the norm of all gradients,
-a projection, a quantile, noise. A clamp, a decay or an average of each parameter alone is exact, but its values do not
-show the difference. So in some updates a torch mode receives all operators of the loop, and propagates the names of
-parameters from weights and gradients to everything computed from them.
+Examples are a radius from the norm of all gradients, a projection, a quantile, or noise that one generator draws for
+one parameter after another. With several stages, each rank computes such a value from the parameters of one stage only.
+A clamp, a decay or an average of each parameter by itself is exact, and its values look the same. So in some updates,
+torch modes intercept all operators of the loop, and propagate the names of parameters from weights and gradients to
+everything computed from them.
 """
 
 import weakref
@@ -25,47 +26,49 @@ from pipeshard.ghost import Ghost
 from pipeshard.graph.taint import SCALAR, draws, mutated, storage_of, tensors_in
 from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below, modes_entered
 
-COLLECTIVES = {"c10d", "_c10d_functional"}  # operators after which a number is that of all ranks
+COLLECTIVES = {"c10d", "_c10d_functional"}  # operators whose results are the same on all ranks
 OVERWRITING = {torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_}
 READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 
 
 class Stream(NamedTuple):
-    """The sequence of random numbers drawn since a generator was seeded."""
+    """The random numbers drawn from one generator since it was seeded."""
 
     number: int
 
 
 class Number(NamedTuple):
-    """A Python number that the loop passed to an operator after reading several parameters as Python numbers."""
+    """A Python number that the loop passed to an operator after it had read values of several parameters in Python."""
 
     value: float
 
 
-Source = str | Stream | Number  # a parameter by its name
+Source = str | Stream | Number  # a str is the name of a parameter
 NOTHING: frozenset[Source] = frozenset()
 
 
 class Coupling:
-    """Watches a loop between its calls to pipeshard, in the first updates of a model and in updates whose number is a
-    power of two. Tags belong to storages, as in a trace (graph/taint.py). Deleting the model ends the watch."""
+    """Watches a training loop between its calls to pipeshard, in the first updates of a model and in updates whose
+    number is a power of two. Tags are kept per storage, as in a trace (graph/taint.py). Deleting the model ends the
+    watch."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
-        self._starts: dict[int, list[int]] = {}  # of the gradients in one memory, as replicas have them
+        self._starts: dict[int, list[int]] = {}  # by storage, the offsets of the tensors in it
         self._tags: dict[tuple[int, int], tuple[StorageWeakRef, frozenset[Source]]] = {}
-        self._most = 0  # of tags, before those of what is gone are dropped
-        self._elsewhere = frozenset[str]()  # what is trained on other ranks alone
+        self._most = 0  # number of tags above which tags of freed storages are dropped
+        self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
-        self._read, self._has_read = set[str](), False  # in Python; whether it is a part of several stages
-        self._streams: dict[int, int] = {}  # by generator
+        self._read, self._has_read = set[str](), False  # by Python; whether `_rest` misses a parameter
+        self._streams: dict[int, int] = {}  # by id of the generator
         self._drawn = 0
         self._modes = Operators(self), Readers(self)
         self._is_watching, self._calls = False, 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around a call to pipeshard: check what the loop has written before it, and watch again after it."""
+        """Context manager for a call to pipeshard: checks what the loop has written before it, and watches the loop
+        again after it."""
         self.end()
         self._calls += 1
         try:
@@ -76,7 +79,7 @@ class Coupling:
             self.begin()
 
     def begin(self) -> None:
-        """The loop continues: watch it, if this update is one to watch."""
+        """Watch the loop from here on, if this update is one to watch."""
         count = self._updates.count
         if self._is_watching or not (count < FIRST or count & (count - 1) == 0):
             return
@@ -96,7 +99,7 @@ class Coupling:
         enter_below(*self._modes)
 
     def end(self) -> None:
-        """The loop calls pipeshard: report what the loop has written to the Updates."""
+        """Stop watching the loop, and report coupled writes to the Updates."""
         if not self._is_watching:
             return
         self._is_watching = False
@@ -125,7 +128,7 @@ class Coupling:
         return self._updates.in_use().values()
 
     def _places(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights, gradients and optimizer states, with the names of the parameters."""
+        """Yield (name of the parameter, tensor) for each weight, gradient and optimizer state."""
         for name, weight in self._weights.items():
             for parameter in (weight.parameter, weight.master):
                 yield name, parameter
@@ -136,8 +139,8 @@ class Coupling:
                 yield from ((name, kept) for kept in tensors_in(optimizer.optim.state.get(parameter, {}).values()))
 
     def _rest(self, names: set[str]) -> str | None:
-        """A parameter on another rank that a loop has missed when it combined these parameters. If they are all of this
-        rank's parameters, it may be any other one; otherwise it must be in the same module."""
+        """A parameter on another rank that a loop missed when it combined the parameters `names`, or None. If `names`
+        contains all of this rank's parameters, it may be any parameter; otherwise it must be in their common module."""
         is_all = names >= self._held
         if len(names) < 3 - is_all:
             return None
@@ -146,7 +149,7 @@ class Coupling:
         return min(rest, default=None)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator of the loop, and follow what it reads and writes."""
+        """Call an operator of the loop, and propagate tags from the tensors it reads to the tensors it writes."""
         drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NOTHING
         result = func(*args, **kwargs)
         inputs = [*args, *kwargs.values()]
@@ -161,7 +164,8 @@ class Coupling:
         return result
 
     def _follow_each(self, func: Any, inputs: Sequence[Any], result: Any, written: Sequence[Tensor]) -> None:
-        """Follow an operator on lists of tensors: it combines the tensors that have the same index in each list."""
+        """Propagate tags through an operator on lists of tensors, which combines the tensors at the same index of each
+        list."""
         lists = [each for each in (*inputs, result) if isinstance(each, list | tuple) and each]
         others = [each for each in inputs if not isinstance(each, list | tuple)]
         targets = set(map(id, written))
@@ -176,14 +180,14 @@ class Coupling:
         numbers = [] if "norm" in func.name() else [_number(each) for each in inputs if self._is_number(each)]
         if self._has_read:
             tags |= set(map(Number, numbers))
-        elif numbers and tags:  # made of what was read, which was not of several stages
+        elif numbers and tags:  # computed from the values read so far, which are complete on this rank
             self._read.clear()
         for tensor in written:
             keeps = not overwrites or tensor.numel() * tensor.itemsize < tensor.untyped_storage().nbytes()
             self._set(tensor, (self._of([tensor]) if keeps else NOTHING) | tags | drawn)
 
     def _is_number(self, value: Any) -> bool:
-        """Whether `value` is a Python number, or a tensor made from one."""
+        """Whether `value` is a Python float, or a CPU scalar without tags, as torch makes from a float."""
         if isinstance(value, Tensor):
             is_single = value.ndim == 0 and value.is_floating_point() and value.device.type == "cpu"
             return is_single and not self._of([value])
@@ -201,7 +205,7 @@ class Coupling:
             self._has_read = self._rest(self._read) is not None
 
     def _stream(self, args: Any, kwargs: Any) -> frozenset[Source]:
-        """The random numbers that an operator is about to draw."""
+        """The Stream from which an operator is about to draw; a new one if the generator was seeded again."""
         tensor = next(tensors_in([args]), None)
         device = torch.device(kwargs.get("device") or (tensor.device if tensor is not None else "cpu"))
         default = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
@@ -217,7 +221,7 @@ class Coupling:
         return NOTHING.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
 
     def _key(self, tensor: Tensor) -> tuple[int, int]:
-        """The memory of `tensor`, and the gradient in that memory that it is, or is a view of."""
+        """The storage of `tensor`, and which of the watched tensors in that storage `tensor` is, or is a view of."""
         storage = storage_of(tensor)
         starts = self._starts.get(storage, ())
         return storage, bisect(starts, tensor.storage_offset()) if len(starts) > 1 else 0
@@ -245,18 +249,18 @@ REMEDY = (
 )
 COUPLED = (
     "The training loop changed {name} on {rank} with a value that it computed from {name} and {other}, but not from "
-    "{rest}, which another rank holds. Each rank computes a different value, so training differs from one process. "
+    "{rest}, which another rank holds. Each rank computes a different value, and training differs from one process. "
     f"{REMEDY}"
 )
 DRAWN = (
     "The training loop changed {name} on {rank} with random numbers that it generates for one parameter after another, "
-    "but not for {rest}, which another rank holds, so the parameters get different numbers than in a single process. "
+    "but not for {rest}, which another rank holds. The numbers therefore differ from those of a single process. "
     "Create a torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
 )
 
 
 class Watching:
-    """A mode that does not keep its Coupling alive."""
+    """Base class of torch modes that only have a weak reference to their Coupling."""
 
     def __init__(self, coupling: Coupling) -> None:
         super().__init__()
@@ -281,7 +285,7 @@ class Operators(Watching, DispatchMode):
 
 
 class Readers(Watching, TorchFunctionMode):
-    """Reports to a Coupling what Python reads outside torch's dispatcher."""
+    """Reports to a Coupling the tensors that Python reads without torch's dispatcher (tolist, numpy)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()
@@ -291,6 +295,6 @@ class Readers(Watching, TorchFunctionMode):
 
 
 def end_of_deleted() -> None:
-    """Exit the modes of models that have been deleted. Until then these modes only pass operators on: a mode must not
-    be exited inside an operator, where a finalizer, or the mode itself, may run."""
+    """Exit the modes of deleted models. A finalizer cannot do this: it may run inside an operator, where a mode must
+    not be exited. Until then, these modes only forward operators."""
     leave_below(*(mode for mode in modes_entered() if isinstance(mode, Watching) and mode.is_over))

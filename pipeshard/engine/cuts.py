@@ -12,8 +12,9 @@ from pipeshard.slices.refusals import attention_slope
 
 
 class Cuts:
-    """Cuts batches as the plugin's arguments specify. A step requests the cut several times, so the last one is cached
-    until `forget`. If cutting by tokens is requested, `ragged` does it; it is set once the costs of units are known.
+    """Splits batches as the plugin's arguments specify. A step requests the same split several times, so the last
+    result is cached until `forget`. `ragged` splits by tokens, if requested; it is set once the costs of the units are
+    known.
     """
 
     ragged: Ragged | None = None
@@ -38,13 +39,13 @@ class Cuts:
         return self._of_batches[1]
 
     def slices(self, microbatches: list[list[Batch]]) -> list[list[Batch]]:
-        """The slices of each microbatch, the same number for each; empty if each microbatch is one slice."""
+        """The slices of each microbatch, the same number for each; empty if microbatches are not sliced."""
         if self.config.has_slices and self._of_microbatches[0] is not microbatches:
             self._of_microbatches = microbatches, self._sliced([part for parts in microbatches for part in parts])
         return self._of_microbatches[1]
 
     def all(self, batches: Sequence[Batch], train: bool) -> list[list[Batch]]:
-        """The microbatches of each batch and, if training uses slices, the slices of each microbatch."""
+        """The microbatches of each batch followed, if training uses slices, by the slices of each microbatch."""
         microbatches = self.microbatches(batches)
         return microbatches + self.slices(microbatches) if train else microbatches
 

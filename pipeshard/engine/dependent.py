@@ -1,8 +1,8 @@
-"""Dependent: a microbatch that fails on its own, although its whole batch runs.
+"""Dependent: a microbatch whose forward fails, although the forward of its full batch does not.
 
-An input may index samples (the edges of a graph, the offsets of bags), or happen to have as many entries as there are
-samples. The model then raises its own error in some microbatch, and that error does not say how to change the
-microbatches. So if a microbatch fails, the whole batch is tried.
+An input may contain indices of samples (the edges of a graph, the offsets of bags), or happen to have as many entries
+as there are samples. The model then raises an error in some microbatch that does not say how to change the
+microbatches. So if a microbatch fails, the full batch is tried.
 """
 
 import traceback
@@ -26,13 +26,13 @@ from pipeshard.schedule.program import Action, Kind
 
 
 def is_of_model(error: BaseException) -> bool:
-    """Whether the content of the batch may have caused an error."""
+    """Whether the model may have raised `error` because of the content of the batch."""
     return isinstance(error, Exception) and not isinstance(error, PipeshardError | torch.OutOfMemoryError)
 
 
 def failing(batch: Batch, parts: Sequence[Batch], run: Callable[[Batch], object]) -> tuple[int, Exception] | None:
-    """The first of these microbatches of a batch for which `run` fails, and its error; None if none fails, or if the
-    batch fails, too."""
+    """The index of the first microbatch in `parts` for which `run` fails, and its error. None if none fails, if `batch`
+    also fails, or if it has only one microbatch."""
     if parts[0].rows == batch.rows or _error(run, batch) is not None:
         return None
     for i, part in enumerate(parts):
@@ -44,29 +44,29 @@ def failing(batch: Batch, parts: Sequence[Batch], run: Callable[[Batch], object]
 def _error(run: Callable[[Batch], object], batch: Batch) -> Exception | None:
     try:
         run(batch)
-    except Exception as error:  # of whatever kind: the user's model raises it
+    except Exception as error:  # of any type, since the user's model raises it
         return error
     return None
 
 
 def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> str:
-    """Advice for microbatch i, which fails with `error` (in `module`, if known)."""
+    """The error message for microbatch i, which fails with `error` (in `module`, if known)."""
     start, place = sum(part.rows for part in parts[:i]), parts[i].place
     rows = f"{start} to {start + parts[i].rows - 1}" if place is None else ", ".join(map(str, place.rows))
     names = cut_inputs(batch)
     where = f" in {module}" if module else ""
     example = f"{{{names[0]!r}: None}}" if names else "{<name>: None}"
     return (
-        f"rows {rows} of the batch (microbatch {i} of {len(parts)}) fail on "
-        f"their own, but the whole batch of {batch.rows} rows does not: {type(error).__name__}{where}: {error}. An "
-        f"input may contain row indices. Pass num_microbatches=1 to PipelinePlugin. If the first dimension of one of "
-        f"{', '.join(names)} is not the batch dimension, pass batch_dims instead, for example batch_dims={example} if "
-        "every microbatch needs all of it"
+        f"the forward fails for rows {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch "
+        f"of {batch.rows} rows: {type(error).__name__}{where}: {error}. Does an input contain row indices? Pass "
+        f"num_microbatches=1 to PipelinePlugin. If the first dimension of one of {', '.join(names)} is not the batch "
+        f"dimension, pass batch_dims instead, for example batch_dims={example} to send the full tensor with every "
+        "microbatch"
     )
 
 
 def cut_inputs(batch: Batch) -> list[str]:
-    """The paths of the tensors that are cut."""
+    """The paths of the tensors that are split into microbatches."""
     leaves = zip(batch.paths, batch.leaves, batch.row_dims, strict=True)
     return [path for path, leaf, dim in leaves if dim is not None and isinstance(leaf, Tensor)]
 
@@ -76,15 +76,15 @@ def dependent_error(batch: Batch, parts: Sequence[Batch], i: int, error: Excepti
 
 
 class Dependents:
-    """Finds out in a failed step whether a microbatch depends on the rest of its batch."""
+    """Determines whether a step failed because a microbatch depends on the rest of its batch."""
 
     def __init__(self, traces: Traces, cuts: Cuts, stages: Stages, precision: Precision) -> None:
         self.traces, self.cuts, self.stages, self.precision = traces, cuts, stages, precision
 
     @contextmanager
     def tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
-        """Around traces of microbatches. Raises BatchError on every rank if the model's code between units fails for a
-        microbatch, but not for its batch."""
+        """Context manager for traces of microbatches. Raises BatchError on every rank if glue fails for a microbatch,
+        but not for its full batch."""
         try:
             yield
         except TraceError as error:
@@ -105,7 +105,7 @@ class Dependents:
         criterion: Criterion | None,
         outputs: Outputs,
     ) -> BatchError | None:
-        """The error to raise for a failed forward of a microbatch, if the stage runs on the whole batch."""
+        """The BatchError for a failed forward of a microbatch if the stage runs on the full batch, otherwise None."""
         action = own_progress().action
         if not isinstance(action, Action) or action.kind is not Kind.F or not is_of_model(error) or is_lost(error):
             return None

@@ -1,4 +1,4 @@
-"""Division: a model is traced on samples of the batch and split across the ranks."""
+"""Division: a model's trace on samples of the batch, and its split across the ranks."""
 
 import math
 from collections.abc import Sequence
@@ -27,10 +27,11 @@ def traced(
     cuts: Sequence[str],
     device: torch.device,
 ) -> tuple[Batch, Dataflow]:
-    """The Dataflow of the whole model, and the samples that it was traced with."""
+    """Trace the full model on `sample` or, if that fails, on its first microbatch. Returns the traced samples and the
+    Dataflow."""
     try:
         return sample, trace(model, sample, criterion, cuts=cuts, device=device)
-    except TraceError as error:  # a model may take no more samples than a microbatch has: one, without padding
+    except TraceError as error:  # the model may only accept as many samples as a microbatch has
         sample = sample.split(*config.cut)[0]
         with suppress(TraceError):
             return sample, trace(model, sample, criterion, cuts=cuts, device=device)
@@ -46,7 +47,8 @@ def divided(
     by: Cuts,
     costs: Sequence[float] | None,
 ) -> Policy:
-    """The part that this rank holds and runs, by a partition that is the same on every rank."""
+    """The Policy with this rank's part of the model. Raises ConfigurationError if the partition differs between
+    ranks."""
     size = config.microbatch_size or max(1, sample.rows // (config.num_microbatches or 1))
     policy = (config.policy or find_policy(model))(
         model,
@@ -65,8 +67,8 @@ def divided(
 
 
 def _scale(flow: Dataflow, sample: Batch, size: int) -> float:
-    """The size of a microbatch of `size` samples relative to the traced batch."""
-    if not flow.axes.tensors:  # only lists of one entry a sample
+    """The size of a microbatch of `size` samples, relative to the traced batch."""
+    if not flow.axes.tensors:  # only lists with one entry per sample
         traced_rows, *_ = *flow.axes.sizes, sample.rows
         return size / traced_rows
     first = next(iter(sample.tensors.values()))

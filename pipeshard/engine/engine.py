@@ -50,13 +50,13 @@ from pipeshard.split.partition import is_profile, named_modules_of
 from pipeshard.split.policy import refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
-# News: bits of what ranks tell each other at the beginning of a step.
+# Bits of News, which the ranks exchange at the beginning of a step.
 TRAINED, UNPROVEN, UNSEEN, TRAINS, WRITTEN = 1, 2, 4, 8, 16
 
 
 class Unseen(NamedTuple):
-    """A training step whose loss has not been checked yet: on the last rank, whether it is NaN, and what it was
-    computed from."""
+    """A training step whose loss has not been checked for NaN yet. `is_nan` is a tensor on the last stage's rank and
+    None elsewhere. The other fields are the inputs of the check."""
 
     is_nan: Tensor | None
     batch: Batch
@@ -65,8 +65,8 @@ class Unseen(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The request for a step: `loss` says whether it returns the loss, `is_exact` whether the shares of microbatches
-    follow a proven rule, and `weight` is the factor of its loss."""
+    """The arguments of a step. `loss` is whether it returns the loss, `is_exact` whether the shares of the microbatches
+    follow a proven rule, and `weight` the factor of its loss."""
 
     criterion: Criterion | None
     train: bool
@@ -77,8 +77,8 @@ class Asked(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A microbatch of the last step: the `share` of its loss (or of its criterion's sum, if `summed`) in the
-    loss of the step. The loss is on the last stage's rank."""
+    """A microbatch of the last step. On the last stage's rank, `share` is the factor of its loss (or of its criterion's
+    sum, if `summed`) in the loss of the step."""
 
     share: float
     summed: bool
@@ -86,10 +86,10 @@ class Ran(NamedTuple):
 
 
 class Pipeline:
-    """Shards `model` into this rank's stages and runs their steps. Create it on all ranks at the same time.
+    """Reduces `model` to this rank's stages and runs their steps. Create it on all ranks at the same time.
 
-    `costs(partition, flow, sample)` measures the unit calls, if the partition uses measured times. `asked` are the
-    plugin's arguments, if a search has completed them.
+    `costs(partition, flow, sample)` returns the costs of the unit calls, for a partition by measured times. `asked` is
+    the config that the user passed, if `config` is the result of a schedule search.
     """
 
     def __init__(
@@ -111,20 +111,20 @@ class Pipeline:
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
         self.synchronizes = True  # not under no_sync
-        # On a GPU nobody waits for a loss that was not asked for: the next step looks whether it was a number.
+        # On a GPU, the next step checks whether a loss that was not requested is NaN, to avoid a device sync.
         self.looks_at_once = self.device.type == "cpu"
-        self.padding = ""  # how slices of samples with padding differ from whole ones
+        self.padding = ""  # how slices of padded samples differ from unsliced samples; empty if they do not
         self._unseen: Unseen | None = None
-        self.last: Program | None = None  # what ran last
-        self.read = 0, 0  # the samples and tokens that it read
-        self.ran: list[Ran] = []  # its microbatches
-        self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
+        self.last: Program | None = None  # the Program that ran last
+        self.read = 0, 0  # the samples and tokens of the last step
+        self.ran: list[Ran] = []  # the microbatches of the last step
+        self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # in the full model
 
         partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
         refuse_criterion(self.criterion, model)
         refuse_compiled(model, find_units(model, paths_of(model, named_modules_of(partition))))
         self.cuts = Cuts(config, model)
-        self.cached = disable_caches(model)  # configs to be given their cache back
+        self.cached = disable_caches(model)  # configs whose use_cache is restored later
         row_dims = RowDims(model, config.batch_dims)
         self.reader = Reader(row_dims, self.cuts.microbatches, self.cuts.is_several, grid, self.precision)
         sample = self.reader.settle(sample)
@@ -151,23 +151,24 @@ class Pipeline:
             self.traces.remember(flow, self.criterion)
 
     def _shard(self) -> None:
-        """Keep the parameters of this rank, in the form in which they are trained, and set up their gradients."""
+        """Release the parameters of other ranks, convert this rank's to the form in which they are trained, and set up
+        their gradients."""
         model, config, grid = self.model, self.config, self.grid
         plan: dict[str, str] = {}
         if grid.tp_size > 1:
             of_policy = self.policy.tp_plan
             plan = plan_of(model, config.tp_size, config.tp_plan, of_policy, config.ep_size, config.ep_plan)
-        self.seed = first_seed(self.grid.world)  # what is drawn must not depend on the rank
+        self.seed = first_seed(self.grid.world)  # random initial values must not depend on the rank
         before = dict(model.named_parameters())
-        # What Booster loads right after `configure` is not drawn before.
+        # Weights that Booster loads right after `configure` need no initialization.
         init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
-        self.blank = set() if init_weights else on_meta  # on all stages: names without values so far
+        self.blank = set() if init_weights else on_meta  # names of parameters without values, on all stages
         self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
         names = {parameter: name for name, parameter in model.named_parameters()}
-        # Optimizers made before this still have what was released or replaced, which is nobody else's to keep alive.
+        # Optimizers created earlier still contain released or replaced parameters; weak keys do not keep these alive.
         replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
         known = ChainMap(names, replaced)
         self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm or 0.0, self.scaling)
@@ -175,11 +176,11 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The global rank that has the last stage, and therefore the outputs."""
+        """The global rank of the last stage, which has the outputs."""
         return self.ranks[self.policy.placement[-1]]
 
     def held_parameters(self) -> dict[nn.Parameter, str]:
-        """The parameters this rank holds, and their first names."""
+        """The parameters that this rank holds, each with its first name."""
         return {parameter: name for name, parameter in self.holdings.held.items()}
 
     def step(
@@ -192,11 +193,11 @@ class Pipeline:
         num_batches: int = 1,
         weight: float = 1.0,
     ) -> dict[str, Any]:
-        """One step, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
+        """Run one step: forward and, if `train`, backward. See PipelinePlugin.execute_pipeline."""
         own_progress().begin(self.model, self.policy.chunks)
         criterion = criterion if criterion is not None else self.criterion
         self._refuse_changed(criterion)
-        self.policy.replace_forward()  # again: checkpointing may have been enabled since
+        self.policy.replace_forward()  # again, since gradient checkpointing may have been enabled in between
         outputs = Outputs(return_outputs, num_batches)
         is_exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
         asked = Asked(criterion, train, return_loss, outputs, is_exact, weight)
@@ -208,7 +209,7 @@ class Pipeline:
         return out
 
     def _refuse_changed(self, criterion: Criterion | None) -> None:
-        """Raise an error if the model has changed since boost in a way that a step cannot follow."""
+        """Raise an error if the model has changed since boost in a way that a step does not support."""
         refuse_criterion(criterion, self.model)
         self.refuse_blank()
         refuse_recomputed(self.model, self.containers)
@@ -219,8 +220,9 @@ class Pipeline:
     def _read(
         self, asked: Asked, data_iter: Iterator[Any], num_batches: int
     ) -> tuple[list[Batch], FoundWays | None, Agreement]:
-        """Read the step's batches and agree on them with the other ranks: one message in which each rank reports what
-        it has read and what has changed on it. Then all ranks act on every report."""
+        """Read the step's batches and agree on them with the other ranks. Returns the batches, their ways and the
+        Agreement. Each rank sends one message with the batches that it has read and the changes that it has detected;
+        then all ranks act on the same reports."""
         criterion, train = asked.criterion, asked.train
         problems = self.holdings.problems(self.cuts.config.num_microbatches) if train else []
         trained = self.holdings.trained()
@@ -269,21 +271,21 @@ class Pipeline:
         return batches, found, agreed
 
     def _find(self, asked: Asked, batches: Sequence[Batch], looks: bool = True) -> FoundWays | None:
-        """The ways of the step's microbatches; None if finding them fails. The step itself then raises the error, once
-        ranks have agreed."""
+        """The ways of the step's microbatches, or None if finding them fails: the step itself raises the error again,
+        after the ranks have agreed."""
         with suppress(Exception), self.precision.running():
             return self.traces.find(self.cuts.all(batches, asked.train), asked.criterion, looks)
         return None
 
     def _share_trained(self, trained: dict[str, bool], problems: Sequence[str]) -> None:
-        """Share which parameters every rank trains now, or raise an error if a rank reports `problems`."""
+        """Exchange which parameters each rank trains now. Raises UsageError on every rank if one reports `problems`."""
         if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
             raise UsageError(wrong[0])
         self.trained = trained
         self._tell_ghosts(compare_trained(trained, self.grid.world, self.grid.named))
 
     def _tell_ghosts(self, trained: Mapping[str, bool]) -> None:
-        """Record by name which parameters other stages train now, and trace later batches accordingly."""
+        """Record in the Ghosts which parameters other stages train now, for traces of later batches."""
         for parameter, name in self.gradients.names.items():
             if isinstance(parameter, Ghost):
                 parameter.pipeshard_trainable = trained.get(name, parameter.pipeshard_trainable)
@@ -298,7 +300,7 @@ class Pipeline:
             self.gradients.added()
 
     def _run(self, asked: Asked, read: list[Batch], found: FoundWays | None) -> dict[str, Any]:
-        """Plan the microbatches' ways through the stages, run the program, and share the loss."""
+        """Plan the microbatches' routes through the stages, run the program, and collect the loss and the outputs."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         with self.precision.running():
             cut = self.cuts.microbatches(read)
@@ -344,14 +346,14 @@ class Pipeline:
             raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
         if not self.trainable:
             raise UsageError(
-                "there is nothing to train: every parameter was frozen when the model was boosted (a PeftModel that "
-                "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
+                "there is nothing to train: every parameter was frozen when the model was boosted. Unfreeze parameters "
+                "before boost (for a PeftModel, load it with is_trainable=True), or evaluate under torch.no_grad()"
             )
         units, partition = self.policy.units, self.policy.partition
         refuse_backward_hooks(self.model, units, self.containers, flow, partition, outputs.needed)
 
     def _execute(self, program: Program, train: bool) -> None:
-        """Run this rank's actions; sums of gradients may begin as soon as a stage's last backward has finished."""
+        """Run this rank's actions. Gradient reductions may start as soon as a stage's last backward has finished."""
         own_progress().in_flight = self.grid.size > 1
         if train:
             self.gradients.add_to()
@@ -363,8 +365,8 @@ class Pipeline:
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
     def _collect(self, asked: Asked, batch: Batch, flow: Dataflow) -> dict[str, Any]:
-        """The loss and the outputs, if requested. If the loss is NaN, every rank raises an error: at once or, on a GPU,
-        in the next step."""
+        """The loss and the outputs, if requested. If the loss is NaN, the ranks check whether the model has left its
+        trace, on a GPU possibly in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         end, source = self.stages.running[-1].end_of_loss, self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
@@ -390,7 +392,7 @@ class Pipeline:
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:
-        """The recording of the last step on every rank. Call it on all ranks."""
+        """The Recording of the last step on all ranks. Call it on all ranks."""
         if self.last is None:
             raise UsageError("no step has been recorded yet: call booster.execute_pipeline first")
         timeline = self.interpreter.timeline
@@ -402,7 +404,7 @@ class Pipeline:
         return with_messages(program if train else forward_only(program), self.interpreter.p2p)
 
     def draw(self, names: Sequence[str]) -> None:
-        """Initialize the parameters with these names, using `init_weights`; pass the same names on every rank."""
+        """Initialize the parameters `names`, if `init_weights` was passed. Pass the same names on every rank."""
         if self.config.init_weights:
             self.holdings.draw(names, self.config.init_weights, self.seed)
             self.blank -= set(names)
@@ -419,7 +421,7 @@ class Pipeline:
         return self.scaling.value if self.scaling is not None else 1.0
 
     def _of_replicas(self, end: Stage) -> Tensor | None:
-        """The loss over the batches of all replicas, on the last stage."""
+        """The loss of the last stage, summed over the replicas."""
         if end.is_last and end.loss is not None and self.grid.dp_size > 1:
             return sum_scalar(end.loss, self.grid.replicas)
         return end.loss

@@ -1,9 +1,9 @@
-"""FSDP: the held units of a stage, each sharded over the replicas by torch's fully_shard.
+"""FSDP: shards the held units of a stage across the replicas, with torch's fully_shard.
 
-torch gathers parameters and reduces gradients in hooks around every forward and backward. A pipeline stage leaves the
-model's forward through an exception in its last unit, which skips later hooks, and it may run several microbatches
-between a forward and its backward. So the hooks are removed here, and their work is done once per step, as in
-torch.distributed.pipelining. Private FSDP APIs of torch are wrapped in the functions at the top.
+torch gathers parameters and reduces gradients in hooks around every forward and backward. A pipeline stage exits the
+model's forward with an exception in its last unit, which skips later hooks, and it may run several microbatches between
+a forward and its backward. So this module removes the hooks and does their work once per step, as
+torch.distributed.pipelining does. Private FSDP APIs of torch are wrapped in the functions at the top.
 """
 
 from collections import deque
@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pipeshard.errors import UsageError
 
-# What fully_shard sets.
+# Attributes that fully_shard sets on a module.
 FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
-MODULES = "torch.distributed.fsdp"  # where its hooks are defined
+MODULES = "torch.distributed.fsdp"  # the package that defines fully_shard's hooks
 
 
 def _fsdp_state(module: Any) -> Any:
@@ -34,12 +34,12 @@ def _remove_hooks(module: Any) -> None:
 
 
 def _fsdp_parameters(module: Any) -> Iterator[Any]:
-    """torch's FSDPParams: `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad`."""
+    """Yield torch's FSDPParam objects (`sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad`)."""
     yield from _fsdp_state(module)._fsdp_param_group.fsdp_params
 
 
 def _post_backward(module: Any) -> None:
-    """Start to reduce-scatter the gradients."""
+    """Start the reduce-scatter of the module's gradients."""
     _fsdp_state(module)._fsdp_param_group.post_backward()
 
 
@@ -50,12 +50,12 @@ def _forget_gradient(parameter: Any) -> None:
 
 
 class ShardedUnits:
-    """`units` sharded over the ranks of `mesh`; units that share a parameter are sharded together.
+    """Shards `units` across the ranks of `mesh`; units that share a parameter form one FSDP group.
 
-    Parameters are gathered at the beginning of a step, stay unsharded for all microbatches, and are resharded at its
-    end. Gradients accumulate unsharded, and are reduce-scattered once, when the unit's stage has finished the step:
-    `used` maps each unit to the stages of this rank that run it. Parameters in `apart`, which glue reads too, are not
-    sharded.
+    Parameters are gathered at the beginning of a step, stay unsharded for all microbatches, and are resharded at the
+    end of the step. Gradients accumulate unsharded. They are reduce-scattered once per step, when all stages of this
+    rank that run the unit (`used`) have finished. Parameters in `apart` are not sharded: glue also reads them, or they
+    keep their own precision.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardedUnits:
     ) -> None:
         options: Any = {"mesh": mesh, "reshard_after_forward": False}
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-        self.groups: dict[Any, frozenset[int]] = {}  # a module that torch has the state of, and the stages that run it
+        self.groups: dict[Any, frozenset[int]] = {}  # by module with the state of an FSDP group: the stages that run it
         self.casts = dtype is not None
         for names in _sharing(units):
             modules = [units[name] for name in names]
@@ -85,19 +85,19 @@ class ShardedUnits:
         for module in (self.root, *self.groups):
             _remove_hooks(module)
         _fsdp_state(self.root)._lazy_init()
-        self._waiting: list[Any] = []  # whose gradients were not reduced in this step
+        self._waiting: list[Any] = []  # groups whose gradients have not been reduced in this step
 
     def begin(self) -> None:
-        """Gather the parameters."""
+        """Begin a step: gather the parameters."""
         self._waiting = list(self.groups)
         gathers: deque[Any] = deque()
-        for module in self.groups:  # two at a time: each needs the room of the unit twice
+        for module in self.groups:  # two at a time: each all-gather takes twice the memory of the unit
             if len(gathers) == 2:
                 gathers.popleft().wait()
             gathers.append(module.unshard(async_op=True))
         for gather in gathers:
             gather.wait()
-        for parameter in self._all_parameters() if self.casts else ():  # 16 bits would lose what is accumulated
+        for parameter in self._all_parameters() if self.casts else ():  # accumulation in 16 bits would lose precision
             parameter._unsharded_param.grad_dtype = torch.float32
 
     def stages_done(self, stages: Set[int]) -> None:
@@ -105,7 +105,7 @@ class ShardedUnits:
         self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:
-        """After a step: with `sync`, reduce the remaining gradients; then reshard the parameters."""
+        """End a step: with `sync`, reduce-scatter the remaining gradients; then reshard the parameters."""
         if sync:
             self._reduce(list(self._waiting))
             self.root.set_is_last_backward(True)
@@ -121,7 +121,7 @@ class ShardedUnits:
 
     def _reduce(self, modules: Collection[Any]) -> None:
         for module in modules:
-            for parameter in _fsdp_parameters(module):  # torch skips those without a gradient, on this replica alone
+            for parameter in _fsdp_parameters(module):  # torch would skip a missing gradient on this replica only
                 unsharded = parameter._unsharded_param
                 if unsharded.requires_grad and unsharded.grad is None:
                     unsharded.grad = torch.zeros_like(unsharded, dtype=torch.float32 if self.casts else None)
@@ -134,18 +134,18 @@ class ShardedUnits:
 
 
 class _Root(nn.Module):
-    """The module around the units, on which torch keeps their shared state."""
+    """The parent module of the units, which holds the FSDP state that they share."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         super().__init__()
         self.units = nn.ModuleList(units)
 
     def forward(self) -> None:
-        raise UsageError("the units of a stage must be called one by one")
+        raise UsageError("the root module of a sharded stage cannot be called: call the units of the stage one by one")
 
 
 def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The names of the units, grouped by common parameters."""
+    """The names of the units in groups; units that share a parameter are in one group."""
     groups: list[tuple[list[str], set[nn.Parameter]]] = []
     for name, unit in units.items():
         names, parameters = [name], set(unit.parameters())
@@ -158,7 +158,7 @@ def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
 
 @contextmanager
 def unsharded_classes(model: nn.Module) -> Iterator[None]:
-    """Inside, sharded modules have their original classes, which can be copied."""
+    """Context manager that restores the original classes of sharded modules, so that the modules can be copied."""
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     for module, kind in sharded:
         module.__class__ = kind.__mro__[2]
@@ -170,18 +170,18 @@ def unsharded_classes(model: nn.Module) -> Iterator[None]:
 
 
 def fsdp_additions(module: nn.Module) -> list[Any]:
-    """The attributes that fully_shard has added to a module, which must not be copied with it."""
+    """The values and hooks that fully_shard has added to a module, which must not be copied with it."""
     return [values[key] for values, key in _additions(module)]
 
 
 def remove_fsdp(module: nn.Module) -> None:
-    """Turn a copy of a sharded module into an ordinary module."""
+    """Remove the additions of fully_shard from a copy of a sharded module."""
     for values, key in _additions(module):
         del values[key]
 
 
 def _additions(module: nn.Module) -> list[tuple[dict[Any, Any], Any]]:
-    """The dicts, with their keys, to which fully_shard has added something."""
+    """Each entry that fully_shard has added to the module, as a (dict, key) pair: attributes and hooks."""
     attributes = module.__dict__
     hooks = [value for key, value in attributes.items() if key.endswith("_hooks") and isinstance(value, dict)]
     return [(attributes, key) for key in attributes if key.startswith(FSDP_ATTRIBUTES)] + [

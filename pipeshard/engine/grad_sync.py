@@ -1,9 +1,10 @@
-"""Gradient sync: the gradients of parameters that several ranks hold, summed once per step.
+"""Gradient sync: sums the gradients of parameters that several ranks hold, once per step.
 
-Tied weights are held by several stages, and every weight by all data-parallel replicas. DistributedDataParallel has
-one group of ranks for a whole model, and sums in hooks of each backward pass. Here a step has a backward pass for
-every microbatch and chunk, and each parameter has its own holders. So parameters are sorted into
-buckets with the same holders, and each bucket is reduced as soon as the last stage that uses it has finished.
+Several stages hold a tied weight, and all data-parallel replicas hold every weight. DistributedDataParallel has one
+process group for the whole model, and reduces in hooks of each backward pass. Here a step has a backward pass for every
+microbatch and chunk, and each parameter has its own holders. So parameters with the same holders are sorted into
+buckets. A bucket is reduced as soon as the last stage that uses it has finished; ties are reduced at the end of the
+step.
 """
 
 import math
@@ -21,15 +22,15 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.fsdp import ShardedUnits
 from pipeshard.split.policy import Policy
 
-BUCKET = 25 * 2**20  # bytes of gradients that are reduced in one message
+BUCKET = 25 * 2**20  # bytes of gradients per all-reduce
 
 T = TypeVar("T")
 
 
 class Bucket:
-    """Parameters, by name, that all ranks of `group` hold: the stages of a tie, the replicas of data parallelism, or
-    both. Their gradients have one dtype, and are sent as one flat tensor: those of a `tie` last, others when the
-    `stages` of this rank that use them have finished."""
+    """Parameters, by name, that all ranks of `group` hold: the stages of a tie, data-parallel replicas, or both. Their
+    gradients have one dtype and are all-reduced as one flat tensor: for a `tie` at the end of a step, otherwise when
+    the `stages` of this rank that use the parameters have finished."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: frozenset[int], tie: bool
@@ -40,8 +41,8 @@ class Bucket:
         self.work: dist.Work | None = None
 
     def start(self) -> None:
-        """Start the reduction. A holder without a gradient sends zeros; the tensor ends with counts of the holders that
-        have one."""
+        """Start the all-reduce. A holder without a gradient contributes zeros. The last elements of the tensor are, for
+        each parameter, the number of holders that have a gradient."""
         self.trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         if not self.trained:
             return
@@ -51,20 +52,21 @@ class Bucket:
         for parameter, part, count in zip(self.trained, parts, counts, strict=True):
             align_grad(parameter)
             if (gradient := local_grad(parameter)) is not None:
-                count.fill_(1.0)  # on a GPU, where a tensor made of numbers would be waited for
+                count.fill_(1.0)  # no device sync, unlike a tensor made from Python numbers
                 part.copy_((gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1))
                 set_local_grad(parameter, None)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The sums of the counts, once all holders have joined."""
+        """Wait for the all-reduce. Returns the number of holders with a gradient, for each trained parameter."""
         assert self.work is not None
         own_progress().wait_in(self.group, self.work)
         self.work = None
         return self.flat[len(self.flat) - len(self.trained) :]
 
     def summed(self, counts: Iterator[float]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Each parameter with its gradient summed over the holders, or None if no holder has one (by its count)."""
+        """Yield each trained parameter with its summed gradient, or None if no holder has a gradient (its count is
+        0)."""
         flat, self.flat = self.flat, torch.empty(0)
         shapes = [local(parameter).shape for parameter in self.trained] if len(flat) else []
         *parts, _ = flat.split([*map(math.prod, shapes), len(shapes)])
@@ -75,16 +77,16 @@ class Bucket:
 def reduction_buckets(
     grid: Grid, policy: Policy, parameters: Mapping[str, nn.Parameter], axes: Callable[[str], Sequence[int]]
 ) -> list[Bucket]:
-    """The buckets that this rank, which holds `parameters`, shares with others. Call it on every rank of the world.
+    """The buckets of this rank's `parameters`. Creates process groups: call it on every rank of the world.
 
-    `axes` lists the mesh axes, in addition to the stage axis, along which a parameter's gradient is summed.
+    `axes` returns the mesh axes, in addition to the stage axis, along which a parameter's gradient is summed.
     """
     keys = {name: (tuple(axes(name)), tuple(policy.ownership.holders(name))) for name in parameters}
     wanted = sorted(set().union(*gather_objects(set(keys.values()), grid.world)))
-    groups = {key: grid.sharing(*key) for key in wanted}  # created by all ranks in one order
+    groups = {key: grid.sharing(*key) for key in wanted}  # created in the same order on all ranks
     members: dict[tuple[Any, tuple[int, ...]], list[str]] = {}
     for name, key in keys.items():
-        # A tie is summed at the end of a step, whichever stages use it: its holders differ in them.
+        # A tie is reduced at the end of a step, since its holders use it in different stages.
         held = policy.ownership.held_by_parts
         stages = () if len(key[1]) > 1 else tuple(stage for stage in sorted(policy.chunks) if name in held[stage])
         members.setdefault((key, stages), []).append(name)
@@ -93,7 +95,7 @@ def reduction_buckets(
         group, is_tie = groups[key], len(key[1]) > 1
         if group is None or group.size() == 1:
             continue
-        # The last parameters first, which is about the order in which backward passes complete their gradients.
+        # Last parameters first: roughly the order in which backward passes complete gradients.
         names = sorted(members[key, stages]) if is_tie else members[key, stages][::-1]
         items = [(name, parameters[name]) for name in names]
         bundles = bundled(items, lambda i: grad_dtype(i[1]), lambda i: local(i[1]).numel() * grad_dtype(i[1]).itemsize)
@@ -102,39 +104,40 @@ def reduction_buckets(
 
 
 class GradientSync:
-    """Sums each shared gradient over the ranks that hold it, exactly once for every part of it.
+    """Sums each shared gradient over the ranks that hold the parameter, and counts each contribution exactly once.
 
-    After a synced step, all of `p.grad` counts as summed, even if the user modifies it. The next step sets it aside,
-    and reduces only what this rank adds. So gradients may be accumulated over several steps, with or without `no_sync`,
-    and are complete after each synced one; after an unsynced step, `p.grad` is what this rank has added since the last
-    synced one. Gradients of `sharded` units are reduce-scattered by the units, and summed here only over the stages of
-    a tie; those of `tp_sharded` parameters are converted to the parameter's placement.
+    After a synced step, `p.grad` counts as fully summed, even if the user modifies it. The next step sets it aside, and
+    reduces only the gradient that this rank adds. So gradients may be accumulated over several steps, with or without
+    `no_sync`, and are complete after each synced step. After an unsynced step, `p.grad` contains only the gradients
+    that this rank has added since the last synced step. The units in `sharded` reduce-scatter their own gradients,
+    which are summed here only over the stages of a tie. Gradients of `tp_sharded` parameters are converted to the
+    parameter's placement.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], tp_sharded: Sequence[nn.Parameter] = (), sharded: ShardedUnits | None = None
     ) -> None:
         self.tp_sharded, self.sharded = list(tp_sharded), sharded
-        self.buckets = list(buckets)  # in one order on all ranks
+        self.buckets = list(buckets)  # in the same order on all ranks
         self.shared = [item for bucket in buckets for item in bucket.parameters.items()]
-        self._summed: dict[nn.Parameter, Tensor] = {}  # set aside
-        self._partial: dict[nn.Parameter, tuple[Tensor, int]] = {}  # what was added under no_sync, and its version then
+        self._summed: dict[nn.Parameter, Tensor] = {}  # summed gradients, set aside
+        self._partial: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients added under no_sync, with their versions
         self._done: set[int] = set()
 
     @property
     def is_early(self) -> bool:
-        """Whether any bucket can be reduced before a step has ended."""
+        """Whether any gradients can be reduced before the end of a step."""
         return self.sharded is not None or any(not bucket.tie for bucket in self.buckets)
 
     def problems(self) -> list[str]:
-        """Hooks that would see a partial gradient although they expect the whole gradient."""
+        """Error messages about hooks that would see a partial gradient, and about modified partial gradients."""
         problems = []
         for name, parameter in self.shared:
             if has_hooks(parameter):
                 problems.append(
-                    f"{name}, which several ranks hold (tied stages, or replicas), has a gradient hook, which would "
-                    "see only each rank's part of the gradient: remove the hook, and modify the gradient between "
-                    "execute_pipeline and optimizer.step, after it has been summed"
+                    f"{name} has a gradient hook, but several ranks hold the parameter (tied stages, or replicas), and "
+                    "the hook would see only one rank's part of the gradient: remove the hook, and modify the summed "
+                    "gradient between execute_pipeline and optimizer.step"
                 )
             elif parameter in self._summed and parameter in self._partial and parameter.grad is not None:
                 before, version = self._partial[parameter]
@@ -146,12 +149,13 @@ class GradientSync:
         return problems
 
     def begin(self) -> None:
-        """Set the summed part aside, so that `p.grad` accumulates only what this rank adds."""
+        """Begin a step: set summed gradients aside, so that `p.grad` accumulates only the gradients that this rank
+        adds."""
         if self.sharded is not None:
             self.sharded.begin()
         self._done.clear()
         for bucket in self.buckets:
-            bucket.flat, bucket.work = torch.empty(0), None  # of a step that failed
+            bucket.flat, bucket.work = torch.empty(0), None  # left by a failed step
         for _, parameter in self.shared:
             before = local_grad(parameter)
             if before is None:  # zero_grad
@@ -161,7 +165,8 @@ class GradientSync:
                 set_local_grad(parameter, None)
 
     def stage_done(self, stage: int) -> None:
-        """Start to reduce the buckets to which no stage of this rank adds any more; ties wait for `finish`."""
+        """Start to reduce the buckets whose stages on this rank have all finished, now that `stage` has; ties wait for
+        `finish`."""
         self._done.add(stage)
         if self.sharded is not None:
             self.sharded.stages_done(self._done)
@@ -170,7 +175,8 @@ class GradientSync:
                 bucket.start()
 
     def finish(self, sync: bool) -> None:
-        """Sum this rank's parts over the holders and add what was set aside; without `sync` they stay separate."""
+        """End a step: with `sync`, sum the new gradients over the holders and add the gradients set aside; without
+        `sync`, keep both separate."""
         if self.sharded is not None:
             self.sharded.finish(sync)
         if sync:
@@ -187,7 +193,7 @@ class GradientSync:
             if bucket.work is None:
                 bucket.start()
         waited = [bucket.wait().double() for bucket in self.buckets if bucket.work is not None]
-        counts = iter(torch.cat(waited).tolist() if waited else ())  # a GPU is waited for once, not for each bucket
+        counts = iter(torch.cat(waited).tolist() if waited else ())  # one device sync, not one per bucket
         for bucket in self.buckets:
             for parameter, total in bucket.summed(counts):
                 self._partial.pop(parameter, None)
@@ -196,7 +202,7 @@ class GradientSync:
                     set_local_grad(parameter, total if before is None else total.add_(before))
 
     def reset(self, parameters: Collection[nn.Parameter]) -> None:
-        """Forget the parts of these gradients: they were set to zero."""
+        """Discard the partial and summed gradients of these parameters, which were set to zero."""
         for parameter in parameters:
             self._forget(parameter)
         if self.sharded is not None:
@@ -208,7 +214,8 @@ class GradientSync:
 
 
 def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], int]) -> list[list[T]]:
-    """Bundle the items of each key, in order, into at most BUCKET bytes each; a larger item is a bundle of its own."""
+    """Bundle the items of each key, in order, into bundles of at most BUCKET bytes; a larger item has its own
+    bundle."""
     bundles: dict[Any, list[list[T]]] = {}
     filled: Counter[Any] = Counter()  # bytes in the last bundle of each key
     for item in items:
@@ -222,7 +229,7 @@ def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], i
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype in which the gradient is kept, which may differ from the parameter's."""
+    """The dtype of the parameter's gradient, which may differ from the parameter's own."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 

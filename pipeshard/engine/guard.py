@@ -1,4 +1,4 @@
-"""Guard: an object installed in torch while a boosted model of this process is alive."""
+"""Guard: a patch of torch functions that is installed while this process has a boosted model."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -7,7 +7,8 @@ from pipeshard.engine.clipping import ModelGradients
 
 
 class Guard(ABC):
-    """Identifies the boosted models of this process by their gradients, and is installed as long as there is one."""
+    """Base class of guards: knows the boosted models of this process by their gradients, and is installed while one is
+    alive."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
@@ -22,14 +23,14 @@ class Guard(ABC):
             self.install()
 
     def _model_ended(self) -> None:
-        if self.is_installed and not list(self._models):  # its length still counts the one that has just ended
+        if self.is_installed and not list(self._models):  # len() would still count the model that is being finalized
             self.is_installed = False
             self.remove()
 
     @abstractmethod
     def install(self) -> None:
-        """Install the guard."""
+        """Patch torch's functions."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Restore torch."""
+        """Restore torch's functions."""

@@ -1,7 +1,7 @@
 """Interpreter: runs one rank's actions of a Program on its stages, and sends their messages with a P2P.
 
-torch.distributed.pipelining writes the loop of each schedule by hand. Here a schedule is data, and its messages are
-actions too, so one loop runs every schedule. The Program that was proven free of deadlocks is the one that runs.
+torch.distributed.pipelining has a hand-written loop for each schedule. Here a schedule is data, and its messages are
+also actions, so one loop runs every schedule. The Program that was proven free of deadlocks is the Program that runs.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from pipeshard.engine.timeline import Timeline
 from pipeshard.private import profiler_is_enabled
 from pipeshard.schedule.program import Action, Kind
 
-MAX_PENDING_SENDS = 4  # of a transport that does not tell when a message has arrived
+MAX_PENDING_SENDS = 4  # for a P2P that does not report completion
 
 
 class Interpreter:
-    """Runs actions in order. It waits for a receive when the received tensors are needed. It waits for a send only if
-    the P2P does not report completion, once `MAX_PENDING_SENDS` more sends have started.
+    """Runs actions in order. Waits for a receive when its tensors are needed, and for a send at the end of the run or,
+    if the P2P does not report completion, once `MAX_PENDING_SENDS` more sends have started.
 
-    `placement[s]` is the rank of stage s; `timeline` has the times of the last run. Under torch.profiler each action is
-    a range with its own name.
+    `placement[s]` is the rank of stage s; `timeline` contains the times of the last run. Under torch.profiler, each
+    action is a range with its own name.
     """
 
     def __init__(self, placement: Sequence[int], p2p: P2P | None, device: torch.device) -> None:
@@ -43,8 +43,8 @@ class Interpreter:
     def run(
         self, stages: Mapping[int, Stage], actions: Sequence[Action], stage_done: Callable[[int], None] | None = None
     ) -> None:
-        """Run all actions on this rank's `stages`, by index; `stage_done(s)` is called as soon as the last backward of
-        stage s has finished."""
+        """Run all actions on this rank's `stages`, a map from stage index to Stage. `stage_done(s)` is called as soon
+        as the last backward of stage s has finished."""
         self._stages = stages
         self.timeline.begin()
         ends = {action.stage: action for action in actions if action.kind in (Kind.B, Kind.W)} if stage_done else {}
@@ -87,8 +87,8 @@ class Interpreter:
         self.timeline.done()
 
     def _take(self, action: Action) -> list[Tensor]:
-        """The input of a compute action: received, or passed on by a neighbouring stage on this rank. A forward of the
-        first stage and a backward of the last stage have no input."""
+        """The input tensors of a compute action: received, or passed on by the adjacent stage on this rank. Empty for a
+        forward of the first stage and a backward of the last stage."""
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         message = Action(receive, action.microbatch, action.stage)
         if message not in self._incoming:
@@ -119,7 +119,7 @@ class Interpreter:
 
     def _release_sent(self) -> None:
         while self._sends and all(work.is_completed() for work in self._sends[0][0]):
-            self._release()  # at once, or with the error that ended it
+            self._release()  # returns at once, or raises the error of the send
         while self.p2p is not None and not self.p2p.tells and len(self._sends) > MAX_PENDING_SENDS:
             self._release()
 

@@ -240,8 +240,8 @@ def listened() -> float:
 def test_hooks(pool: Pool) -> None:
     assert max(pool.run(listened, 2)) < 1e-6
     for prepare, kind, message in (
-        (clamp_parameter, Tied, "embed.weight, which several ranks hold"),
-        (clamp_accumulated, Tied, "embed.weight, which several ranks hold"),
+        (clamp_parameter, Tied, "embed.weight has a gradient hook, but several ranks hold"),
+        (clamp_accumulated, Tied, "embed.weight has a gradient hook, but several ranks hold"),
         (
             step_in_backward,
             Net,

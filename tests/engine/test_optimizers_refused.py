@@ -268,7 +268,7 @@ def some_of_the_model() -> str:
 def test_max_norm_with_an_optimizer_of_some_parameters(pool: Pool) -> None:
     """Docs said the norm of the whole model, and it was that of what the optimizer had."""
     for told in pool.run(some_of_the_model, 2):
-        assert "no boosted optimizer contains embed.weight" in told and "requires_grad_(False)" in told
+        assert "no boosted optimizer contains: embed.weight" in told and "requires_grad_(False)" in told
 
 
 def closed(options: dict[str, Any]) -> float:

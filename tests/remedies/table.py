@@ -404,7 +404,7 @@ REMEDIES = {
     ),
     "a table that is cut": Remedy(
         ("`BatchError`: a microbatch that does not run",),
-        r"rows 0 to 1 of the batch \(microbatch 0 of 2\) fail on their own, .* Pass num_microbatches=1",
+        r"fails for rows 0 to 1 of the batch \(microbatch 0 of 2\), but not for .* Pass num_microbatches=1",
         Training(nets.Table, UNVERIFIED, batches=nets.tables),
         (
             Training(nets.Table, {"batch_dims": {"table": None}}, batches=nets.tables),
@@ -413,13 +413,13 @@ REMEDIES = {
     ),
     "bags that are cut": Remedy(
         ("`BatchError`: a microbatch that does not run",),
-        r"rows 3 to 5 of the batch \(microbatch 1 of 2\) fail on their own, .*offsets\[0\] has to be 0",
+        r"fails for rows 3 to 5 of the batch \(microbatch 1 of 2\), but not for .*offsets\[0\] has to be 0",
         Training(nets.Bags, batches=nets.bags),
         (Training(nets.Bags, ONE, batches=nets.bags),),
     ),
     "edges of three microbatches": Remedy(
         ("`BatchError`: a microbatch that does not run",),
-        r"rows 0 to 2 of the batch \(microbatch 0 of 3\) .* IndexError: index 7 is out of bounds",
+        r"rows 0 to 2 of the batch \(microbatch 0 of 3\), .* IndexError: index 7 is out of bounds",
         Training(nets.Graph, {"num_microbatches": 3}, batches=nets.nodes),
         (Training(nets.Graph, ONE, batches=nets.nodes),),
     ),
