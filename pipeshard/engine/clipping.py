@@ -111,7 +111,7 @@ class ModelGradients:
             optimizer.share()
 
     def added(self) -> None:
-        """Lend the gradients to the master weights, and record them to detect changes before an update."""
+        """Assign the gradients to the master weights as well, and record them to detect changes before an update."""
         for weight in self.weights.values():
             weight.lend_gradient()
         self.updates.added(self._holders)

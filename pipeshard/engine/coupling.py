@@ -59,7 +59,7 @@ class Coupling:
         self._most = 0  # number of tags above which tags of freed storages are dropped
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
-        self._read, self._has_read = set[str](), False  # by Python; whether `_rest` misses a parameter
+        self._read, self._has_read = set[str](), False  # in Python; whether another rank has more of these
         self._streams: dict[int, int] = {}  # by id of the generator
         self._drawn = 0
         self._modes = Operators(self), Readers(self)

@@ -1,4 +1,4 @@
-"""Division: a model's trace on samples of the batch, and its split across the ranks."""
+"""Division: traces a model on samples of the batch and splits the model across the ranks."""
 
 import math
 from collections.abc import Sequence

@@ -392,7 +392,7 @@ class Pipeline:
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:
-        """The Recording of the last step on all ranks. Call it on all ranks."""
+        """The Recording of the last step, with the times of all ranks. Call it on all ranks."""
         if self.last is None:
             raise UsageError("no step has been recorded yet: call booster.execute_pipeline first")
         timeline = self.interpreter.timeline

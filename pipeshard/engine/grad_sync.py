@@ -41,8 +41,8 @@ class Bucket:
         self.work: dist.Work | None = None
 
     def start(self) -> None:
-        """Start the all-reduce. A holder without a gradient contributes zeros. The last elements of the tensor are, for
-        each parameter, the number of holders that have a gradient."""
+        """Start the all-reduce. A holder without a gradient contributes zeros. The last elements of the tensor count,
+        for each parameter, the holders that have a gradient."""
         self.trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         if not self.trained:
             return

@@ -7,7 +7,7 @@ from pipeshard.engine.clipping import ModelGradients
 
 
 class Guard(ABC):
-    """Base class of guards: knows the boosted models of this process by their gradients, and is installed while one is
+    """Base class of guards. Tracks the boosted models of this process by their gradients, and is installed while one is
     alive."""
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""Loss rule: the formula for the loss of a batch from the losses of its microbatches.
+"""Loss rule: the formula that gives the loss of a batch from the losses of its microbatches.
 
-The mean over a batch is not the mean of its microbatches' means if these have different numbers of samples or
-valid labels, and a weighted mean divides by a number that only the criterion knows; gradient accumulation
-usually ignores this.
+The mean over a batch is not the mean of the microbatches' means if these have different numbers of samples or valid
+labels. A weighted mean divides by a number that only the criterion knows. Gradient accumulation usually ignores both.
 """
 
 import math
@@ -20,19 +19,20 @@ from pipeshard.engine.loss_values import Range, ranges_of
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import IGNORED
 
-CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; of other dtypes their precision
-CLOSE_SLOPES = 2e-2  # the same of a gradient, relative to its largest number: glue may round it to 16 bits
-MOST_RULES = 128  # that are kept
+CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; see `tolerance_of`
+CLOSE_SLOPES = 2e-2  # the same for a gradient, relative to its largest element: glue may round to 16 bits
+MOST_RULES = 128  # rules that LossRules keeps
 
 
 @dataclass(frozen=True)
 class LossRule:
-    """The batch's loss is the sum of the microbatches' losses, each times its count divided by the batch's count.
+    """A formula for a batch's loss: the sum of the microbatch losses, each multiplied by its microbatch's count and
+    divided by the batch's count.
 
     The count is the number of valid labels (entries of `path` from column `shift` on that are not `ignore`), or with
-    `adds` the sum of these entries. If `path` is None, it is the number of samples. With `summed`, losses are added
-    unweighted; with `each`, every microbatch counts as one. With `counted`, the criterion returns sums and their
-    counts.
+    `adds` the sum of all entries from that column on. If `path` is None, the count is the number of samples. With
+    `summed`, losses are added unweighted; with `each`, every microbatch counts as 1. With `counted`, the criterion
+    returns sums and their counts.
     """
 
     path: str | None = None
@@ -49,10 +49,10 @@ class LossRule:
         total: Callable[[float], float] = lambda count: count,
         counts: Sequence[float] = (),
     ) -> list[float]:
-        """The factor for each microbatch's loss; 0 for a microbatch without a valid label, if others have valid labels.
+        """The factor of each microbatch's loss; 0 for a microbatch without a valid label, if others have valid labels.
 
-        `total` maps the count of these microbatches to that of the whole batch, if other replicas have a part of the
-        batch. `counts` are the criterion's own counts, if it returns any.
+        If other replicas have parts of the batch, `total` maps the count of this replica's microbatches to the count of
+        the full batch. `counts` are the counts that the criterion returned, if `counted`.
         """
         counts = counts if self.counted else self._counts(microbatches)
         whole = total(sum(counts))
@@ -60,7 +60,7 @@ class LossRule:
             return [1.0] * len(microbatches)
         if whole:
             return [(1.0 if self.counted else count) / whole for count in counts]
-        # Nothing is valid in the whole batch: its loss is what the code makes of that, often nan.
+        # The batch has no valid label: its loss is what the loss code then returns, often NaN.
         share = math.nan if self.counted else 1.0 / total(float(len(microbatches)))
         return [share] * len(microbatches)
 
@@ -77,7 +77,8 @@ class LossRule:
     def holds(
         self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch], looser: float = 1.0
     ) -> bool:
-        """Whether the parts' losses give the whole's loss by this rule, to the precision of their dtype."""
+        """Whether this rule gives the loss of the whole from the losses of its parts, within `looser` times the
+        tolerance of its dtype."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         terms = [share * part.value for share, part in zip(shares, parts, strict=True)]
         tolerance = looser * tolerance_of(whole.dtype)
@@ -87,7 +88,7 @@ class LossRule:
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
 
     def holds_for_slopes(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
-        """`holds` for gradients with respect to unit results; non-finite gradients do not count as evidence."""
+        """`holds` for the gradients with respect to unit results. Non-finite gradients are ignored."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         close = max(CLOSE_SLOPES, 8 * torch.finfo(whole.dtype).eps)
         for k, slope in enumerate(whole.slopes):
@@ -101,19 +102,20 @@ class LossRule:
 
 
 def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
-    """The gradient, with respect to one leaf, of the sum of the parts' losses, each times its share."""
+    """The gradient, with respect to one leaf, of the sum of the parts' losses times their shares; None if none has a
+    gradient."""
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]
     return torch.stack(slopes).sum(0) if slopes else None
 
 
 def is_valid(leaf: Tensor, ignore: float) -> Tensor:
-    """A mask of the entries of this leaf that differ from the value to `ignore`, which may be NaN."""
+    """A mask of the entries of `leaf` that differ from `ignore`, which may be NaN."""
     return leaf.isnan().logical_not() if math.isnan(ignore) else leaf.ne(ignore)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """The possible error of a sum in this dtype, relative to its largest term."""
+    """The tolerated error of a sum in this dtype, relative to its largest term."""
     return CLOSE.get(dtype, 2 * torch.finfo(dtype).eps)
 
 
@@ -121,14 +123,15 @@ EACH, SUM = LossRule(each=True), LossRule(summed=True)
 
 
 class ProvenRule(NamedTuple):
-    """A rule, and the sizes up to which it was tried; None if it does not depend on sizes."""
+    """A rule, and the sizes up to which it was tried; `until` is None if the rule does not depend on sizes."""
 
     rule: LossRule
     until: Sizes | None = None
 
 
 class _Known(NamedTuple):
-    """A rule with the ranges of values (labels, masks) and the sizes that it was proven for; None for all of them."""
+    """A rule, with the ranges of values (labels, masks) and the sizes that it was proven for; `tried` is None if it
+    holds at all sizes."""
 
     rule: LossRule
     ranges: dict[str, Range]
@@ -140,31 +143,32 @@ class _Known(NamedTuple):
 
 
 class LossRules:
-    """The rules of one model's losses, each with the values and sizes that it was proven for."""
+    """The rules for one model's losses, each with the values and sizes that the rule was proven for."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Known] = {}
 
     def get(self, kind: Any) -> LossRule | None:
-        """The rule for batches of this kind, which has two parts: their structure, and the state that the loss
-        reads."""
+        """The rule for batches of this kind, or None. A kind is a pair: the batches' structure, and the state that the
+        loss reads."""
         return self._known[kind].rule if kind in self._known else None
 
     def covers(self, kind: Any, batch: Batch, sizes: Sizes) -> bool:
-        """Whether the rule was proven for labels and sizes like those of this batch."""
+        """Whether a rule was proven for values and sizes like those of this batch."""
         known = self._known.get(kind)
         if known is None or not (known.tried is None or known.tried.covers(sizes)):
             return False
         return known.covers_values(batch)
 
     def known(self, kind: Any, batch: Batch) -> LossRule | None:
-        """The rule that was proven for labels like those of this batch, in this or another state of the loss."""
+        """A rule that was proven for values like those of this batch, in this or another state of the loss, or None."""
         alike = [self._known[kind]] if kind in self._known else []
         alike += [known for other, known in reversed(self._known.items()) if other[0] == kind[0]]
         return next((known.rule for known in alike if known.covers_values(batch)), None)
 
     def add(self, kind: Any, proven: ProvenRule, flow: Dataflow, batch: Batch) -> None:
-        """Add a proven rule. Earlier proofs for other labels and sizes remain valid if the rule is the same."""
+        """Add a proven rule. If it is the same as before, its earlier proofs for other values and sizes remain
+        valid."""
         now = ranges_of(batch, read_by_loss(flow), floats=proven.until is not None)
         tried = None if proven.until is None else Tried()
         before = self._known.get(kind)
@@ -183,7 +187,7 @@ class LossRules:
 
 
 def read_by_loss(flow: Dataflow) -> frozenset[str]:
-    """The leaves of the batch that the loss reads, in glue or inside of a unit that computes it."""
+    """The paths of the batch's leaves that the loss reads, in glue or in a unit that computes the loss."""
     if flow.loss is None:
         return frozenset()
     makers = (flow.calls[value.call].reads for value in flow.loss.values if not flow.spec(value).shape)

@@ -1,7 +1,7 @@
-"""Loss search: the rule that a model's loss follows, proven by trials.
+"""Loss search: finds the rule that a model's loss follows, and proves it by trials.
 
-The model's own loss code is run on a few samples and on parts of them, with random values, and a rule is accepted only
-if it holds in every trial. A loss that follows no rule is refused.
+The model's own loss code runs on a few samples and on parts of them, with random values. A rule is accepted only if it
+holds in every trial, and a loss that follows no rule is refused.
 """
 
 import itertools
@@ -34,15 +34,15 @@ from pipeshard.graph.shapes import TensorSpec
 from pipeshard.hf import IGNORED, is_of_transformers, is_target, padding_token, targets
 
 logger = logging.getLogger("pipeshard")
-CUTS = 1, 2, 3  # after which of the samples they are cut in two
-HALVES = (2,)  # the same for a model that takes no single sample, as a batch norm in training does
-TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
-FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
-MISFIT = -64.0  # the same towards a larger one
-LEAST_DIFFERENCE = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
-AT_SIZES = 2  # how many telling trials a rule has to hold in at the batch's own sizes
-LOOSER = 5.0  # how much larger than for a few samples the relative error of a sum of many may be
-MOST_DRAWN = 2**26  # numbers that are drawn for one trial at the batch's own sizes, or at larger ones
+CUTS = 1, 2, 3  # samples in the first of two parts
+HALVES = (2,)  # the same for a model that rejects a single sample, such as batch norm in training
+TELLING = 3  # number of telling trials (which could distinguish rules) in which a rule must hold
+FITS = 1.0, 4.0, 16.0  # how far unit results are moved to reduce the loss of the first part only
+MISFIT = -64.0  # the same, to increase the loss
+LEAST_DIFFERENCE = 1e-3  # required difference of the two parts' losses, relative to the larger loss
+AT_SIZES = 2  # number of telling trials at the batch's own sizes in which a rule must hold
+LOOSER = 5.0  # factor on the tolerated relative error of a sum over many samples
+MOST_DRAWN = 2**26  # limit of random elements in one trial at the batch's own or larger sizes
 VIEWS = (
     ". If layers process several views of each sample together, keep the views in the order of the samples: "
     "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
@@ -54,7 +54,7 @@ LOSS_REMEDY = (
 
 
 def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> LossRule:
-    """The rule for a batch that is cut into two parts; see `prove_loss_rule`."""
+    """The rule for a batch that is split into two parts; see `prove_loss_rule`."""
     return prove_loss_rule(model, flow, batch, criterion, Sizes.of(batch, 2)).rule
 
 
@@ -66,13 +66,13 @@ def prove_loss_rule(
     sizes: Sizes,
     known: LossRule | None = None,
 ) -> ProvenRule:
-    """The rule by which the loss of a batch like this one follows from the losses of its parts.
+    """Find the rule that gives the loss of a batch like `batch` from the losses of its parts.
 
-    The glue after the units is run on a few samples and on parts of them, cut in different places, with random unit
-    results and new random labels, weights and masks. The rule found in this way, or one that is `known` for other
-    sizes, must then hold for as many samples as the batch has, of the same lengths. transformers' own losses do not
-    depend on sizes. If a part of the loss that is computed from side outputs of units (router logits) follows no rule,
-    this is only a warning.
+    Runs the glue on a few samples and on parts of them, split at different positions, with random unit results and new
+    random labels, weights and masks. The rule found, or a rule that is `known` for other sizes, must then hold for as
+    many samples as the batch has, of the same lengths. This is skipped for transformers' own losses, which do not
+    depend on sizes. If only the part of the loss that is computed from side outputs of units (router logits) follows no
+    rule, this function logs a warning.
 
     Raises ConfigurationError if no rule can be proven.
     """
@@ -98,8 +98,8 @@ def prove_loss_rule(
         )
         if flow.counts_results:
             why = (
-                "is a pair whose second number, the divisor of the first, depends on the model's output "
-                "(is it an accuracy or another metric? Then return only the loss, and metrics with return_outputs=fn)"
+                "is a pair (sum, count), but its count depends on the model's output (is the second value an accuracy "
+                "or another metric? Then return only the loss, and compute metrics with return_outputs=fn)"
             )
         elif search.failure is not None:
             why = f"failed on a few samples with {type(search.failure).__name__}: {search.failure}"
@@ -115,8 +115,9 @@ def prove_loss_rule(
         ) from search.failure
     if is_approximate:
         logger.warning(
-            "the loss of %s has an auxiliary part (router logits, or a second kind of labels?), which is not a sum "
-            "over samples: it is computed for each microbatch, as in gradient accumulation, and averaged like the rest",
+            "an auxiliary part of the loss of %s (from router logits, or a second kind of labels?) is not a sum over "
+            "samples. It is computed for each microbatch, as in gradient accumulation, and weighted like the rest of "
+            "the loss",
             type(model).__name__,
         )
     search.warn_of_untried()
@@ -131,19 +132,19 @@ class _Search:
     ) -> None:
         self.model, self.flow, self.batch, self.criterion = model, flow, batch, criterion
         self.read = read_by_loss(flow)
-        self.sizes = sizes  # those at which a rule has to hold, if not at all of them
-        self.until = sizes  # those up to which the rule found holds
-        self.is_of_few = False  # whether a rule held on a few samples alone
-        self.is_untried = False  # whether the rule found could not be tried at the batch's sizes
-        self.failure: Exception | None = None  # why nothing could be tried
-        self.strayed: TraceError | None = None  # the same, if glue took another way than in its trace
+        self.sizes = sizes  # at which the rule must hold; None if it does not depend on sizes
+        self.until = sizes  # up to which the found rule holds
+        self.is_of_few = False  # whether a rule held on a few samples, but not at the batch's sizes
+        self.is_untried = False  # whether the found rule could not be tried at the batch's sizes
+        self.failure: Exception | None = None  # why no trial could run
+        self.strayed: TraceError | None = None  # the same, if glue took a different path than in its trace
         loss = flow.loss
         self.has_side_outputs = loss is not None and bool(loss.hidden or any(map(flow.is_aside, loss.values)))
 
     def rule(self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None) -> LossRule | None:
-        """The rule, or None. With `side_outputs`, these are random, too; otherwise they are zeros. With `valid`, all
-        labels are valid, and the rule is the one that counts samples, or None. A `known` rule is tried only at the
-        batch's own sizes."""
+        """Find the rule, or return None. With `side_outputs`, side outputs of units are also random; otherwise they are
+        zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. A `known` rule is
+        tried only at the batch's own sizes."""
         self.valid, self.side_outputs = valid, side_outputs
         self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
@@ -154,12 +155,12 @@ class _Search:
             return None
         if self.criterion is not None and not self.trial.is_steady(self.samples.draw(self.level, 0), self.kind):
             raise ConfigurationError(
-                "the criterion returned a different loss for the same input when it was called again: it counts its "
-                "calls or keeps statistics, and a pipeline calls it once for each microbatch. Change its state only "
+                "the criterion returned a different loss for the same input when it was called again (does it count "
+                "its calls, or keep statistics?), but a pipeline calls it once per microbatch. Change its state only "
                 "between steps, pass PipelinePlugin(loss_reduction='microbatch'), or use one microbatch"
             )
         if self.level == NOTHING and self.batch.rows == 1:
-            return None  # all samples are the same one
+            return None  # all samples are equal
         if known is not None:
             return known if known.counted == self.counted and self._holds_at_sizes(known) else None
         if self.counted:
@@ -168,16 +169,16 @@ class _Search:
         return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
     def is_sum_of_means(self) -> bool:
-        """Whether the loss is one of transformers' own that sums means over several kinds of labels, all of them valid:
-        the means are then over samples."""
+        """Whether the loss is one of transformers' own losses that sum means over several kinds of labels, and all
+        labels are valid: each mean is then over samples."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
         known = self.criterion is None and is_of_transformers(self.model)
         return known and not ignored and self.rule(valid=True) is not None
 
     def _can_try(self, source: Batch, side_outputs: bool) -> bool:
-        """Whether samples of this batch give a loss that is a number. Also sets how much of the batch and which unit
-        results are random for it."""
+        """Whether samples of `source` give a finite loss. Also sets `kind` and `level`: the distribution of the unit
+        results, and how much of the batch is random."""
         kinds = {leaf.dtype for call in self.flow.calls for leaf in call.leaves if isinstance(leaf, TensorSpec)}
         ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
         return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
@@ -187,7 +188,8 @@ class _Search:
         return Samples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
 
     def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
-        """`_can_try` with 32 bits instead of 16; or with 16 if glue accepts no other dtype, or rounds by itself."""
+        """`_can_try` in fp32 if `precise`; otherwise in the 16-bit dtypes of the trace, for glue that accepts no other
+        dtype or rounds to 16 bits itself."""
         try:
             self.samples = self._samples(source)
             self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
@@ -203,7 +205,7 @@ class _Search:
                 return True
         self.failure = failure = self.trial.failure
         if isinstance(failure, TraceError) and isinstance(failure.__cause__, Exception):
-            self.failure = failure.__cause__  # of the model or the criterion, when fewer samples were traced
+            self.failure = failure.__cause__  # raised by the model or the criterion in a trace of fewer samples
         self.strayed = self.failure if isinstance(self.failure, TraceError) else None
         return False
 
@@ -218,13 +220,11 @@ class _Search:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
         if self.criterion is None and is_of_transformers(self.model):
             return
-        for (
-            path
-        ) in floats:  # positions that are left out where a mask is 0, or a target missing, whatever it is elsewhere
+        for path in floats:  # positions that are omitted because a mask is 0 or a target is missing
             if path in self.read:
                 ignored = dict.fromkeys([0, *self.samples.marks(path)])
                 yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
-        for path in integers:  # positions that are left out by what is read there, not by their label
+        for path in integers:  # positions that are omitted because of their input token, not their label
             if path in self.read and not is_target(path):
                 paddings = dict.fromkeys([padding_token(self.model) or 0, 0])
                 yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
@@ -242,13 +242,13 @@ class _Search:
         return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
-        """Whether a rule holds in every trial, and enough of the trials could have distinguished it from another
-        rule."""
+        """Whether a rule holds in every trial, and enough of the trials could have distinguished the rule from
+        others."""
         telling = 0
         for number in range(2 * self.samples.draws):
             losses = self._losses(rule, number)
             if losses is None and number and not telling:
-                return False  # the loss does not take such labels
+                return False  # the loss rejects such labels
             if losses is None:
                 continue
             if not self._holds_of(rule, number, losses):
@@ -261,8 +261,8 @@ class _Search:
         return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
 
     def _slopes_hold(self, rule: LossRule) -> bool:
-        """Whether the rule holds for gradients, if the loss has any: a loss divided by its own detached value is always
-        1, and its gradient is divided by a mean over the whole batch."""
+        """Whether the rule also holds for gradients. This is tested because a loss divided by its own detached value is
+        always 1, but its gradient is divided by a mean over the whole batch."""
         if self.sizes is None:
             return True
         for number in range(len(self.cuts)):
@@ -273,9 +273,9 @@ class _Search:
         return True
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
-        """Whether a rule that holds on a few samples also holds at the batch's sizes: at the upper ends of their
-        ranges, or otherwise at the sizes themselves. If these are too large to run, fewer and shorter samples are used,
-        and the rule `is_untried` at the batch's sizes."""
+        """Whether a rule that holds on a few samples also holds at the batch's sizes. Tries the upper ends of the
+        sizes' ranges first, then the sizes themselves. If these samples are too large to run, tries fewer and shorter
+        samples and sets `is_untried`."""
         if self.sizes is None:
             return True
         source, larger = self._larger(), self.sizes.larger
@@ -293,15 +293,16 @@ class _Search:
         if self.is_untried and self.sizes is not None:
             logger.warning(
                 "the loss of %s could not be tested on %d samples with axes of %s (too many values, or inconclusive "
-                "losses), only on fewer or shorter samples. It is exact unless it depends on the number of samples or "
-                "the length (as a mean of chunk means does). To be sure, return (sum, count) from the criterion",
+                "losses), only on fewer or shorter samples. Training is exact unless this loss depends on the number "
+                "or length of the samples (as a mean of chunk means does). To rule this out, return (sum, count) from "
+                "the criterion",
                 type(self.model).__name__,
                 self.sizes.rows,
                 sorted(set(self.sizes.lengths)),
             )
 
     def _larger(self) -> Batch:
-        """The batch, extended to the end of the range of its lengths."""
+        """The batch, with its lengths extended to the upper ends of their ranges."""
         batch, axes = self.batch, self.flow.axes
         for group in range(1, len(axes.sizes)):
             deltas = axes.deltas(batch)
@@ -311,8 +312,8 @@ class _Search:
         return batch
 
     def _holds_in(self, rule: LossRule, source: Batch, sizes: Sizes, most: int) -> bool | None:
-        """Whether a rule holds for this number of samples, of the same lengths as in `source`. If these exceed the
-        limit of elements, fewer and shorter samples are tried instead. None if one of these cannot be tried."""
+        """Whether a rule holds for `sizes.rows` samples with the lengths of `source`. If they need more than `most`
+        random elements, tries fewer and shorter samples instead. None if a trial failed or was inconclusive."""
         held: list[bool | None] = []
         for longest, rows in self._plans(source, sizes.rows, most):
             held.append(self._holds_on(rule, longest, rows, min(sizes.part, rows - 1)))
@@ -321,7 +322,7 @@ class _Search:
         return True if held and all(held) else None
 
     def _plans(self, source: Batch, rows: int, most: int) -> list[tuple[Batch, int]]:
-        """The samples to try, and their number."""
+        """Pairs of a batch to take samples from and the number of samples to try."""
         if self._needs(source, rows) <= most:
             return [(source, rows)]
         axes = self.flow.axes
@@ -334,23 +335,23 @@ class _Search:
         return [(each, count) for each, count in plans if count > 1]
 
     def _needs(self, source: Batch, rows: int) -> float:
-        """About how many random elements this number of these samples needs."""
+        """About how many random elements `rows` samples like those of `source` need."""
         few = self.samples.few
         pairs = ((leaf.numel(), few.tensors[path].numel()) for path, leaf in source.tensors.items() if leaf.numel())
         longer = max((count / max(1, of_few) for count, of_few in pairs), default=1.0) * few.rows / source.rows
         return max(1.0, self.trial.elements * longer) * rows / few.rows
 
     def _holds_on(self, rule: LossRule, source: Batch, rows: int, part: int) -> bool | None:
-        """Whether a rule holds on `rows` samples like those of `source`, cut after the first `part` samples, or before
-        the last `part`."""
+        """Whether a rule holds on `rows` samples like those of `source`, split after the first `part` samples, or
+        before the last `part` samples. None if no trial was conclusive."""
         key = id(source), rows
         try:
             if key not in self._sized:
                 samples = self._samples(source, rows)
                 how = self.criterion, self.side_outputs, self.trial.precise
                 self._sized[key] = source, samples, LossTrial(self.model, self.flow, samples.few, *how)
-        except Exception as error:  # the model's own, which may take no longer samples
-            logger.debug("a loss was not tried on %d samples: %s", rows, error)
+        except Exception as error:  # raised by the model, which may reject longer samples
+            logger.debug("the loss could not be tried on %d samples: %s", rows, error)
             return None
         _, samples, trial = self._sized[key]
         telling = 0
@@ -367,8 +368,8 @@ class _Search:
         return True if telling else None
 
     def _holds(self, rule: LossRule, number: int, fit: float) -> bool:
-        """Whether a rule holds if the first samples are fitted; also True if the loss cannot be computed from such
-        results."""
+        """Whether a rule holds if unit results of the first samples are moved by `fit` to reduce their loss; also True
+        if such results give no finite loss."""
         losses = self._losses(rule, number, fit)
         return losses is None or self._holds_of(rule, number, losses)
 
@@ -389,7 +390,7 @@ class _Search:
         return samples.with_invalid(batch, str(rule.path), rule.ignore, number) if has_labels else batch
 
     def _counts_alike(self) -> bool:
-        """Whether the count that the criterion returns is independent of unit results."""
+        """Whether the criterion returns the same count for different unit results."""
         batch = self.samples.draw(self.level, 0)
         losses = [self.trial.measure(batch, self.cuts[0], seed, self.kind) for seed in range(TELLING)]
         return len({None if loss is None else loss[0].denominator for loss in losses}) == 1
@@ -413,7 +414,7 @@ def _longest(batch: Batch) -> int:
 
 
 def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:
-    """Whether losses can distinguish one rule from another: zeros, and equal losses, fit too many rules."""
+    """Whether these losses can distinguish one rule from another. Zeros and equal losses fit too many rules."""
     values = [part.value for part in parts]
     scale = max(map(abs, values))
     far = max(LEAST_DIFFERENCE, 4 * tolerance_of(whole.dtype))

@@ -1,4 +1,4 @@
-"""Loss shares: the contribution of each microbatch's loss to the loss of the batch, by proven rules."""
+"""Loss shares: the factor of each microbatch's loss in the loss of the batch, by proven rules."""
 
 import zlib
 from collections.abc import Callable, Hashable, Sequence
@@ -23,10 +23,10 @@ from pipeshard.split.policy import Policy
 
 
 class LossShares:
-    """The rules that combine the losses of microbatches into those of batches. `find` traces a microbatch.
+    """The rules that combine the microbatch losses into the loss of a batch. `find` traces a microbatch.
 
-    Either each of the `replicas` has a part of one batch, or each has its own batch, and `weight` is the weight of this
-    replica's loss in the sum of all.
+    If `weight` is None, each of the `replicas` has a part of one batch (`replicas` is None if there is only one).
+    Otherwise each replica has its own batch, and `weight` is the factor of its loss in the sum over replicas.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class LossShares:
     ) -> None:
         self.model, self.device, self.find = policy.model, policy.replay.device, find
         self.replicas, self.weight = replicas, weight
-        self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
+        self.is_last = policy.stage == policy.placement[-1]  # this rank computes the loss
         self.rules, self.changing = LossRules(), LossState(policy.model)
         self.state: tuple[int, int] = 0, 0  # of the model and the criterion
-        self._seen: tuple[Hashable, ...] | None = None  # values that the loss depends on
+        self._seen: tuple[Hashable, ...] | None = None  # the kinds of values that the loss depends on
         self._is_of_transformers = is_of_transformers(policy.model)
 
     def look(self, criterion: Criterion | None, state: tuple[int, int]) -> None:
@@ -51,20 +51,21 @@ class LossShares:
         self._seen = None if is_known else self.changing.look()
 
     def stepped(self) -> None:
-        """A step has run since `look`."""
+        """Record that a step has run since `look`."""
         self.changing.stepped()
 
     def of(
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None, rule: LossRule
     ) -> list[float]:
-        """The shares of the microbatches of one batch; only the last stage needs them."""
+        """The shares of the microbatches of one batch on the last stage; 1.0 on other stages, which do not need
+        them."""
         if not self.is_last:
             return [1.0] * len(batches)
         counts = self._counts(batches, ways, criterion) if rule.counted else ()
         return rule.shares(batches, lambda count: self._total(count, rule), counts)
 
     def _unproven(self, batch: Batch, parts: Sequence[Batch], criterion: Criterion | None) -> bool:
-        """Whether the rule for the loss of this batch is not known yet."""
+        """Whether no rule is known yet for the loss of this batch."""
         if len(parts) == 1 and self.replicas is None:
             return False
         return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, _largest(parts)))
@@ -72,11 +73,12 @@ class LossShares:
     def any_unproven(
         self, batches: Sequence[Batch], cut: Sequence[Sequence[Batch]], criterion: Criterion | None
     ) -> bool:
-        """Whether the rule is unknown for one of these batches, in the state of the last `look`."""
+        """Whether no rule is known for one of these batches, in the state of the last `look`."""
         return any(self._unproven(batch, parts, criterion) for batch, parts in zip(batches, cut, strict=True))
 
     def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
-        """The loss of this replica's own outputs, given its `part` of the step's loss."""
+        """The loss of this replica's own batch, given its `part` of the step's loss; `loss` if replicas share one
+        batch."""
         return loss if self.weight is None or part is None else part / self.weight
 
     def prove(
@@ -86,15 +88,15 @@ class LossShares:
         criterion: Criterion | None,
         world: dist.ProcessGroup,
     ) -> None:
-        """Find the rule on all ranks at the same time; a rank may already know it for its own batches.
+        """Find the rule on all ranks at the same time, even if a rank already knows the rule for its own batches.
 
-        Raises ConfigurationError on all ranks if one of them finds no rule.
+        Raises an error on all ranks if one rank fails: its own error there, ConfigurationError on the other ranks.
         """
         failure: Exception | None = None
         try:
             for batch, parts in zip(batches, cut, strict=True):
                 self.learn(batch, batch.split(microbatch_size=_largest(parts))[0], criterion)
-        except Exception as error:  # of the model too: the other ranks have to learn of it
+        except Exception as error:  # of any type: the model may raise it, and every rank must then fail
             failure = error
         reasons = gather_objects(None if failure is None else summary(failure), world)
         if reason := next(filter(None, reasons), None):
@@ -103,9 +105,9 @@ class LossShares:
             raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
 
     def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
-        """Find the rule on this rank only."""
+        """Find the rule for `batch` on this rank only, unless it is known; `first` is a microbatch."""
         kind, sizes = self._kind(batch, criterion), self._sizes(batch, first.rows)
-        if self.rules.covers(kind, batch, sizes):  # another rank, or another batch, is what is new
+        if self.rules.covers(kind, batch, sizes):  # only another rank or another batch lacks the rule
             return
         (flow, _), proven = self.find(first, criterion), ProvenRule(SUM)
         if self.is_last and flow.loss is not None:
@@ -115,7 +117,7 @@ class LossShares:
         self.rules.add(kind, proven, flow, batch)
 
     def _sizes(self, batch: Batch, part: int) -> Sizes:
-        """The sizes of the batch and of a microbatch of `part` samples."""
+        """The sizes of the batch over all replicas, with microbatches of `part` samples."""
         replicas = 1 if self.replicas is None else self.replicas.size()
         return Sizes.of(batch, -(-batch.rows // part), replicas)
 
@@ -125,35 +127,34 @@ class LossShares:
         rule = self.rules.get(self._kind(batches[0], criterion))
         if rule is None:
             raise TraceError(
-                f"the forward of {type(self.model).__name__} changed the model when it ran on a few samples, so it is "
-                "unknown how to combine the microbatch losses. Store all Python state that forward changes in the "
-                "model or the criterion"
+                f"pipeshard ran the forward of {type(self.model).__name__} on a few samples to find how the microbatch "
+                "losses combine, but the run changed state that pipeshard cannot restore. Store all Python state that "
+                "forward changes in the model or the criterion"
             )
         return rule
 
     def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
-        """The properties of batches whose losses follow one rule. For transformers' own losses, numbers in a batch are
-        ignored: these losses only use them to count items."""
+        """The properties of batches whose losses follow one rule. The values of Python numbers in a batch are ignored
+        for transformers' own losses, which only use them to count items."""
         others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
         beside = () if self._seen is None else (self._seen, of_batch(batch))
         return (key_of(criterion), self.state, batch.paths, others), beside
 
     def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
-        """The number by which the criterion divides its sum in each microbatch; it is needed before the first
-        backward."""
+        """The criterion's own count of each microbatch, computed before the first backward, which needs it."""
         glue = Glue(self.model, criterion, self.device)
         return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
 
     def _total(self, count: float, rule: LossRule) -> float:
-        """The sum of a count over the replicas."""
+        """The sum of a count over the replicas. Raises BatchError if a replica uses a different rule."""
         if self.replicas is None:
             return count
         code = zlib.crc32(repr(rule).encode())
         table = gather(torch.tensor([count, code], dtype=torch.float64), self.replicas)
         if len(set(table[:, 1].tolist())) > 1:
             raise BatchError(
-                f"this replica combines its microbatch losses with {rule}, but other replicas use a different rule: "
-                "give all replicas batches of the same kind, with or without labels"
+                f"this replica combines its microbatch losses with {rule}, but another replica uses a different rule: "
+                "pass batches of the same kind to all replicas, either with labels or without"
             )
         return float(table[:, 0].sum())
 

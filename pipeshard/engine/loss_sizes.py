@@ -1,8 +1,8 @@
 """Loss sizes: the numbers of samples and the lengths at which a loss rule was tried.
 
-A loss may depend on sizes: on chunks of positions, or on terms that appear with more samples. So a rule counts as
-proven between two powers of two around the sizes at which it held, and is tried again at other sizes. A run with
-irregular lengths meets few of these ranges.
+A loss may depend on sizes: it may process chunks of positions, or have terms that appear with more samples. So a rule
+counts as proven only between the two powers of two that enclose the sizes at which it held, and is tried again at other
+sizes. A run with irregular lengths has few of these ranges.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from pipeshard.batch.batch import Batch
 
 @dataclass(frozen=True)
 class Sizes:
-    """`rows` samples of all replicas, `part` of them in a microbatch, and the sizes of all other axes."""
+    """`rows` samples in all replicas, `part` samples in a microbatch, and `lengths`: the sizes of all other axes."""
 
     rows: int
     part: int
@@ -26,12 +26,12 @@ class Sizes:
         return cls(rows, min(part, rows - 1), _lengths(batch))
 
     def of_batch(self, batch: Batch) -> Self:
-        """The same samples with the lengths of this batch."""
+        """The same numbers of samples, with the lengths of `batch`."""
         return replace(self, lengths=_lengths(batch))
 
     @property
     def larger(self) -> Self:
-        """The number of samples at the upper end of the range of `rows`."""
+        """These sizes with `rows` and `part` rounded up to the next power of two (`part` at most to `rows - 1`)."""
         rows = power(self.rows)
         return replace(self, rows=rows, part=min(power(self.part), rows - 1))
 
@@ -41,12 +41,12 @@ class Sizes:
 
     @property
     def range(self) -> tuple[int, ...]:
-        """Each number's next power of two."""
+        """The range of these sizes: each number rounded up to the next power of two."""
         return tuple(map(power, self.numbers))
 
 
 class Tried:
-    """The sizes at which a rule held: in each range, all up to the largest ones."""
+    """The sizes at which a rule held. In each range, it covers all sizes up to the largest tried ones."""
 
     def __init__(self) -> None:
         self._until: dict[tuple[int, ...], tuple[int, ...]] = {}

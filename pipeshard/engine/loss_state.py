@@ -1,10 +1,10 @@
-"""Loss state: the values other than its samples that a loss depends on, and that a user may change between steps.
+"""Loss state: the values, other than samples, that a loss depends on and a user may change between steps.
 
 The rule of a loss was tried with one set of class weights, one mode, one coefficient. With other values, the loss may
-follow a different rule: weights of 1 that become unequal turn a mean over samples into a weighted one. So a rule counts
-as proven in one state of these tensors and numbers. Most values are represented by their kind, since annealed
-coefficients change in every step: integers up to 64 count as they are, other numbers by their sign and power of four, a
-tensor by its range and by whether all its elements are equal.
+follow a different rule: a mean over samples becomes a weighted mean if its weights are no longer all 1. So a rule
+counts as proven only in one state of these tensors and numbers. Values are compared by kind, since annealed
+coefficients change in every step: integers up to 64 by value, other numbers by sign and power of four, tensors by range
+and by whether all elements are equal.
 """
 
 from collections.abc import Hashable, Iterator
@@ -17,13 +17,13 @@ from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.units import find_units
 from pipeshard.split.materialize import is_released
 
-COUNTED = 64  # whole numbers up to this one count as they are
-MOST_ELEMENTS = 2**20  # of a tensor that is looked at
+COUNTED = 64  # integers up to this magnitude are compared by value
+MOST_ELEMENTS = 2**20  # of a tensor that is compared; larger tensors are ignored
 
 
 class LossState:
-    """The state of the tensors that a model has outside of its units, as the user has set them: buffers, tensors in
-    attributes, frozen parameters. Changes by forwards do not count."""
+    """The state of the tensors outside a model's units, as the user has set them: buffers, tensors in attributes,
+    frozen parameters. Changes made by forwards do not count."""
 
     def __init__(self, model: nn.Module) -> None:
         of_units = {module for unit in find_units(model).values() for module in unit.modules()}
@@ -32,14 +32,14 @@ class LossState:
         self._kinds: tuple[Hashable, ...] = ()
 
     def look(self) -> tuple[Hashable, ...]:
-        """The current state."""
+        """The kinds of these tensors, computed again if the user has changed one."""
         versions = self._look()
         if self._versions is None or not _is_same(versions, self._versions):
             self._versions, self._kinds = versions, tuple(kind_of(tensor) for tensor, _ in versions)
         return self._kinds
 
     def stepped(self) -> None:
-        """A step has run since `look`: later changes were made by a forward."""
+        """Record that a step has run since `look`: changes since then were made by forwards."""
         if self._versions is not None:
             self._versions = self._look()
 
@@ -59,7 +59,7 @@ def _is_same(now: list[tuple[Tensor, int]], then: list[tuple[Tensor, int]]) -> b
 
 
 def of_batch(batch: Batch) -> tuple[Hashable, ...]:
-    """The kinds of the numbers in a batch, and of the small tensors that every microbatch receives whole."""
+    """The kinds of the numbers in a batch, and of its small tensors without a batch dimension."""
     kinds: list[Hashable] = []
     for leaf, dim in zip(batch.leaves, batch.row_dims, strict=True):
         if isinstance(leaf, int | float):
@@ -70,7 +70,8 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """The kind of a tensor. Two tensors of one kind are assumed to give the same rule."""
+    """The kind of a tensor; None if its values are not compared. Tensors of one kind are assumed to give the same
+    rule."""
     numbers = tensor.detach()
     if is_released(tensor) or not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.is_complex() or numbers.is_sparse:
         return None

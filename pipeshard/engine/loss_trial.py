@@ -1,10 +1,10 @@
 """Loss trial: a model's loss on a few samples and on two parts of them, with random values in all inputs of the loss.
 
-Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit
-rules that do not hold for the next batch. So integers are drawn from the batch's values and those
-between them, masks and weights are random, and so are unit results, which costs nothing: units do not run. A loss that
-changes its form when it is small (flooding, a free allowance), or large (a ceiling), is found by samples that are
-fitted, or the contrary, next to some that are not.
+Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit rules that do
+not hold for the next batch. So integers are drawn from the batch's values and the values between them. Masks and
+weights are random, and so are unit results, which costs nothing, since units do not run. To find a loss that changes
+its form when it is small (flooding, a free allowance) or large (a ceiling), unit results of some samples are moved to
+reduce or increase their loss.
 """
 
 import logging
@@ -34,22 +34,23 @@ from pipeshard.split.materialize import is_released
 from pipeshard.split.replay import END, other_way
 
 logger = logging.getLogger("pipeshard")
-ROWS, LENGTH = 4, 8  # how many samples and positions are tried
-UNLABELLED = 255  # what datasets for segmentation give pixels without a class
-EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is drawn
-NORMAL, PROBABILITIES = range(2)  # what unit results are drawn from; some losses take probabilities only
-REPEATED = 2**20 + 7  # a prime number: no two samples have the same ones
+ROWS, LENGTH = 4, 8  # samples and positions in a trial
+UNLABELLED = 255  # the label of pixels without a class in segmentation datasets
+EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is random
+NORMAL, PROBABILITIES = range(2)  # the distribution of unit results; some losses only accept probabilities
+REPEATED = 2**20 + 7  # prime, so that no two samples get the same values
 SHORT = torch.float16, torch.bfloat16
-LeafKey = tuple[str, int, int]  # of a leaf that leaves a unit: the unit, how many calls of it came before, the leaf
+LeafKey = tuple[str, int, int]  # of a leaf that a unit returns: the unit, the number of its earlier calls, the leaf
 
 
 class Samples:
-    """`count` samples (`few`) from all over `source`, which is `batch` or a batch of other lengths, and random values.
+    """Takes `count` samples (`few`), spread over `source` (`batch`, or a batch with other lengths), and gives them
+    random values.
 
-    `read` are the paths that the loss reads, `consulted` those that Python branches on. Integers are drawn from the
-    batch's values, and those between if there are few; masks are drawn as masks. Other floating-point
-    numbers are moved, or drawn from those of the batch and from possible marks of a missing value. If the loss
-    `is_known`, as transformers' own losses are, they are only scaled.
+    `read` are the paths that the loss reads, `consulted` the paths that Python branches on. Integers are drawn from the
+    batch's values and, if there are few, the values between them; masks remain masks. Other floating-point values are
+    moved, or drawn from the batch's values and possible marks of missing values. If the loss `is_known`, as
+    transformers' own losses are, these values are only scaled.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class Samples:
 
     @property
     def draws(self) -> int:
-        """The number of draws in which each mark and each value of a leaf with few values occurs."""
+        """The number of draws in which each mark, and each value of a leaf with few values, occurs; at most SPAN //
+        ROWS."""
         most = [
             -(-len(pool) // self.few.tensors[path].numel())
             for path, pool in self.pools.items()
@@ -90,7 +92,8 @@ class Samples:
         return min(max([ROWS, *most, *marks]), SPAN // ROWS)
 
     def draw(self, level: int, number: int, valid: bool = False) -> Batch:
-        """Draw `number`: `level` is how much of the batch is random. With `valid`, there are no negative integers."""
+        """The samples with the random values of draw `number`. `level` is how much of the batch is random. With
+        `valid`, drawn integers are not negative."""
         generator = torch.Generator().manual_seed(number)
 
         def redraw(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -106,7 +109,7 @@ class Samples:
         return self.few.map(redraw)
 
     def marks(self, path: str) -> list[float]:
-        """The values by which a leaf of floating-point numbers may mark a missing value."""
+        """The values that may mark a missing value in the floating-point leaf `path`."""
         return self.values[path].marks if path in self.values else []
 
     def _draw_floats(self, path: str, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
@@ -122,9 +125,10 @@ class Samples:
         return values.moved(values.filled(leaf, generator), scale, up=number % 4 == 2)
 
     def with_invalid(self, batch: Batch, path: str, ignore: float, number: int) -> Batch:
-        """`batch` with a random number of valid labels in each sample: at least two columns if there are three or more;
-        with one column, all samples but one. In long samples, every other draw spreads valid labels over the sample,
-        with fewer towards its end: code that processes chunks of positions may fail for a chunk without labels."""
+        """`batch` with a random number of valid labels in each sample: at least two if a sample has three or more
+        labels. With one label per sample, all samples but one have a valid label. In long samples, every other draw
+        spreads valid labels over the sample, with fewer towards the end, since code that processes chunks of positions
+        may fail for a chunk without labels."""
         mask = batch.by_sample(MASK) if MASK in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 
@@ -136,7 +140,7 @@ class Samples:
             is_invalid = leaf.isnan() if math.isnan(ignore) else leaf < 0 if ignore < 0 else leaf == ignore
             leaf = torch.where(is_invalid, valid, leaf)
             if mask is not None and mask.shape == leaf.shape:
-                leaf = leaf.masked_fill(mask == 0, ignore)  # some losses leave padding out by the mask
+                leaf = leaf.masked_fill(mask == 0, ignore)  # some losses use the mask to omit padding
             if leaf.ndim == 1 or leaf.shape[1] == 1:
                 leaf[-1 if number % 2 else len(leaf) // 2] = ignore
             elif leaf.shape[1] > LENGTH and number % 2 == 0:
@@ -148,7 +152,7 @@ class Samples:
             else:
                 fewest = min(2, leaf.shape[1] - 1)
                 keep = torch.randint(fewest, leaf.shape[1] + 1, (batch.rows,), generator=generator).tolist()
-                for k, row in enumerate(leaf):  # several in a sample (codebooks) have as many
+                for k, row in enumerate(leaf):  # all rows of a sample (codebooks) have the same number
                     row[keep[k * batch.rows // len(leaf)] :] = ignore
             return leaf.movedim(0, dim or 0)
 
@@ -156,8 +160,9 @@ class Samples:
 
 
 def _pool(leaf: Tensor, special: Tensor) -> Tensor:
-    """The values from which to draw a leaf of integers: its own values, with `special` tokens, which a loss may weight
-    differently or omit, more often; if these are few, also the values between, at least from 0 to 1."""
+    """The values from which to draw an integer leaf. If all classes are below SPAN: its negative values and marks, and
+    all values from 0 to the largest class (at least 1), without `special` tokens that do not occur. Otherwise: its own
+    values, with `special` tokens, which a loss may weight differently or omit, repeated."""
     pool = leaf.detach().long().cpu().unique()
     present = pool[torch.isin(pool, special)]
     classes = pool[:-1] if is_marked(pool) else pool
@@ -171,13 +176,14 @@ def _pool(leaf: Tensor, special: Tensor) -> Tensor:
 
 
 def is_marked(values: Tensor) -> bool:
-    """Whether the highest of these sorted labels marks a missing label: there is a gap between it and the classes."""
+    """Whether the highest of these sorted labels is UNLABELLED and marks a missing label: there is a gap between it and
+    the classes."""
     return len(values) > 1 and int(values[-1]) == UNLABELLED and int(values[-2]) < UNLABELLED - 1
 
 
 def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -> Tensor:
-    """`count` values of the pool. If the pool is larger, but not too large, the draws with the next numbers use the
-    rest of it."""
+    """`count` values of the pool. If the pool is larger, but not larger than SPAN, successive draws go through all of
+    it."""
     if count < len(pool) <= SPAN:
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))
         return pool[order[(torch.arange(count) + number * count) % len(pool)]]
@@ -193,7 +199,7 @@ def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Random numbers; if there are many, the first ones repeat, which takes a tenth of the time."""
+    """Normally distributed values. Beyond REPEATED elements the values repeat, which takes a tenth of the time."""
     count = math.prod(shape)
     if count <= REPEATED:
         return torch.randn(tuple(shape), generator=generator)
@@ -202,7 +208,8 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """A loss; or the sum of a criterion that returns (sum, count), and its count. `slopes`: gradients, if requested."""
+    """The `value` of a loss; or the sum and the count (`denominator`) of a criterion that returns (sum, count).
+    `slopes` are the gradients, if requested."""
 
     value: float
     denominator: float | None
@@ -212,8 +219,8 @@ class Measured(NamedTuple):
 
 @contextmanager
 def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, fixed random parameters replace those of the unit that this stage has released: the rule of its loss does
-    not depend on their values."""
+    """Context manager that replaces released parameters of `unit` with fixed random parameters: the rule of the unit's
+    loss does not depend on their values."""
     released = {name: p for name, p in unit.named_parameters(remove_duplicate=False) if is_released(p)}
     if not released:
         yield
@@ -231,12 +238,12 @@ def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class Glue:
-    """Runs the glue of a model and its criterion, with other values in place of unit results. Nothing else may
-    change the model between two runs."""
+    """Runs the glue of a model and its criterion, with given values instead of unit results. Nothing else may change
+    the model between two runs."""
 
     def __init__(self, model: nn.Module, criterion: Criterion | None, device: torch.device) -> None:
         self.model, self.criterion, self.device, self.units = model, criterion, device, find_units(model)
-        self.before: Before | None = None  # the model as the first run has found it
+        self.before: Before | None = None  # the state of the model before the first run
 
     def run(
         self,
@@ -248,9 +255,9 @@ class Glue:
         times: int = 1,
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """The loss of `batch` (None if it has none), and its gradients with respect to `by`; `result` gives the results
-        of units, except calls that are `running`, whose units run; the criterion is called this many `times`. The
-        model, the criterion and the generators do not change."""
+        """The loss of `batch`, and its gradients with respect to `by`; None without a loss. `result` returns the
+        results of units, but calls in `running` run their units. The criterion is called `times` times. The model, the
+        criterion and the generators do not change."""
         calls, is_inside, randomness = enumerate(flow.calls), False, Randomness(self.device)
 
         def handle(unit: str, original: Any, *arguments: Any) -> Any:
@@ -284,7 +291,7 @@ class Glue:
             stack.enter_context(torch.set_grad_enabled(bool(by)))
             stack.enter_context(handled(self.units, handle))
             stack.enter_context(checking_indices(self.device))
-            private = batch.map(lambda path, tensor, dim: tensor.clone())  # which glue may write to
+            private = batch.map(lambda path, tensor, dim: tensor.clone())  # a copy, since glue may write to it
             output = private.call(self.model)
             if left := next(calls, None):
                 raise other_way("the forward ended", f"{left[1].unit} (unit call {left[0]})")
@@ -297,8 +304,7 @@ class Glue:
         return Measured(float(value.detach()), None if count is None else float(count), value.dtype, slopes)
 
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
-        """The number by which the criterion divides its sum. It does not depend on unit results: these are zeros
-        without memory."""
+        """The count that the criterion returns. It does not depend on unit results, which are expanded zeros here."""
 
         def zeros(key: LeafKey, spec: TensorSpec) -> Tensor:
             return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)
@@ -309,12 +315,12 @@ class Glue:
 
 
 class LossTrial:
-    """A model's loss on all of the samples and on two parts of them.
+    """Measures a model's loss on all samples and on two parts of them.
 
-    The unit results that the loss depends on are random, and the parts reuse those of the whole, and the random numbers
-    of glue. Side outputs of units are random too with `side_outputs`; all others are zeros. A unit that returns a loss
-    itself runs, with random weights if another stage holds it. If the trial is `precise`, 32 bits replace 16, which
-    could not distinguish 1 % from nothing.
+    The unit results that the loss depends on are random, and all other unit results are zeros. Side outputs of units
+    are random only with `side_outputs`. The parts reuse the unit results of the whole, and the random numbers of its
+    glue. A unit that returns a loss itself runs, with random weights if another stage holds it. If the trial is
+    `precise`, fp32 replaces 16-bit dtypes, in which an error of 1 % would not be visible.
     """
 
     def __init__(
@@ -329,7 +335,7 @@ class LossTrial:
         self.precise = precise
         self.model, self.flow, self.samples, self.criterion = model, flow, samples, criterion
         self.glue = Glue(model, criterion, samples.device)
-        self.failure: Exception | None = None  # that of the last trial that failed
+        self.failure: Exception | None = None  # the error of the last failed trial
         self._flows: dict[range, tuple[Dataflow, tuple[int, ...]]] = {}
         whole, deltas = self._flow(range(samples.rows))
         values = set(whole.loss.values) if whole.loss else set[Value]()
@@ -340,12 +346,12 @@ class LossTrial:
 
     @property
     def elements(self) -> int:
-        """The number of random elements."""
+        """The number of random elements in the unit results."""
         whole, deltas = self._flow(range(self.samples.rows))
         return sum(math.prod(whole.spec(value).at(deltas)) for value in self.random)
 
     def rounds(self, batch: Batch, kind: int) -> bool:
-        """Whether glue computes in 16 bits by itself: results rounded to 16 bits give the same loss."""
+        """Whether glue itself rounds to 16 bits: unit results rounded to bf16 give the same loss."""
         results = self._random_results(0, kind)
         rounded = {key: result.bfloat16().float() for key, result in results.items()}
         losses = [self._measure(batch, range(batch.rows), each, SharedDraws()) for each in (results, rounded)]
@@ -354,10 +360,10 @@ class LossTrial:
     def measure(
         self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> tuple[Measured, list[Measured]] | None:
-        """The loss of the batch, which is the samples with other values, and those of its first `at` samples and of the
-        others; None if one has none, or rejects these values. The unit results of the first samples are moved by at
-        most `fit`, to where their loss falls, or rises if it is negative. With gradients for all unit results if it is
-        `sloping`."""
+        """The loss of `batch` (the samples with other values), and the losses of its first `at` samples and of the
+        other samples. None if one of the three has no loss, or if the model rejects these values. Unit results of the
+        first `at` samples are moved by at most `fit` to reduce their loss, or to increase it if `fit` is negative. With
+        `sloping`, the losses have gradients with respect to all unit results."""
         rows, draws = range(batch.rows), SharedDraws()
         results = self._random_results(seed, kind)
         try:
@@ -372,7 +378,7 @@ class LossTrial:
             leaves = [t.requires_grad_() for t in results.values() if sloping and t.is_floating_point()]
             whole = self._measure(batch, rows, results, draws, by=leaves)
             parts = [self._measure(batch, part, results, draws, by=leaves) for part in (rows[:at], rows[at:])]
-        except Exception as error:  # the model's own, or the criterion's, which may not take such labels
+        except Exception as error:  # raised by the model or the criterion, which may reject such labels
             logger.debug("a trial of the loss failed: %s: %s", type(error).__name__, error)
             self.failure = error
             return None
@@ -380,7 +386,7 @@ class LossTrial:
         return None if whole is None or len(losses) != len(parts) else (whole, losses)
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
-        """Whether the criterion returns the same for one output on repeated calls."""
+        """Whether the criterion returns the same loss for the same output when it is called again."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         return once is None or again is None or once[:2] == again[:2] or once.value != once.value
@@ -402,7 +408,7 @@ class LossTrial:
             return self.glue.run(part, flow, deltas, result, self.running, times, by)
 
     def _flow(self, rows: range) -> tuple[Dataflow, tuple[int, ...]]:
-        """The Dataflow of these samples, and how their sizes differ from those in its trace."""
+        """The Dataflow of these samples, and the differences between their sizes and those of its trace."""
         if rows not in self._flows:
             part = self.samples.take(torch.tensor(rows))
             flow, deltas = self.flow, self.flow.axes.deltas(part)

@@ -1,9 +1,9 @@
-"""Loss values: the values at which a loss rule was tried, and the values by which data mark missing entries.
+"""Loss values: the values for which a loss rule was tried, and the values that may mark missing entries.
 
-A loss may omit entries by their value: targets that are NaN, -1 or -100, a depth of 0. A rule that was tried
-on values without such marks proves nothing about a batch that has them. So each rule keeps the ranges of the values
-that its loss reads, and is tried again for a batch outside of them. Floating-point numbers have wide ranges: only a new
-sign, a zero, a NaN, or a number four times as large is outside.
+A loss may omit entries because of their value: targets that are NaN, -1 or -100, a depth of 0. A rule that was tried on
+values without such marks is not proven for a batch that contains them. So each rule keeps the ranges of the values that
+its loss reads, and is tried again for a batch with values outside these ranges. Ranges of floating-point values are
+wide: only a new sign, a zero, a NaN, or a value four times as large is outside.
 """
 
 import math
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 
-SPAN = 64  # values of a leaf of integers, up to which each is met
-TINY = math.ulp(0.0)  # stands for all positive numbers below 1
-MISSING = -1.0, -100.0  # what stands for no value where numbers may be negative
-MOST_VALUES = 4096  # of a leaf of floating-point numbers that others are drawn from
-SHARE = 0.4  # of entries that get a mark in a draw
+SPAN = 64  # largest number of values of an integer leaf that are all tried
+TINY = math.ulp(0.0)  # the smallest positive number: a bound of ranges without zero
+MISSING = -1.0, -100.0  # marks of a missing value in a leaf with negative values
+MOST_VALUES = 4096  # values of a floating-point leaf from which draws choose
+SHARE = 0.4  # share of the entries that a draw replaces with marks
 
 
 class Range(NamedTuple):
-    """The lowest and highest value in a leaf, and whether it had a NaN."""
+    """Bounds of the values in a leaf, and whether it contains a NaN."""
 
     low: float
     high: float
@@ -31,7 +31,8 @@ class Range(NamedTuple):
 
     @classmethod
     def of_integers(cls, leaf: Tensor) -> Self:
-        """The range of integers, up to infinity if there are many."""
+        """The range of integers, extended to include 0 and 1; if the highest is SPAN or more, to include 1 and
+        infinity."""
         low, high = (int(extreme) for extreme in leaf.long().aminmax())
         return cls(min(low, 1), float("inf")) if high >= SPAN else cls(min(low, 0), max(high, 1))
 
@@ -45,7 +46,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of_numbers(cls, low: float, high: float) -> Self:
-        """The range of numbers from `low` to `high`, or of a NaN."""
+        """The range of values from `low` to `high`, rounded outward; if `low` is NaN, a range of NaN only."""
         return cls(0.0, 0.0, True) if low != low else cls(-_outward(-low), _outward(high))
 
     def covers(self, other: "Range") -> bool:
@@ -56,7 +57,7 @@ class Range(NamedTuple):
 
 
 def ranges_of(batch: Batch, paths: Collection[str], floats: bool) -> dict[str, Range]:
-    """The range of each of these leaves that has numbers; of floating-point leaves if requested."""
+    """The range of each of these leaves that is not empty or complex; of floating-point leaves only with `floats`."""
     ranges: dict[str, Range] = {}
     for path in sorted(paths):
         leaf = batch.tensors.get(path)
@@ -70,7 +71,7 @@ def ranges_of(batch: Batch, paths: Collection[str], floats: bool) -> dict[str, R
 
 
 class Values:
-    """The numbers of one leaf of floating-point numbers, and `marks`: values by which a loss may omit entries."""
+    """The values of one floating-point leaf, and `marks`: values that may mark missing entries."""
 
     def __init__(self, leaf: Tensor) -> None:
         numbers = leaf.detach().flatten()
@@ -89,17 +90,17 @@ class Values:
         self.drawn = torch.cat([marks, torch.zeros(1).to(leaf)]) if low < 0 else marks
 
     def filled(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
-        """The leaf with numbers in place of NaNs."""
+        """The leaf with each NaN replaced by a random valid value."""
         return torch.where(leaf.isnan(), self._chosen(self.valid, leaf, generator), leaf) if self.has_nan else leaf
 
     def moved(self, leaf: Tensor, scale: Tensor, up: bool) -> Tensor:
-        """The leaf times a scale from 0 to 1, or moved as much towards the highest number: a loss may have a
+        """The leaf or, with `up`, its distance to the highest value, multiplied by `scale` (0 to 1): a loss may have a
         threshold."""
         return self.high - (self.high - leaf) * scale if up else leaf * scale
 
     def draw(self, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
-        """Draw `number`: the entries of such a leaf in another order, some of them replaced by marks. In each sample at
-        least one entry is not a mark; with one entry per sample, one sample is a mark. All marks occur in turn."""
+        """The values of draw `number` for such a leaf: random valid values, some replaced by marks. In each sample, at
+        least one entry is not a mark. With one entry per sample, only one sample is a mark. All marks occur in turn."""
         values = self._chosen(self.valid, leaf, generator)
         if not len(self.drawn):
             return values
@@ -119,7 +120,7 @@ class Values:
 
 
 def _extremes(leaf: Tensor) -> tuple[float, float]:
-    """The lowest and the highest number; NaN twice if one is NaN."""
+    """The lowest and the highest value; both are NaN if one value is NaN, and 0 if the leaf is empty."""
     if not leaf.numel():
         return 0.0, 0.0
     low, high = leaf.aminmax()
@@ -127,7 +128,8 @@ def _extremes(leaf: Tensor) -> tuple[float, float]:
 
 
 def _outward(high: float) -> float:
-    """A bound that numbers up to `high` will not exceed for a while: a power of four, or a sign."""
+    """An upper bound that later values seldom exceed: -TINY for a negative `high`, 0 for 0, otherwise the next power of
+    four that is at least 1."""
     if high <= 0:
         return 0.0 if high == 0 else -TINY
     return high if math.isinf(high) else max(1.0, 4.0 ** math.ceil(math.log(high, 4)))

@@ -1,9 +1,9 @@
-"""Mixed precision: parameters or operators in 16 bits, with values and gradients in fp32.
+"""Mixed precision: 16-bit parameters or operators, with fp32 values and gradients.
 
-torch.autocast casts per operator and keeps fp32 parameters, which take twice the memory and traffic of 16-bit ones.
-Here a stage's parameters are cast as by `from_pretrained(dtype=...)` (parameters that an architecture keeps in fp32
-stay in fp32), and each trained parameter gets a MasterWeight in fp32; an optimizer only sees MasterWeights. Autocast is
-available, too, as an option.
+torch.autocast casts per operator and keeps fp32 parameters, which need twice the memory and bandwidth of 16-bit
+parameters. Here a stage's parameters are cast as by `from_pretrained(dtype=...)` (parameters that an architecture keeps
+in fp32 stay in fp32), and each trained parameter has a MasterWeight in fp32. An optimizer only updates MasterWeights.
+Autocast is available as an option.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ LEAST, MOST = 1.0, 2.0**32
 
 
 class LossScale:
-    """The factor that losses are multiplied with before backward, always a power of two.
+    """The factor by which losses are multiplied before backward, a power of two.
 
-    If a gradient overflowed, the step is skipped and the factor is halved; it is doubled after `interval` consecutive
-    steps without an overflow (Micikevicius et al. 2018, arXiv:1710.03740).
+    If a gradient overflows, the step is skipped and the factor is halved. The factor is doubled after `interval`
+    consecutive steps without an overflow (Micikevicius et al. 2018, arXiv:1710.03740).
     """
 
     def __init__(self, initial: float = 2.0**16, interval: int = 1000) -> None:
         self.value, self.interval = initial, interval
-        self.steps = 0  # in a row without an overflow
+        self.steps = 0  # consecutive steps without an overflow
 
     def update(self, overflow: bool) -> None:
         if overflow:
@@ -55,16 +55,16 @@ class LossScale:
 
 
 class MasterWeight:
-    """The tensor that an optimizer updates for one parameter of a stage: `master` is the parameter itself, this rank's
-    shard of it, or its fp32 values, if the parameter has a lower precision; `full` are these values, unsharded.
+    """The tensor that an optimizer updates for one parameter of a stage. `master` is the parameter itself, this rank's
+    shard of the parameter, or its fp32 values if the parameter is 16-bit. `full` is the unsharded fp32 tensor.
 
     Attributes:
-        holders: the number of ranks that have the same gradient of it.
+        holders: the number of ranks that have the same gradient of the parameter.
         plain: whether `master` is the parameter itself.
-        owner: with ZeRO, the replica that updates the parameter for all replicas and alone has the fp32 values; else
-            None.
-        lowered: whether the parameter was cast to 16 bits. If it was frozen then, it gets fp32 values once it is
-            trained.
+        owner: with ZeRO, the replica that updates the parameter for all replicas, and the only one with its fp32
+        values; otherwise None.
+        lowered: whether the parameter was cast to 16 bits. If it was frozen at that time, its fp32 values are created
+        when it is first trained.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class MasterWeight:
     ) -> None:
         self.name, self.parameter, self.holders, self.lowered = name, parameter, holders, lowered
         self.owner: int | None = None
-        self._lent: Tensor | None = None  # the gradient, as `master` was given it
+        self._lent: Tensor | None = None  # the gradient that was assigned to `master`
         self.plain = full is None and not isinstance(parameter, DTensor)
         self.master: nn.Parameter = parameter
-        if lowered:  # gradients are accumulated in the precision of the values, also of what is unfrozen later
+        if lowered:  # accumulate gradients in the precision of the values, even if unfrozen later
             parameter.grad_dtype = torch.float32
         if not self.plain:
             value = local(parameter.detach()) if full is None else slice_like(full, parameter)
@@ -83,17 +83,17 @@ class MasterWeight:
 
     @property
     def is_double(self) -> bool:
-        """Whether the values that an optimizer updates differ from those that the model computes with."""
+        """Whether an optimizer updates values of another dtype than the dtype that the model computes with."""
         return self.master.dtype != self.parameter.dtype
 
     @torch.no_grad()
     def follow(self, is_master_written: bool, adopts: bool) -> bool:
-        """Make parameter and fp32 values equal again after a loop has written to one of them; returns whether they are
-        equal.
+        """Make the parameter and its fp32 values equal after a loop has written to one of them. Returns whether they
+        are equal.
 
-        A write to the fp32 values is always copied to the parameter. A write to the parameter is copied to the fp32
-        values if `adopts`, in the elements that differ: a parameter that was exchanged and restored leaves them
-        unchanged.
+        A write to the fp32 values is always copied to the parameter. If `adopts`, a write to the parameter is copied to
+        the fp32 values, but only in the elements that differ: replacing and restoring a parameter does not change the
+        fp32 values.
         """
         if self.is_double and not is_master_written:
             if not adopts:
@@ -105,11 +105,12 @@ class MasterWeight:
 
     @property
     def lacks_values(self) -> bool:
-        """Whether the fp32 values are missing, since the parameter was frozen when it was cast."""
+        """Whether the fp32 values are missing because the parameter was frozen when it was cast."""
         return self.lowered and self.master.dtype is self.parameter.dtype
 
     def complete(self) -> None:
-        """Create fp32 values from the parameter: it was frozen, so these are the values it has computed with."""
+        """Create fp32 values from the 16-bit parameter. It was frozen, so the model has computed with exactly these
+        values."""
         self.master, self.plain = nn.Parameter(local(self.parameter.detach()).float()), False
         self._lent = None
 
@@ -118,32 +119,32 @@ class MasterWeight:
         self.master = self.parameter
 
     def settle_gradient(self) -> None:
-        """Give the parameter the gradient that a loop has set in place of the lent gradient."""
+        """If a loop has replaced the gradient of `master`, assign the new gradient to the parameter."""
         if self.master is not self.parameter and self.master.grad is not self._lent:
             set_local_grad(self.parameter, self.master.grad)
             self._lent = self.master.grad
 
     def lend_gradient(self) -> None:
-        """Give the updated tensor the gradient of the parameter, too: a loop may change it in either place."""
+        """Assign the parameter's gradient to `master` as well, so that a loop may change it on either tensor."""
         if self.master is not self.parameter:
             self.master.requires_grad_(self.parameter.requires_grad)
             self.master.grad = self._lent = local_grad(self.parameter)
 
     @torch.no_grad()
     def take_value(self) -> None:
-        """After an optimizer step, copy the updated values to the parameter; a shard shares its memory, so it needs no
-        copy."""
+        """Copy the updated values to the parameter, after an optimizer step. A shard shares the parameter's memory and
+        needs no copy."""
         if self.is_double:
             local(self.parameter).copy_(self.master)
 
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
-        """Load the whole tensor `value`."""
+        """Load this rank's shard of the full tensor `value`."""
         self.set_part(slice_like(value, self.parameter))
 
     @torch.no_grad()
     def set_part(self, part: Tensor) -> None:
-        """Load this rank's part of it."""
+        """Load `part`, this rank's shard of the values."""
         for tensor in (self.parameter, self.master):
             local(tensor).copy_(part)
 
@@ -158,8 +159,8 @@ class MasterWeight:
 
 @cache
 def casts_have_graphs() -> bool:
-    """Whether torch gives a graph to casts made while no gradients are recorded (in a reentrant checkpoint), which
-    another microbatch needs. Before 2.11 that microbatch would lose its gradients (pytorch#158232)."""
+    """Whether autocast's cached casts have a grad_fn even if they are made under no_grad (in a reentrant checkpoint).
+    Before torch 2.11 they do not, and another microbatch that uses them would lose its gradients (pytorch#158232)."""
     layer, x = nn.Linear(1, 1), torch.zeros(1, 1)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
@@ -168,11 +169,11 @@ def casts_have_graphs() -> bool:
 
 
 class Precision:
-    """`name` is "fp32" (the model stays as it is), "bf16" or "fp16".
+    """The precision `name`: "fp32" (the model is not changed), "bf16" or "fp16".
 
-    In 16 bits the parameters have this dtype, their gradients are accumulated in fp32 over the microbatches, and the
-    optimizer updates their fp32 values (Micikevicius et al. 2018, arXiv:1710.03740). With `autocast` the parameters
-    stay in fp32, and torch.autocast decides for each operator.
+    With "bf16" and "fp16", parameters have this dtype, their gradients are accumulated in fp32 over the microbatches,
+    and the optimizer updates their fp32 values (Micikevicius et al. 2018, arXiv:1710.03740). With `autocast`,
+    parameters stay in fp32, and torch.autocast chooses the dtype of each operator.
     """
 
     def __init__(self, name: str, autocast: bool, device: torch.device) -> None:
@@ -182,18 +183,18 @@ class Precision:
         self.scales = self.dtype is torch.float16
 
     def running(self) -> AbstractContextManager[object]:
-        """A context for forwards."""
+        """Context manager for forwards: torch.autocast, if requested."""
         return torch.autocast(self.device.type, self.dtype) if self.autocasts else nullcontext()
 
     @contextmanager
     def sharing_casts(self, flows: Collection[Dataflow]) -> Iterator[None]:
-        """Around a step's actions: its forwards share autocast's copy of each parameter, instead of one copy for each
-        microbatch in flight. They do not if a forward writes to parameters."""
+        """Context manager for a step's actions: all forwards share one autocast copy of each parameter, instead of one
+        copy for each microbatch in flight. Does nothing if a forward writes to parameters."""
         kinds = {place.kind for flow in flows for place in flow.carried}
         if not self.autocasts or kinds & {"parameter", "settled"} or not casts_have_graphs():
             yield
             return
-        torch.autocast_increment_nesting()  # torch forgets what it has cast as the outermost context ends
+        torch.autocast_increment_nesting()  # torch clears its cache of casts when the outermost context exits
         try:
             yield
         finally:
@@ -202,8 +203,8 @@ class Precision:
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:
-        """Inside, tensors that will be cast already have their later dtype, as a trace must see it. Parameters keep
-        their values as an attribute, for units that need them to run."""
+        """Context manager for a trace: tensors that will be cast already have their later dtype. Parameters keep their
+        values in an attribute, for units that need them to run."""
         before = {tensor: tensor.data for tensor in self.lowered(model)}
         for tensor, data in before.items():  # buffers are small, and may be written to
             if isinstance(tensor, nn.Parameter):
@@ -219,7 +220,8 @@ class Precision:
                 vars(tensor).pop("pipeshard_values", None)
 
     def lower(self, tensors: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Cast these tensors, which are `lowered`, permanently; returns the fp32 values of the trained parameters."""
+        """Cast these tensors, a subset of `lowered`, permanently. Returns the fp32 values of the trained parameters
+        among them."""
         full: dict[nn.Parameter, Tensor] = {}
         for tensor in tensors:
             if isinstance(tensor, Ghost):
@@ -242,8 +244,8 @@ class Precision:
         return batch.map(lowered)
 
     def lowered(self, model: nn.Module) -> set[Tensor]:
-        """The parameters and buffers that have this dtype if the architecture is constructed in it, as by
-        `from_pretrained(dtype=...)`; for other modules all floating-point ones, as by `model.bfloat16()`."""
+        """The parameters and buffers to cast: for transformers models, those that `from_pretrained(dtype=...)` would
+        create in this dtype; for other modules, all floating-point ones, as `model.bfloat16()` would cast."""
         if not self.lowers:
             return set()
         in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -260,7 +262,7 @@ class Precision:
         return tensors
 
     def _constructed(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """The dtypes that transformers' constructors give to tensors if this one is the default."""
+        """The dtypes, by name, of the tensors that transformers' constructors create if this dtype is the default."""
         dtypes: dict[str, torch.dtype] = {}
         with contextlib.suppress(ConfigurationError):  # a model that cannot be constructed again
             for path, twin in rebuilt_models(model, self.dtype):

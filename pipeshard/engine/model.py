@@ -1,4 +1,4 @@
-"""PipelineModel: the boosted model that a user works with, on a stage or in one process."""
+"""PipelineModel: the boosted model that the user works with, either one stage or the full model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,21 +16,22 @@ from pipeshard.private import tree_tensors
 
 
 class Whole:
-    """Calls the model of a pipeline of one stage, outside of its steps, and adds the gradients of a loss."""
+    """Calls the model of a one-stage pipeline outside of steps, and accumulates the gradients of a loss."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self._adding = False  # inside `backward`
+        self._adding = False  # whether `backward` is running
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> "Whole | None":
-        """The Whole of this pipeline; None if this process holds only a part of the model, or gathers it in each step
-        (FSDP)."""
+        """The Whole of this pipeline, or None if this process holds only a part of the model (pp_size, tp_size, or
+        fsdp=True)."""
         grid = pipeline.grid
         return cls(pipeline) if grid.pp_size == grid.tp_size == 1 and not pipeline.config.fsdp else None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output. Its own `loss.backward()` is refused if it would be wrong."""
+        """The model's output. Calling `loss.backward()` on its loss raises UsageError if the gradients would be
+        wrong."""
         pipeline, precision = self.pipeline, self.pipeline.precision
         pipeline.refuse_blank()
         if torch.is_grad_enabled():
@@ -40,7 +41,8 @@ class Whole:
                 output = pipeline.model(*args, **kwargs)
             elif args and kwargs:
                 raise UsageError(
-                    "model(...) in 16 bits takes positional or keyword arguments, not both: pass all of them by keyword"
+                    "model(...) got positional and keyword arguments, but with precision='bf16' or 'fp16' it accepts "
+                    "only one of the two kinds: pass all arguments by keyword"
                 )
             else:
                 batch = replace(read_batch(pipeline.model, kwargs or args), taken=None)
@@ -53,7 +55,7 @@ class Whole:
 
     @together_in("booster.backward")
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of the mean of the replicas' losses, unweighted."""
+        """Accumulate the gradients of the unweighted mean of the replicas' losses."""
         pipeline, sync = self.pipeline, self.pipeline.sync
         pipeline.gradients.add_to()
         if problems := sync.problems():
@@ -75,22 +77,22 @@ class Whole:
             )
 
 
-# By what it asks of a model first one knows who is about to wrap it.
+# Attributes that identify a wrapper, which reads them before it wraps a model.
 ASKED_BY = {
     "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel",
     "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
 }
 
-OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})  # attributes: others are the model's
+# Attributes of PipelineModel itself; all others are the model's.
+OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})
 OWN_METHODS = ("forward", "compile", "extra_repr")
-# torch's methods of modules that the model itself answers, so that names, children, hooks and keys are its own.
+# Methods of nn.Module that are called on the model itself, so that names, children, hooks and keys are the model's.
 PUBLIC = [name for name, value in vars(nn.Module).items() if callable(value) and not name.startswith("_")]
 ANSWERED = ("_apply", *(name for name in PUBLIC if name not in OWN_METHODS))
 
 
 def _answered(name: str) -> Callable[..., Any]:
-    """The method of this name, called on the model itself; if it returns the model, the boosted model is returned
-    instead."""
+    """A method that calls the model's method `name`, and returns the boosted model if that method returns the model."""
 
     def call(self: "PipelineModel", *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -102,22 +104,22 @@ def _answered(name: str) -> Callable[..., Any]:
 
 
 class PipelineModel(nn.Module):
-    """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage.
+    """A boosted model. `unwrap()` returns the original model, of which this rank holds one stage.
 
-    It has the attributes and methods of the model. Attributes are set on the model, whose forward reads them.
+    Attributes and methods are those of the model. Setting an attribute sets it on the model, whose forward reads it.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
-        nn.Module.__init__(self)  # not that of ColossalAI's ModelWrapper, which may come after this class
+        nn.Module.__init__(self)  # not super(): ColossalAI's ModelWrapper may follow in the MRO
         self.module = module
         self.pipeline, self.whole = pipeline, Whole.of(pipeline)
-        self.generation: Any = None  # what all stages generate with
-        self.checkpoint_io: Any = None  # that of the plugin, which knows of saves in the background
+        self.generation: Any = None  # runs `generate` on all stages
+        self.checkpoint_io: Any = None  # the plugin's, which tracks asynchronous saves
         guard(module)
 
     @property
     def training(self) -> bool:
-        """The model's mode: its mode at boost, until train() or eval() is called."""
+        """The model's training mode: unchanged by boost, until train() or eval() is called."""
         module = self._modules.get("module")
         return module is None or module.training
 
@@ -127,7 +129,7 @@ class PipelineModel(nn.Module):
             module.training = mode
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """The model that was passed to boost, even if it is a PeftModel: ColossalAI would return the base model,
+        """The model that was passed to boost, even if it is a PeftModel. ColossalAI would return the base model,
         without the names of the adapters."""
         module: nn.Module = self.module
         return module
@@ -153,8 +155,8 @@ class PipelineModel(nn.Module):
         if name in ASKED_BY:
             raise UsageError(
                 f"{ASKED_BY[name]} would wrap a boosted model, but the booster already manages its replicas, optimizer "
-                "and steps. Train it with booster.execute_pipeline(...), or get the full model for other uses with "
-                "pipeshard.to_sequential(model)"
+                "and steps. Train the model with booster.execute_pipeline(...), or get the full model for other uses "
+                "with pipeshard.to_sequential(model)"
             )
         try:
             return super().__getattr__(name)
@@ -164,16 +166,16 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, if this process has the whole model (pp_size=1); pass its loss to `booster.backward`.
+        """The model's output, if this process holds the full model (pp_size=1); pass its loss to `booster.backward`.
 
-        Raises UsageError on a stage.
+        Raises UsageError if this process holds only a part of the model (a stage, or shards).
         """
         if self.whole is not None:
             return self.whole.call(args, kwargs)
         raise UsageError(
-            f"this process holds only stage {self.pipeline.rank} of {self.pipeline.num_stages}, so model(...) cannot "
-            "be called: use booster.execute_pipeline(data_iter, model, criterion, optimizer, return_outputs=True), "
-            "under torch.no_grad() for evaluation"
+            f"this process holds only stage {self.pipeline.rank} of {self.pipeline.num_stages} (with tp_size or fsdp, "
+            "only shards of it), but model(...) needs the full model: use booster.execute_pipeline(data_iter, model, "
+            "criterion, optimizer, return_outputs=True), under torch.no_grad() for evaluation"
         )
 
 

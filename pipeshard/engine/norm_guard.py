@@ -1,8 +1,8 @@
-"""Norm guard: refuses torch's gradient-norm functions for a boosted model, if a rank has only one stage.
+"""Norm guard: raises an error if torch's gradient-norm functions are called with only one stage of a boosted model.
 
-`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. The guard is installed inside torch's
-own functions while a boosted model is alive, so it does not matter how a loop, a hook or a library has imported them.
-A part of a model that one stage holds as a whole, and each single parameter, can be clipped as usual.
+`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. The guard patches the functions
+themselves while a boosted model is alive, so it also works if a loop, a hook or a library has already imported them. A
+part of a model that one stage holds completely, and each single parameter, can be clipped as usual.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class NormGuard(Guard):
         return guarded
 
     def _check_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Raise UsageError for parameters that several stages hold."""
+        """Raise UsageError if some of these parameters are held here and others are trained on another stage."""
         for gradients in list(self._models):
             names = {p: name for p in parameters if (name := gradients.name_of(p)) is not None}
             held = [p for p, name in names.items() if name in gradients.weights and p.grad is not None]
@@ -69,8 +69,9 @@ class NormGuard(Guard):
             self._check(held, gradients, "get_total_norm")
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
-        """Raise UsageError if these are all of this rank's parameters of the model, or of an optimizer's group, and
-        other stages have more: the cut chose them, not the user."""
+        """Raise UsageError if `held` contains every gradient that this rank has of the model, or of an optimizer's
+        group, but other stages have more: the split has selected them, not the user. Also raise it if gradients are
+        multiplied by the loss scale."""
         if held and gradients.is_scaled:
             raise UsageError(
                 f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "
@@ -92,6 +93,6 @@ GUARD = NormGuard()
 def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str) -> str:
     return (
         f"torch.nn.utils.{function} got only the gradients of stage {gradients.grid.stage} of "
-        f"{gradients.grid.pp_size}: it would count {here}, but not {elsewhere}, which another stage holds, and scale "
-        f"each stage by a different factor. {REMEDY}"
+        f"{gradients.grid.pp_size}. It would include {here}, but not {elsewhere}, which another stage holds, and would "
+        f"scale each stage by a different factor. {REMEDY}"
     )

@@ -239,7 +239,7 @@ def refusals() -> list[str]:
 
 def test_what_is_no_sum_is_refused_on_every_rank(pool: Pool) -> None:
     """It was found on the last stage, and only for the labels of the first batch."""
-    others, counted = "the loss of Tagger could not be verifie", "the loss of Tagger is a pair whose seco"
+    others, counted = "the loss of Tagger could not be verifie", "the loss of Tagger is a pair (sum, coun"
     assert pool.run(refusals, 2) == [[others, others, counted]] * 2
 
 
