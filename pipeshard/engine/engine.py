@@ -368,7 +368,7 @@ class Pipeline:
         """The loss and the outputs, if requested. If the loss is NaN, the ranks check whether the model has left its
         trace, on a GPU possibly in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
-        end, source = self.stages.running[-1].end_of_loss, self.last_rank  # the last stage is the last of its rank
+        end, source = self.stages.running[-1].end_of_loss, self.last_rank  # the model's last stage comes last
         loss = self._of_replicas(end)
         is_looked_at = asked.loss or (train and self.looks_at_once)
         total = share_scalar(loss, source, self.group, torch.device("cpu")) if is_looked_at else None

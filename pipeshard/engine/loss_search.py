@@ -230,7 +230,8 @@ class _Search:
                 yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
 
     def _ignored(self, path: str) -> list[int]:
-        """The labels that may mean "no label". A kernel on a GPU fails for a label that is out of range."""
+        """The labels that may mean "no label". On a GPU, whose kernels fail for a label that is out of range, a
+        criterion's negative labels are tried only if they occur in the batch."""
         observed = set(self.samples.pools[path].tolist())
         if self.criterion is None:
             return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
