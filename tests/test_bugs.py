@@ -302,10 +302,10 @@ def test_what_gets_a_gradient_of_one_microbatch_alone_may_get_none_of_others() -
     nothing: Any = None
     stage = Stage(nothing, 1, False, nothing)
     stage.microbatches = [SimpleNamespace(route=route)] * 2  # type: ignore[list-item]
-    with pytest.raises(TraceError, match=r"result 1 of unit embed.*where the trace has one"):
+    with pytest.raises(TraceError, match=r"result 1 of unit embed.*although the trace recorded one"):
         step_of(stage, (True, False), (True, False))
     step_of(stage, (False, True), (True, False))
-    with pytest.raises(TraceError, match=r"result 0 of unit embed.*but got one before"):
+    with pytest.raises(TraceError, match=r"result 0 of unit embed.*but received one in an earlier step"):
         step_of(stage, (False, False), (False, True))
 
 

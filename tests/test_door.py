@@ -102,7 +102,7 @@ def test_habits_are_answered_by_name(pool: Pool, tmp_path: Any) -> None:
         "ConfigurationError: CrossEntropyLoss takes tensors, but a criterion .* the model's output .CausalLMOutput.*",
         "ConfigurationError: mse_loss takes tensors, but",
         r"ConfigurationError: the criterion takes \(\), but is called with \(outputs, inputs\) or outputs alone",
-        r"ConfigurationError: the criterion is a str: pass criterion\(outputs, inputs\)",
+        r"ConfigurationError: the criterion must be callable as criterion\(outputs, inputs\), got a str",
     ]
     for messages in pool.run(habits, 2, str(tmp_path)):
         assert_told(messages, expected)
@@ -431,7 +431,7 @@ def test_layers_of_bitsandbytes_are_refused_by_name() -> None:
     """In four bits the first step ended: a layer was not what it had been when the model was boosted."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = nn.Sequential(nn.Linear(4, 4), bitsandbytes.nn.Linear4bit(4, 4))
-    with pytest.raises(ConfigurationError, match="1 is a bitsandbytes Linear4bit, which replaces its weight"):
+    with pytest.raises(ConfigurationError, match="1 is a bitsandbytes Linear4bit, whose forward replaces its weight"):
         plain(model)
 
 

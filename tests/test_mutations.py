@@ -103,7 +103,7 @@ def test_without_a_mutation_nothing_differs(pool: Pool, name: str) -> None:
         ("gpt2", tie_counted_twice, "norm"),
         ("gpt2", microbatches_swapped, "gradients differ"),
         ("gpt2", share_left_out, "loss"),
-        ("t5", bypassing_gradient_dropped, "gets a gradient that the trace did not record"),
+        ("t5", bypassing_gradient_dropped, "receives a gradient that the trace did not record"),
         ("t5", no_tie_sync, "gradients differ"),
     ],
 )

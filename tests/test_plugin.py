@@ -219,9 +219,9 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
     expected = [
         "UsageError: this process holds only stage . of 2.*use booster.execute_pipeline",
         "UsageError: booster.execute_pipeline.*already runs the backward pass",
-        "BatchError: the data iterator is empty: create a new one",
-        r"BatchError: (the data iterator is empty|stage 1 \(of 2 ranks\) got no usable batch)",
-        r"BatchError: execute_pipeline takes an iterator of batches, not a list: pass iter\(dataloader\)",
+        "BatchError: the data iterator is exhausted: create a new one",
+        r"BatchError: (the data iterator is exhausted|stage 1 \(of 2 ranks\) got no usable batch)",
+        r"BatchError: execute_pipeline expects an iterator of batches, got a list: pass iter\(dataloader\)",
         "BatchError: the batch contains no tensor with a batch dimension, only {'input_ids': 'str'}",
         "BatchError: the batch contains no tensor with a batch dimension, only nothing",
         "BatchError: the stages of one pipeline must read the same batch.*prepare_dataloader",

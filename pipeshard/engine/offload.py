@@ -1,7 +1,7 @@
-"""Offload: the activations of a stage, in the host's memory between a forward and its backward.
+"""Offload: keeps a stage's activations in host memory between a forward and its backward.
 
-torch's saved-tensor hooks see every tensor that autograd saves. Its storage is copied to the host, once for all views
-of it, and copied back before the backward that needs it, while another action computes.
+torch's saved-tensor hooks receive every tensor that autograd saves. The tensor's storage is copied to the host, once
+for all of its views, and copied back before the backward that needs it, while another action computes.
 """
 
 import weakref
@@ -23,28 +23,28 @@ from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.residence import Holding, residences
 from pipeshard.split.route import Save
 
-SMALL = 1024  # bytes that are not worth a copy
+SMALL = 1024  # bytes; smaller storages are not worth a copy
 
 
 class Transfer(Protocol):
-    """Copies between a device and the host; these copies may run while the device computes."""
+    """Copies tensors between a device and the host. The copies may run while the device computes."""
 
     def store(self, tensor: Tensor) -> Any:
-        """Begin to copy a tensor to the host; returns the copy."""
+        """Start to copy a tensor to the host, and return the copy."""
 
     def load(self, copy: Any) -> Tensor:
-        """Begin to copy it back into new memory of the device."""
+        """Start to copy a stored tensor to newly allocated device memory, and return the new tensor."""
 
     def wait(self) -> None:
         """Make later computation on the device wait for all copies."""
 
 
 class CudaTransfer:
-    """Copies through pinned memory, on a separate stream."""
+    """Copies to and from pinned host memory, on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self._used: list[Tensor] = []  # by copies that may still run
+        self._used: list[Tensor] = []  # tensors of copies that may still run
 
     def store(self, tensor: Tensor) -> Tensor:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -61,7 +61,7 @@ class CudaTransfer:
         self._used.clear()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        # The source is computed, and the target's memory was last used, by the current stream.
+        # The current stream computes the source, and was the last to use the target's memory.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
@@ -69,12 +69,12 @@ class CudaTransfer:
 
 
 def transfer_of(device: torch.device) -> Transfer | None:
-    """The transfer between this device and the host; None for a CPU, whose memory is the host's."""
+    """The Transfer between a GPU and the host; None for other devices (a CPU uses host memory)."""
     return CudaTransfer(device) if device.type == "cuda" else None
 
 
 class Block:
-    """A storage, copied to the host; `here` is a copy of it on the device."""
+    """The host copy of a storage; `here` is the copy that `load` has made on the device, or None."""
 
     def __init__(self, transfer: Transfer, storage: torch.UntypedStorage) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -87,18 +87,18 @@ class Block:
 
 
 class Saved:
-    """A tensor that autograd has saved, as a view of `block`, or kept on the device without a block."""
+    """A tensor that autograd has saved: a view of `block`, or, without a block, the tensor itself on the device."""
 
     def __init__(self, tensor: Tensor, block: Block | None = None) -> None:
         self.block, self.version, self.kept = block, tensor._version, tensor.detach()
         self.requires_grad = tensor.requires_grad
         if block is not None:
             self.view = tensor.storage_offset(), tensor.shape, tensor.stride()
-            self.kept.data = tensor.new_empty(0)  # what is left of it shares the version of the tensor alone
+            self.kept.data = tensor.new_empty(0)  # frees the storage, but keeps the version counter
 
     def tensor(self) -> Tensor:
-        """Its value. Raises RuntimeError if it was written to: with saved-tensor hooks, autograd does not check
-        this."""
+        """The saved value. Raises RuntimeError if the tensor was modified in place since: with saved-tensor hooks,
+        autograd does not check this."""
         if self.kept._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -106,21 +106,21 @@ class Saved:
             )
         if self.block is None:
             return self.kept
-        if self.block.here is None:  # a backward that no action of the program runs
+        if self.block.here is None:  # this backward is not an action of the program
             self.block.load()
             self.block.transfer.wait()
         assert self.block.here is not None
         return self.kept.new_empty(0).set_(self.block.here.untyped_storage(), *self.view)
 
     def argument(self) -> Tensor:
-        """Its value for a unit that is recomputed; it requires a gradient if it did the first time."""
+        """The saved value as an argument of a recomputed unit; it requires a gradient if the original tensor did."""
         value = self.tensor()
         return value.requires_grad_().view_as(value) if self.requires_grad else value
 
 
 @dataclass
 class Seen:
-    """A storage that was saved in this step: the `holding` that saved it first, and the copies of its contents, by
+    """A storage that was saved in this step, with the `holding` that saved it first and its host copies by tensor
     version."""
 
     storage: StorageWeakRef
@@ -129,30 +129,30 @@ class Seen:
 
 
 class Offload:
-    """Offloads the activations of a rank's stages: all except those of the running action and of the next B or W.
+    """Offloads the activations of a rank's stages, except the activations of the running action and of the next B or W.
 
-    Not offloaded: weights and buffers, small tensors, tensors of other devices and of tensor subclasses, and memory
-    that several microbatches share, which no copy would free.
+    Not offloaded: weights and buffers, small tensors, tensors on other devices, sparse tensors, tensor subclasses,
+    lazily conjugated or negated tensors, and storages that several microbatches share (a copy would not free them).
     """
 
     def __init__(self, transfer: Transfer, device: torch.device) -> None:
         self.transfer, self.device = transfer, device
 
     def begin(self, actions: Sequence[Action], held: Iterable[Tensor]) -> None:
-        """Prepare a training step of these actions, with `held` weights and buffers."""
+        """Prepare a training step that runs `actions`; `held` are the weights and buffers, which are not offloaded."""
         self._residences = residences(actions)
         self._held = {local(tensor.detach()).untyped_storage()._cdata for tensor in held}
         self._seen: dict[int, Seen] = {}
         self._blocks: dict[Holding, list[weakref.ref[Block]]] = {}
 
     def end(self) -> None:
-        """Discard everything of the step."""
+        """Discard all state of the step."""
         self._seen, self._blocks = {}, {}
 
     @contextmanager
     def saving(self, i: int, stage: int) -> Iterator[Save | None]:
-        """Around the F of microbatch i on a stage. Yields a function that saves the arguments of recomputed units; None
-        if they stay on the device."""
+        """Context manager for the F of microbatch i on a stage. Yields a function that saves the arguments of
+        recomputed units, or None if the activations stay on the device."""
         action = Action(Kind.F, i, stage)
         self.load(action)
         if self._stays(action):
@@ -163,7 +163,8 @@ class Offload:
             yield lambda tensor: save(tensor).argument
 
     def load(self, action: Action) -> None:
-        """Before an action: wait for the activations that it needs, and begin to copy those of the next B or W."""
+        """Wait for the activations that an action needs, and start to copy back the activations of the next B or W.
+        Call it before the action."""
         self._load(action[1:])
         self.transfer.wait()
         residence = self._residences.get(action)
@@ -171,18 +172,18 @@ class Offload:
             self._load(residence.next)
 
     def store(self, i: int, stage: int, pending: list[Gradients]) -> None:
-        """After the B of microbatch i on a stage: offload what its W needs."""
+        """Offload the tensors that the W of microbatch i on a stage needs. Call it after the B."""
         if not self._stays(Action(Kind.B, i, stage)):
             _replace(pending, Tensor, partial(self._save, (i, stage)))
 
     @staticmethod
     def restore(pending: list[Gradients]) -> None:
-        """Before the W: undo `store`."""
+        """Undo `store`. Call it before the W."""
         _replace(pending, Saved, Saved.tensor)
 
     def _stays(self, action: Action) -> bool:
-        """Whether the activations of this action stay on the device, as those of a head do, which is not in the
-        program."""
+        """Whether the activations of this action stay on the device: the next action needs or prefetches them, or the
+        program does not contain the action (a head's)."""
         residence = self._residences.get(action)
         return residence is None or residence.stays
 
@@ -195,7 +196,7 @@ class Offload:
         return Saved(tensor, self._block(holding, tensor))
 
     def _block(self, holding: Holding, tensor: Tensor) -> Block | None:
-        """The copy of the tensor's storage; None if it stays on the device."""
+        """The host copy of the tensor's storage; None if the storage stays on the device."""
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == self.device
         if not is_plain or tensor.is_conj() or tensor.is_neg():
             return None
@@ -214,7 +215,7 @@ class Offload:
 
 
 def _replace(pending: list[Gradients], kind: type, by: Callable[[Any], Any]) -> None:
-    """Replace each tensor in these terms that is of this kind."""
+    """Replace each field `v` of type `kind` in the terms of `pending` with `by(v)`."""
     for k, (parameter, term) in enumerate(pending):
         values = {each.name: getattr(term, each.name) for each in fields(term)}
         pending[k] = parameter, replace(term, **{n: by(v) for n, v in values.items() if isinstance(v, kind)})

@@ -1,9 +1,9 @@
-"""Pipeline optimizer: the user's optimizer over the parameters of a stage; ZeRO shards its state across replicas.
+"""Pipeline optimizer: the user's optimizer over this rank's parameters; ZeRO shards its state across replicas.
 
-It keeps the user's optimizer object, since LR schedulers hold it and any class of torch.optim.Optimizer must work, and
-puts the MasterWeights of this rank into its groups. torch's ZeroRedundancyOptimizer creates its own optimizers, over
-one group of ranks; here each weight's state is on one replica of its stage (`assign_owners`), which sends the updated
-values to the others.
+PipelineOptimizer wraps the user's optimizer object, since LR schedulers reference it and any subclass of
+torch.optim.Optimizer must work, and puts this rank's MasterWeights into its groups. torch's ZeroRedundancyOptimizer
+creates its own optimizers, over one process group. Here each weight's state is on one replica of its stage
+(`assign_owners`), and this replica broadcasts the updated values to the other replicas.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ from pipeshard.engine.updates import UNCOMPARED
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
 
-# Attributes of a PipelineOptimizer itself, beside what its class has; all others are the inner optimizer's.
+# Attributes that a PipelineOptimizer has itself, in addition to its class's; all others belong to the inner optimizer.
 OWN = frozenset(
     {
         "optim",
@@ -53,23 +53,25 @@ OWN = frozenset(
     }
 )
 
-VERSION = attrgetter("_version")  # of a tensor: how often it was written to
+VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writes
 
 
 class PipelineOptimizer(Optimizer):
-    """Narrows the groups of `optim` to the parameters that this rank trains, now and whenever groups are added.
+    """Restricts the groups of `optim` to the parameters that this rank trains, now and whenever groups are added.
 
-    Its class is an Optimizer, as schedulers require; other attributes (`state`, hooks) are delegated to `optim`.
+    It subclasses Optimizer, since schedulers require one. Attributes that it does not have (`state`, hooks) are
+    delegated to `optim`.
 
-    Before a step the `gradients` of the whole model are clipped and unscaled. If one of them is not
-    finite, on any rank, all ranks skip the step. With `zero` each weight is updated by one replica, which sends it to
-    the others.
+    Before a step, the `gradients` of the whole model are clipped and unscaled. With a loss scale, all ranks skip the
+    step if a gradient on any rank is not finite. With `zero`, one replica updates each weight and broadcasts it to the
+    other replicas.
 
     Attributes:
-        names: the tensors that `optim` trains on this rank, and the names of the model's parameters for each.
-        weights: by name, all weights that the optimizers of the replicas update together.
-        given: for each group, the names of all parameters that the user passed, on any stage.
-        options: for each group, its options at that time.
+        names: the tensors that `optim` updates on this rank, each with the name of its parameter in the model.
+        weights: the MasterWeights of this rank's parameters in the groups, by name, including those that other replicas
+            update.
+        given: for each group, the names of all parameters that the user passed, including those of other stages.
+        options: for each group, the names of its options when it was added.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class PipelineOptimizer(Optimizer):
         self._watched: list[MasterWeight] = []
         self._tensors: list[Tensor] = []
         self._narrow()
-        self.is_stepping = False  # inside of the inner optimizer's step
+        self.is_stepping = False  # whether the inner optimizer's step is running
         self._last_hook = optim.register_step_pre_hook(self._before_update)
         self._first_hook = optim.register_step_post_hook(self._after_update)
         GUARD.boosted(self)
@@ -104,7 +106,8 @@ class PipelineOptimizer(Optimizer):
         return getattr(self.optim, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Schedulers wrap the `step` of this object in their own."""
+        """Set an attribute of this object (schedulers replace its `step`), or of `optim` if this object does not have
+        it."""
         if name in OWN or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
@@ -118,8 +121,8 @@ class PipelineOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "an optimizer of a boosted model cannot be copied or pickled, because it has only the state of one stage: "
-            "save it with booster.save_optimizer(optimizer, folder, shard=True)"
+            "an optimizer of a boosted model cannot be copied or pickled, because it contains the state of only one "
+            "stage: save it with booster.save_optimizer(optimizer, folder, shard=True)"
         )
 
     @property
@@ -146,17 +149,19 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by an enabled torch.amp.GradScaler, before it looks for gradients that it has scaled itself."""
+        """Raise UsageError: an enabled torch.amp.GradScaler reads this attribute before it looks for its scaled
+        gradients."""
         raise UsageError(
-            "GradScaler.step(optimizer) got a boosted optimizer, whose gradients it has not scaled: remove GradScaler "
-            "and call optimizer.step(). With precision='fp16', pipeshard scales the loss and skips overflowing steps"
+            "GradScaler.step(optimizer) got a boosted optimizer, whose gradients GradScaler has not scaled: remove "
+            "GradScaler and call optimizer.step(). With precision='fp16', pipeshard scales the loss and skips steps "
+            "whose gradients overflow"
         )
 
     def unwrap(self) -> Optimizer:
         return self.optim
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the tensors that this rank updates."""
+        """The state dict of `optim`, which contains only the tensors that this rank updates."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,12 +169,12 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks that have a part of the optimizer's state."""
+        """The process group of all ranks that hold a part of the optimizer's state."""
         return self.grid.world
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters of the model from now on; pass the same names on every rank, including names that a
-        rank does not hold."""
+        """Train more parameters of the model from now on. Pass the parameters of the same names on every rank,
+        including parameters that the rank does not hold."""
         type(self.optim).add_param_group(self.optim, param_group)
         try:
             self._narrow()
@@ -178,8 +183,8 @@ class PipelineOptimizer(Optimizer):
             raise
 
     def _narrow(self) -> None:
-        """Keep only the tensors that this rank updates in the groups, as its MasterWeights. An empty group is kept,
-        since schedulers depend on its position."""
+        """Keep in the groups only the parameters that this rank updates, each replaced with the `master` of its
+        MasterWeight. Empty groups remain, since schedulers identify a group by its position."""
         fresh = self._fresh()
         if not fresh:
             return
@@ -200,7 +205,7 @@ class PipelineOptimizer(Optimizer):
         for group in self.optim.param_groups:
             kept = [p for p in group["params"] if p in self.names or p in updated]
             group["params"] = [updated[p].master if p in updated else p for p in kept]
-        for parameter in [p for p in self.optim.state if p in fresh]:  # from before it was boosted, of whole parameters
+        for parameter in [p for p in self.optim.state if p in fresh]:  # state from before boost, of full parameters
             state = self.optim.state.pop(parameter)
             if parameter in updated:
                 weight, shape, device = updated[parameter], parameter.shape, updated[parameter].master.device
@@ -212,7 +217,8 @@ class PipelineOptimizer(Optimizer):
         self._watch()
 
     def _watch(self) -> None:
-        """Track the weights whose values exist twice, since a loop may write to either."""
+        """Track the weights that have several copies (fp32 values, replicas), since a training loop may write to one of
+        them."""
         self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
         self._tensors = [tensor for w in self._watched for tensor in (local(w.parameter), w.master)]
         self._note()
@@ -221,12 +227,12 @@ class PipelineOptimizer(Optimizer):
         return [*zip(map(VERSION, self._tensors), map(Tensor.data_ptr, self._tensors))]
 
     def _note(self) -> None:
-        """Record that parameters and updated tensors agree now."""
+        """Record that the parameters and the updated tensors are equal now."""
         self._noted = self._states()
 
     def follow(self, adopts: bool) -> bool:
-        """Make the model's parameters and the updated tensors equal again, if a loop has written to one of
-        them (`MasterWeight.follow`). Returns whether the replicas must `share` it."""
+        """Make the model's parameters and the updated tensors equal again if a training loop has written to either
+        (`MasterWeight.follow`). Returns whether the replicas must then `share` the values."""
         now = self._states()
         if now == self._noted:
             return False
@@ -240,13 +246,13 @@ class PipelineOptimizer(Optimizer):
         return self.zero and any(followed)
 
     def share(self) -> None:
-        """Send the values of each updating replica to the others. Call it on all ranks."""
+        """With ZeRO, broadcast each weight from its owner to the other replicas. Call it on all ranks."""
         if not self.zero:
             return
         share_updates(self.weights.values(), self.grid.replicas)
         states = self._states()
         for k, weight in enumerate(self._watched):
-            if not weight.is_double:  # else it is this replica that updates it, and has received nothing
+            if not weight.is_double:  # this replica updates a double weight, and receives nothing for it
                 self._noted[2 * k : 2 * k + 2] = states[2 * k : 2 * k + 2]
 
     def _remember_groups(self, fresh: Mapping[Tensor, str]) -> None:
@@ -259,7 +265,7 @@ class PipelineOptimizer(Optimizer):
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
     def _complete(self) -> None:
-        """Create fp32 values for parameters that were frozen when cast to 16 bits, and are trained now."""
+        """Create fp32 values for parameters that were frozen when they were cast to 16 bits, and are trainable now."""
         self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
@@ -284,7 +290,8 @@ class PipelineOptimizer(Optimizer):
                 }
 
     def _fresh(self) -> dict[Tensor, str]:
-        """The names of the parameters that users have added to the groups since these were narrowed."""
+        """The parameters that were added to the groups since the last `_narrow`, with their names. Raises
+        ConfigurationError for a parameter that is not in the model."""
         names: dict[Tensor, str] = {}
         for k, group in enumerate(self.optim.param_groups):
             for parameter in group["params"]:
@@ -292,9 +299,10 @@ class PipelineOptimizer(Optimizer):
                     continue
                 if parameter not in self.gradients.names:
                     raise ConfigurationError(
-                        f"group {k} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in "
-                        "the model (does it belong to another model, or to the criterion?), so no stage would train "
-                        "it: give each model its own optimizer, and move the parameters of the loss into the model"
+                        f"group {k} of the optimizer contains a parameter of shape {tuple(parameter.shape)} that is "
+                        "not in the model (does it belong to another model, or to the criterion?), so no stage would "
+                        "train it: give each model its own optimizer, and move the parameters of the loss into the "
+                        "model"
                     )
                 names[parameter] = self.gradients.names[parameter]
         return names
@@ -304,7 +312,7 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was skipped, because a gradient overflowed."""
+        """Whether the last step was skipped because a gradient overflowed."""
         return self.gradients.overflow
 
     @property
@@ -314,21 +322,22 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _shares(self) -> bool:
-        """Whether a step does more than the inner optimizer's step."""
+        """Whether a step also clips, unscales or shares, in addition to the inner optimizer's step."""
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
 
     @property
     def is_plain(self) -> bool:
-        """Whether writes to this rank's parameters need no copy elsewhere."""
+        """Whether the updated tensors are the model's parameters themselves, so that a write to them updates no
+        copies."""
         return not self.zero and all(weight.plain for weight in self.weights.values())
 
     def refuse_alone(self, kind: str) -> None:
-        """Raise UsageError before a step of the inner optimizer, or of one inside it, of class `kind`, that was not
-        called by `step` of this object."""
+        """Raise UsageError if the inner optimizer, or an optimizer inside it, steps without this object's `step`
+        although that step does more. `kind` is the name of the stepping optimizer's class."""
         if not self.is_stepping and (self._shares or not self.is_plain):
             raise UsageError(
                 f"this {kind} was passed to boost, and its own step does not clip, unscale or synchronize its updates: "
-                "call the step of the optimizer that booster.boost(...) returned"
+                "call step() on the optimizer that booster.boost(...) returned"
             )
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -341,8 +350,8 @@ class PipelineOptimizer(Optimizer):
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:
                 raise UsageError(
-                    "precision='fp16' skips a step if gradients overflow, so it needs the gradients before it. Call "
-                    "execute_pipeline first, and then optimizer.step() without a closure"
+                    "optimizer.step(closure) does not support precision='fp16', which checks the gradients for "
+                    "overflow before a step. Call execute_pipeline first, and then optimizer.step() without a closure"
                 )
 
             def closed() -> Any:
@@ -353,7 +362,8 @@ class PipelineOptimizer(Optimizer):
             return self._step(closed, *args, **kwargs)
 
     def _ready(self) -> bool:
-        """Give the optimizer its gradients; returns False if the step must be skipped."""
+        """Clip and unscale the gradients, and assign them to the updated tensors. Returns False if the step must be
+        skipped."""
         if self.finite is not None:
             self.finite.before_update()
         ready = self.gradients.ready(self)
@@ -385,14 +395,14 @@ class PipelineOptimizer(Optimizer):
         return result
 
     def _before_update(self, *_: Any) -> None:
-        """The last hook before the inner optimizer updates."""
+        """The last hook that runs before the inner optimizer's update."""
         self.refuse_alone(type(self.optim).__name__)
         if self.is_stepping:
             self.gradients.coupling.end()
             self.gradients.updates.hooks_end(self.parameters)
 
     def _after_update(self, *_: Any) -> None:
-        """The first hook after the inner optimizer's update."""
+        """The first hook that runs after the inner optimizer's update."""
         if self.is_stepping:
             self.gradients.coupling.begin()
 
@@ -406,7 +416,7 @@ class PipelineOptimizer(Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Clip by the norm over the whole model, and return it. Call it on every rank."""
+        """Clip the gradients by their norm over the whole model, and return that norm. Call it on every rank."""
         with self.gradients.coupling.paused():
             self.gradients.updates.judge()
             norm = self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
@@ -417,15 +427,16 @@ class PipelineOptimizer(Optimizer):
         nn.utils.clip_grad_value_(self.parameters, clip_value, *args, **kwargs)
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
-        """The norm over the whole model that the last `step` or `clip_grad_by_norm` clipped by (before clipping),
-        otherwise that of the current gradients. In the latter case, call it on every rank."""
+        """The gradient norm of the whole model, as the last `step` or `clip_grad_by_norm` computed it before clipping.
+        If neither did, the norm of the current gradients; call it on every rank then."""
         if self.gradients.norm is not None:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):
             return float(self.gradients.total(norm_type))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward for a loss that one process with the whole model (pp_size=1) has computed with `model(...)`."""
+        """Run the backward pass of a loss that `model(...)` returned. Raises UsageError unless each process has the
+        whole model (pp_size=1)."""
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
@@ -436,10 +447,10 @@ def _shape(value: Any) -> Any:
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
-    """Give each weight an owner, the replica that keeps its optimizer state, so that all replicas keep about the same
-    amount: the largest weight first, each to the replica with the least so far (ZeRO stage 1, Rajbhandari et al. 2020,
-    arXiv:1910.02054, by whole parameters). An owner never changes, whichever optimizer trains the weight: only the
-    owner has the fp32 values."""
+    """Assign each weight an owner, the replica that keeps its optimizer state, and balance the load: weights are
+    assigned from the largest to the smallest, each to the replica with the smallest load so far (ZeRO stage 1,
+    Rajbhandari et al. 2020, arXiv:1910.02054, by whole parameters). An existing owner is kept, whichever optimizer
+    trains the weight, since only the owner has the fp32 values."""
     load = [0] * replicas
     for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
         if weight.owner is None:
@@ -449,7 +460,8 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
 
 @torch.no_grad()
 def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> None:
-    """Send each replica's updated values to the others. While one message is in flight, the next is built."""
+    """Broadcast each weight from its owner to the other replicas in `group`. While one message is in flight, the next
+    one is built."""
     ranks, under_way = ranks_of(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
     bundles = bundled(weights, lambda w: (w.owner, w.parameter.dtype), lambda w: local(w.parameter).nbytes)
     for bundle in bundles:
@@ -472,7 +484,8 @@ def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, tensors: l
 
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """If parameters were replaced, let the optimizer train the new ones, each in the first group that has it."""
+    """Let the optimizer train the new parameters (`became` maps old to new), each in the first group that contains it,
+    and discard the state of the old parameters."""
     seen: set[nn.Parameter] = set()
     for group in optim.param_groups if became else ():
         now = dict.fromkeys(became.get(parameter, parameter) for parameter in group["params"])

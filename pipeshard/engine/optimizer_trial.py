@@ -1,8 +1,8 @@
-"""Optimizer trial: whether an optimizer updates parts of a model as it updates the whole.
+"""Optimizer trial: tests whether an optimizer updates parts of a model the same way as the whole model.
 
-An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all of them) would silently
-compute something else on every stage. torch's own are known; any other class is tried on tiny parameters, as a whole
-and in halves.
+An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
+compute different updates on every stage. torch's own optimizers are known. Any other class is run on tiny parameters,
+once on all of them and once on each half, and the updates are compared.
 """
 
 import copy
@@ -24,15 +24,15 @@ from pipeshard.errors import ConfigurationError
 
 logger = logging.getLogger("pipeshard")
 FEW = 2  # parameters of each group that an optimizer is tried on
-SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; a gap that counts
-OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # which schedulers, or an earlier boost, have put on an optimizer
-KNOWN = "torch.optim.", "bitsandbytes.optim."  # modules whose optimizers look at one parameter at a time
-WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch's own that look at whole matrices
-Place = tuple[int, int]  # of a parameter: its group, and its place in it
+SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; the tolerated gap
+OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earlier boost, may set these
+KNOWN = "torch.optim.", "bitsandbytes.optim."  # modules whose optimizers do not couple parameters
+WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
+Place = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
 
 
 def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
-    """Raise ConfigurationError for an optimizer that would update a part of the model differently from the whole
+    """Raise ConfigurationError for an optimizer that would update parts of the model differently from the whole
     model."""
     name = type(optimizer).__name__
     sharded = grid.tp_size > 1 or (config.fsdp and grid.dp_size > 1)
@@ -40,8 +40,9 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
         return
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
-            f"{name} computes its direction from the gradients of all parameters together, but each rank has only some "
-            "of them: use another optimizer, or pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
+            f"{name} computes its update direction from the gradients of all parameters together, but each rank has "
+            "only some of the gradients: use another optimizer, or pp_size=1 without tp_size, ep_size, zero_stage and "
+            "fsdp"
         )
     known = type(optimizer).__module__.startswith(KNOWN)
     try:
@@ -50,40 +51,41 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     except Exception as error:  # a user's class may raise anything
         if grid.first:
             logger.warning(
-                "%s could not be tested on a part of the model (%s: %s): it trains as on the whole model only if it "
-                "updates each parameter independently",
+                "pipeshard could not test %s on parts of the model (%s: %s). The updates equal those of the whole "
+                "model only if the optimizer updates each parameter independently",
                 name, type(error).__name__, error,
             )  # fmt: skip
         return
     if couples:
         raise ConfigurationError(
-            f"{name} updates parameters differently together than one by one (a norm over all of them, an "
-            "estimate from all of them, random numbers, a list of parameters outside its groups), but each rank "
-            "has only some of them: keep per-parameter state in self.state[parameter], turn off the optimizer's "
-            "own clipping (Lamb of timm: max_grad_norm=None; max_norm clips by the norm of the whole model), use "
-            "another optimizer, or pp_size=1 without zero_stage and fsdp"
+            f"{name} couples parameters: it updates them differently together than separately (it uses a norm or an "
+            "estimate over all parameters, random numbers, or its own list of parameters), but each rank has only some "
+            "of the parameters. Keep per-parameter state in self.state[parameter], turn off the optimizer's own "
+            "clipping (timm's Lamb: max_grad_norm=None; max_norm clips by the norm of the whole model), use another "
+            "optimizer, or use pp_size=1 without zero_stage and fsdp"
         )
     if divides:
         raise ConfigurationError(
-            f"{name} reads whole parameters, but each rank has only slices of them with tp_size, ep_size or fsdp: use "
-            "zero_stage=1 instead, or an optimizer that works element by element"
+            f"{name} needs whole parameters, but with tp_size, ep_size or fsdp each rank has only a shard of a "
+            "parameter: use zero_stage=1 instead, or an elementwise optimizer"
         )
 
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer of the KNOWN modules needs whole parameters, as some of bitsandbytes' do: their states share
-    one scale per 256 values, or their updates use a norm."""
+    """Whether an optimizer from the KNOWN modules needs whole parameters. Some bitsandbytes optimizers do: their states
+    share one scale per 256 values, or their updates use a norm."""
     of_bitsandbytes = getattr(optimizer, "args", None)
     in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8
     return isinstance(optimizer, WHOLE) or in_blocks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
 
 
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:
-    """How much an optimizer's updates differ, relative to its largest, if each half of its parameters, or (`sliced`) of
-    the rows of each, has a separate optimizer. Its own methods are tried as well as `step`."""
+    """The difference, relative to the largest update, between the updates of one optimizer and of two optimizers that
+    each have half of its parameters (with `sliced`, half of the rows of each parameter). The optimizer's own methods
+    are tested in addition to `step`."""
     try:
         return _gap_of_few(optimizer, model, sliced, FEW)
-    except Exception:  # it may count on all parameters
+    except Exception:  # it may need all parameters
         return _gap_of_few(optimizer, model, sliced, None)
 
 
@@ -104,7 +106,7 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
         together = run(start)
         try:
             first, second = [run(values) for values in halves]
-        except Exception:  # it counts on all of them being there: by lists of its own beside them
+        except Exception:  # it needs all parameters, for example for its own list of them
             return 1.0
     apart = {place: torch.cat([first[place], second[place]], 1) for place in start} if sliced else first | second
     if not start:
@@ -116,8 +118,8 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
 
 
 def own_methods(optimizer: Optimizer) -> list[str]:
-    """The public methods that its class adds to torch's Optimizer, that need no arguments and iterate over the
-    parameter groups, in the order of their definition (SAM's first_step before its second_step)."""
+    """The names of the public methods that the optimizer's class adds to torch's Optimizer, that need no arguments and
+    that read the parameter groups, in the order of their definition (SAM's first_step before its second_step)."""
     found: dict[str, None] = {}
     for kind in reversed(type(optimizer).__mro__):
         if kind is object or issubclass(Optimizer, kind) or kind.__module__.startswith("torch."):
@@ -138,8 +140,8 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
 
 
 def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Tensor]:
-    """Values in place of the first `few` parameters of each group, or of all; with `sliced`, of those with
-    rows."""
+    """Small random values for the first `few` parameters of each group (None: for all); with `sliced`, only for
+    parameters with several rows."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
         (k, j): [min(size, SIZE) for size in parameter.shape]
@@ -152,13 +154,13 @@ def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Te
 
 
 def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor]) -> dict[Place, Tensor]:
-    """The values after some steps of a copy that has only these parameters."""
+    """The change of each value in each step of a copy of the optimizer that has only these parameters."""
     try:
         return _trial(optimizer, model, values, closes=False)
-    except Exception as error:  # it may want a closure
+    except Exception as error:  # it may need a closure
         try:
             return _trial(optimizer, model, values, closes=True)
-        except Exception:  # the first one tells more
+        except Exception:  # the first error says more
             raise error from None
 
 
@@ -170,7 +172,7 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
     for scale in SCALES:
 
         def closure(scale: float = scale) -> Tensor:
-            """A separable loss, whose gradients change slightly on the way; its value does not depend on parameters."""
+            """A loss whose gradients depend on each element separately; its value is constant."""
             _give_gradients(parameters, scale)
             return torch.ones((), requires_grad=True)
 
@@ -183,14 +185,14 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
 def _called(
     optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], methods: Sequence[str]
 ) -> dict[Place, Tensor]:
-    """The changes that these methods make to the values, called one after the other, each with new gradients."""
+    """The change of each value in each call of these methods, which are called in order, each with new gradients."""
     parameters = _parameters(optimizer, values)
     trial = _copy(optimizer, model, parameters)
     torch.manual_seed(0)
     seen = [_values(parameters)]
     for name in methods:
         _give_gradients(parameters, 1.0)
-        with suppress(Exception):  # it may want what only a training loop gives it
+        with suppress(Exception):  # it may need something that only a training loop provides
             getattr(type(trial), name)(trial)
         seen.append(_values(parameters))
     return _moves(parameters, seen)
@@ -223,7 +225,7 @@ def _corner(tensor: Tensor) -> Tensor:
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in an optimizer's own lists and dicts, and in those of optimizers inside of it."""
+    """The tensors in the lists and dicts of an optimizer's attributes, including those of optimizers inside it."""
     if isinstance(value, Tensor):
         yield value
     elif depth:
@@ -234,7 +236,7 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Parameter]) -> Any:
-    """The optimizer with these parameters in place of its own; nothing large is copied."""
+    """A copy of the optimizer that has `parameters` instead of its own; large tensors are not copied."""
     content = {key: value for key, value in optimizer.__dict__.items() if key not in (*OVERRIDDEN, "state")}
     memo: dict[int, Any] = {id(tensor): _corner(tensor) for tensor in _tensors(content)}
     memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}
@@ -255,8 +257,8 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
 
 
 def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:
-    """A parameter's state, for the parameter that replaces it: a tensor of its shape becomes ones, since the
-    replacement may be any slice of it."""
+    """A state value of `original`, converted for `tried`: a tensor of the original's shape becomes ones, since `tried`
+    may be any slice of the original."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value) if isinstance(value, list | dict) else value
     return torch.ones_like(tried, dtype=value.dtype) if value.shape == original.shape else _corner(value)

@@ -1,8 +1,8 @@
 """Outputs: the model outputs that a step returns, collected over its microbatches.
 
-Only the last stage has them, and all logits of a batch may need more memory than everything else: so a step keeps only
-those that `return_outputs` requests. Outputs that cannot be combined for the batch (a scalar, a matrix of samples by
-samples) are refused on every rank before the step, if the trace shows them.
+Only the last stage has outputs, and the logits of a whole batch may need more memory than everything else, so a step
+keeps only the outputs that `return_outputs` requests. If the trace shows an output that cannot be merged for the whole
+batch (a scalar, a samples-by-samples matrix), every rank raises UsageError before the step.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,14 +22,14 @@ from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_on
 
 ReturnOutputs = bool | str | Collection[str] | Callable[[Any, Any], Any]
 BACKWARD = (
-    "booster.execute_pipeline(data_iter, model, criterion, optimizer) already runs the backward pass and leaves the "
-    "gradients in place: remove booster.backward(...) and loss.backward()"
+    "booster.execute_pipeline(data_iter, model, criterion, optimizer) already runs the backward pass and accumulates "
+    "the gradients in .grad: remove booster.backward(...) and loss.backward()"
 )
 
 
 class StepLoss(Tensor):
-    """The loss of a step: a tensor without a graph, whose `backward` raises an error. Results computed from it, copies
-    and saved values are plain tensors."""
+    """The loss of a step: a tensor without an autograd graph, whose `backward` raises UsageError. Copies, saved values
+    and results computed from it are plain tensors."""
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
@@ -50,7 +50,7 @@ class StepLoss(Tensor):
 
 
 class Outputs:
-    """The outputs that `return_outputs` requests of one step, and the results of its microbatches so far.
+    """The outputs that `return_outputs` requests from one step, collected from the microbatches that have run.
 
     Attributes:
         needed: the parts of the model's output that the last stage needs, in addition to the loss.
@@ -78,15 +78,16 @@ class Outputs:
         self._failure: UsageError | None = None
 
     def __str__(self) -> str:
-        """The same string on all ranks with the same request."""
+        """A description of the request, which is the same string on all ranks with the same request."""
         return self._text
 
     def check(self, flow: Dataflow, is_cut: bool) -> None:
-        """Raise UsageError, on every rank, if the model's output lacks a requested field, or if the outputs of a batch
-        that `is_cut` into microbatches cannot be combined."""
+        """Raise UsageError, on every rank, if the model's output lacks a requested field or loss, or if the outputs of
+        a batch that is split into microbatches (`is_cut`) cannot be merged."""
         if self.each_loss and flow.loss is None:
             raise UsageError(
-                "return_outputs='loss', but this batch has no loss: add labels to the batch, or pass a criterion"
+                "return_outputs='loss' requests a loss, but this batch has none: add labels to the batch, or pass a "
+                "criterion"
             )
         if is_cut and self.function is None:
             for path, use, spec in flow.outputs if self.needed else ():
@@ -106,7 +107,7 @@ class Outputs:
         return not isinstance(self.needed, frozenset) or field_of(path) in self.needed
 
     def keep(self, output: Any, loss: Tensor | None, batch: Batch) -> None:
-        """Keep the requested parts of the output and the loss of one microbatch, detached."""
+        """Keep the requested parts of one microbatch's output, or its loss, detached."""
         self._batches.append(batch)
         if self.function is not None:
             self._call(self.function, output, batch)
@@ -121,12 +122,12 @@ class Outputs:
 
     @property
     def latest(self) -> Any:
-        """The kept parts of the last microbatch."""
+        """The parts kept of the last microbatch, or None."""
         return self.kept[-1] if self.kept else None
 
     @property
     def has_nan(self) -> bool:
-        """Whether a kept part has a NaN: values that were not sent are all NaN."""
+        """Whether a kept part contains a NaN: the placeholders of values that were not sent are all NaN."""
         with_values = (tensor for tensor in tree_tensors(self.kept) if not tensor.is_meta)
         return any(bool(tensor.isnan().any()) for tensor in with_values if tensor.is_floating_point())
 
@@ -136,15 +137,17 @@ class Outputs:
         try:
             with torch.no_grad():
                 self.kept.append(function(_detached(output), batch.for_criterion()))
-        except Exception as error:  # the user's; raised at the end of the step, for which the other stages wait
+        except Exception as error:  # raised after the step, since other stages wait for this stage
             self._failure = UsageError(
-                f"the function given as return_outputs failed on the output of microbatch {len(self.kept)} "
-                f"({summary(error)}). The step itself completed: its gradients are in place"
+                f"the function passed as return_outputs failed on the output of microbatch {len(self.kept)} "
+                f"({summary(error)}). The step itself completed, and its gradients are valid: fix the function"
             )
             self._failure.__cause__ = error
 
     def merged(self, flow: Dataflow, loss: Tensor | None) -> Any:
-        """The result of the step, over all microbatches; `loss` is the batch's."""
+        """The result of the step: the microbatches' losses, the list of the function's results, or the merged output
+        with the batch's `loss`. None if nothing was requested, or if merging fails (`raise_failure` then raises the
+        error)."""
         if self.each_loss:
             return torch.stack(self.kept)
         if self.function is not None or not self.needed:
@@ -155,8 +158,8 @@ class Outputs:
             self._failure = error
 
     def _merge(self, flow: Dataflow, loss: Tensor | None) -> Any:
-        """One output, of the class that the model returns: microbatches are concatenated along the dimension that grows
-        with the number of samples, the loss is the batch's."""
+        """One output of the class that the model returns: tensors of the microbatches are concatenated along their
+        batch dimension, and the loss is the batch's `loss`."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         columns = zip(*(tree_flatten(output)[0] for output in self.kept), strict=True)
@@ -177,8 +180,8 @@ class Outputs:
         return tree_unflatten(leaves, tree)
 
     def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
-        """The output of all samples in their original order, although microbatches may contain any of them; `dim`
-        counts the samples. Positions that a microbatch has cut off as padding are zeros."""
+        """The output of all samples in their original order, whichever samples each microbatch contains; `dim` is the
+        batch dimension. Positions that a microbatch has removed as padding are zeros."""
         places = [batch.place for batch in self._batches if batch.place is not None]
         if not places:
             return torch.cat(list(column), dim)
@@ -196,8 +199,9 @@ class Outputs:
         return whole
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
-        """The dimension that counts the samples of an output that was traced at only one size: if several could, one
-        that also counts them in the batch."""
+        """The batch dimension of an output that was traced at only one size: if several dimensions fit, preferably one
+        that is also the batch dimension of an input. Raises UsageError if several fit microbatches of different
+        sizes."""
         rows = [batch.rows for batch in self._batches]
         fitting = [dim for dim in range(column[0].ndim) if [tensor.shape[dim] for tensor in column] == rows]
         if len(fitting) > 1 and len(set(rows)) > 1:
@@ -206,8 +210,8 @@ class Outputs:
         return next(iter([*of_batch, *fitting]), 0)
 
     def raise_failure(self, group: dist.ProcessGroup, is_doubtful: bool) -> bool:
-        """Raise UsageError, on every rank of the world, for an error on the last stage; returns whether the outputs of
-        a rank are doubtful."""
+        """Raise UsageError, on every rank of `group`, if a rank failed to collect the outputs; returns whether the
+        outputs of any rank are doubtful. Call it on all ranks."""
         if not self.needed:
             return False
         failed, doubtful = gather(torch.tensor([self._failure is not None, is_doubtful]), group).any(0).tolist()
@@ -220,9 +224,9 @@ class Outputs:
 def _spans(
     name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, places: Sequence[Place]
 ) -> dict[int, list[Span]]:
-    """The dimensions of an output that count positions, with the positions of each microbatch. Such a dimension grows
-    with the positions in the trace, or otherwise has their number in every microbatch. Raises UsageError for any other
-    dimension that differs between microbatches."""
+    """The sequence dimensions of an output, each with the Span of every microbatch. Such a dimension grows with the
+    positions in the trace or, if the trace has not varied their number, equals this number in every microbatch. Raises
+    UsageError for any other dimension that differs between microbatches."""
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
     groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
     known = {path for group in groups for path in group}
@@ -243,8 +247,8 @@ def _names(asked: Any) -> list[str]:
     names = list(asked) if isinstance(asked, Collection) else []
     if not names or not all(isinstance(name, str) for name in names):
         raise UsageError(
-            "return_outputs must be True, False, 'loss', a field's name, a list of such names, or a function of a "
-            f"microbatch's output and the microbatch, got {asked!r}"
+            "return_outputs must be True, False, 'loss', a field name, a list of field names, or a function fn(output, "
+            f"microbatch), got {asked!r}"
         )
     return names
 
@@ -256,10 +260,10 @@ def _detached(output: Any) -> Any:
 def _refuse_unmergeable(path: str, spec: TensorSpec, is_computed: bool) -> None:
     growing = sum(bool(slopes and slopes[0]) for slopes in spec.slopes)
     if growing > 1:
-        why = f"has {growing} dimensions that grow with the batch, so it only compares the samples of one microbatch"
+        why = f"has {growing} dimensions that grow with the batch, so each microbatch compares only its own samples"
         raise _unmergeable(path, why)
-    if is_computed and not growing and (not spec.shape or spec.slopes):  # without slopes: traced for one size alone
-        raise _unmergeable(path, "has no batch dimension, so each microbatch has its own")
+    if is_computed and not growing and (not spec.shape or spec.slopes):  # without slopes: traced at one size only
+        raise _unmergeable(path, "has no batch dimension, and each microbatch computes its own value")
 
 
 def _unmergeable(path: str, why: str) -> UsageError:
@@ -270,7 +274,7 @@ def _unmergeable(path: str, why: str) -> UsageError:
 
 
 def _same(name: str, column: Sequence[Any]) -> Any:
-    """The common value of all microbatches; raises UsageError if they differ."""
+    """The value that all microbatches have in common. Raises UsageError if the values differ."""
     first = column[0]
     if all(torch.equal(first, other) if isinstance(first, Tensor) else first == other for other in column[1:]):
         return first

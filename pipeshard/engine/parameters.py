@@ -1,4 +1,4 @@
-"""Parameters: this rank's parameters, in their form on this rank."""
+"""Parameters: this rank's parameters, broadcast, cast and sharded for training."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -22,17 +22,16 @@ logger = logging.getLogger("pipeshard")
 
 
 class HeldParameters:
-    """Converts the parameters that a sharded model holds to their form on this rank. Create it on all ranks at the same
-    time.
+    """Broadcasts, casts and shards the parameters that this rank holds. Create it on all ranks at the same time.
 
-    Their values are broadcast from one holder to the others. Then they are cast to 16 bits if `precision` requires it,
-    sharded over the tensor-parallel ranks by a `plan`, and with `fsdp` over the replicas. Each step may replace
-    parameters.
+    One holder of a parameter broadcasts its values to the other holders. Then the parameters are cast to 16 bits if
+    `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
+    replicas. Each of these conversions may replace parameters.
 
     Attributes:
-        held: the current parameters, by their first names.
-        weights: the tensors that an optimizer trains for them, by the same names.
-        sync: sums their gradients.
+        held: the current parameters, by name (a tied parameter by its first name).
+        weights: the MasterWeight of each parameter, by the same names.
+        sync: sums the gradients of the parameters over ranks.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class HeldParameters:
         self.held = {name: now[name] for name in before}
         if self.sharded is not None and dtype is not None:
             for parameter in [p for name, p in self.held.items() if name not in self.kept]:
-                parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # that of its computations, for traces
+                parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # its compute dtype, for traces
         self._refuse_hooks(before)
         self.weights = {
             name: MasterWeight(name, p, self._holders(name), full.get(before[name]), before[name] in cast)
@@ -67,10 +66,10 @@ class HeldParameters:
         return {name: parameter.requires_grad for name, parameter in self.held.items()}
 
     def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
-        """Initialize, using `rule`, the parameters in `names` that this rank holds."""
+        """Initialize the parameters in `names` that this rank holds with `rule` and `seed`."""
         weights = [self.weights[name] for name in names if name in self.weights]
         shaped = [weight for weight in weights if not weight.plain]
-        with kept_tied(self.model):  # whole and in full precision, as they would be drawn without all this
+        with kept_tied(self.model):  # unsharded and in fp32, as in the unsplit model
             for weight in shaped:
                 whole = torch.empty(weight.parameter.shape, device=weight.parameter.device)
                 put_parameter(self.model, weight.name, nn.Parameter(whole, weight.parameter.requires_grad))
@@ -94,7 +93,7 @@ class HeldParameters:
         return reduction_buckets(self.grid, self.policy, self.held, axes)
 
     def _summed_along(self, name: str) -> tuple[int, ...]:
-        """The axes of the grid along which ranks have parts of a parameter's gradient after their backward passes."""
+        """The axes of the grid along which a parameter's gradients must be summed after the backward passes."""
         return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * (name in self.partial)
 
     def _holders(self, name: str) -> int:
@@ -105,7 +104,7 @@ class HeldParameters:
         return holders
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters of held units that glue does not read, and that do not keep their own precision."""
+        """The parameters of held units, except those that glue reads or that keep their own precision."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
         apart |= {now[name] for name in self.kept}
@@ -113,10 +112,10 @@ class HeldParameters:
 
     def _sharded(self, dtype: torch.dtype | None) -> ShardedUnits:
         packed = [name for name, parameter in self.model.named_parameters() if is_packed(parameter)]
-        if packed:  # torch shards a slice over replicas as if it were in one place
+        if packed:  # FSDP would shard the slice across replicas as if it were contiguous
             raise ConfigurationError(
-                f"{packed[0]} holds several weights at once, and tp_size={self.grid.tp_size} shards each of them: "
-                "fsdp=True cannot shard it across replicas as well. Use zero_stage=1, or tp_size=1"
+                f"{packed[0]} is a fused weight, and tp_size={self.grid.tp_size} shards each of its parts: fsdp=True "
+                "cannot also shard it across replicas. Use zero_stage=1, or tp_size=1"
             )
         calls = self.policy.partition.stages.items()
         used = {
@@ -128,15 +127,16 @@ class HeldParameters:
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
 
     def problems(self, num_microbatches: int | None) -> list[str]:
-        """Hooks that would see a partial gradient although they expect the whole gradient."""
+        """Messages about hooks that would receive only a part of a gradient. Warns once about gradient hooks, which are
+        exact for parts only if they are linear."""
         problems, several = self.sync.problems(), num_microbatches != 1
         hooked = [name for name, parameter in self.held.items() if several and parameter._backward_hooks]
         if hooked and not problems and not self._warned:
             self._warned = True
             logger.warning(
-                "gradient hooks, such as the one on %s, receive each microbatch's part of a gradient: the sum of the "
-                "parts equals the gradient of the whole batch if the hooks are linear (scaling, masking), but not if "
-                "they are nonlinear (clamping, normalizing)",
+                "gradient hooks, such as the one on %s, run on the gradient of each microbatch separately: the result "
+                "is exact if a hook is linear (scaling, masking), and wrong if it is nonlinear (clamping, "
+                "normalizing). Apply nonlinear functions between execute_pipeline and optimizer.step",
                 hooked[0],
             )
         return problems + [

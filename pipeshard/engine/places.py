@@ -9,9 +9,9 @@ from pipeshard.errors import UsageError
 
 
 class Places:
-    """All places of `model`. A module set there after boosting (a new head, an adapter) was never cut: its gradients
-    would not be summed, and other ranks do not have it. With `parameters`, the places of parameters count too; FSDP
-    itself changes these."""
+    """Records the places of the modules in `model` and, with `parameters`, of its parameters (FSDP itself changes
+    these). A module that is set after boost (a new head, an adapter) was never split: its gradients would not be
+    summed, and other ranks would not have it."""
 
     def __init__(self, model: nn.Module, parameters: bool) -> None:
         self._kept = [
@@ -20,18 +20,19 @@ class Places:
         ]
 
     def check(self) -> None:
-        """Raise UsageError if a place has another module now, or if there are new parameters."""
+        """Raise UsageError if a recorded module or parameter was replaced or removed, or if parameters were added."""
         for name, module, children, parameters in self._kept:
             key = _changed(module._modules, children) or (parameters and _changed(module._parameters, parameters))
             if key:
                 raise UsageError(
-                    f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} was added or replaced after the "
-                    "model was boosted: add modules, parameters and adapters before booster.boost"
+                    f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} was added, replaced or removed "
+                    "after the model was boosted: change modules, parameters and adapters before booster.boost"
                 )
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The first name whose object was replaced, or that is new and has parameters; "" if there is none."""
+    """The first name whose object was replaced or removed, otherwise the first new name whose object has parameters; ""
+    if there is none."""
     for key, value in before.items():
         if now.get(key) is not value:
             return key

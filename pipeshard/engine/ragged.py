@@ -1,8 +1,8 @@
-"""Ragged: samples of different lengths, grouped into microbatches by tokens, without padding that none of them needs.
+"""Ragged: groups samples of different lengths into microbatches by tokens, and removes padding that no sample needs.
 
-A position is padding if its attention mask is 0 (in a decoder without a mask: if it is after the last label) and no
-label there counts. Padding is cut off every tensor that has these positions. Neither a sum over valid labels nor
-attention under a mask depends on it, which the proof at boost checks.
+A position is padding if its attention mask is 0 (in a decoder without a mask: if it is after the last label) and its
+labels are ignored. Padding is removed from every tensor that has these positions. Neither a sum over valid labels nor
+masked attention depends on padding; the proof at boost checks this.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,15 +39,15 @@ from pipeshard.slices.refusals import attention_slope
 from pipeshard.split.partition import ELEMENT, call_costs
 
 ENCODER, DECODER = "encoder", "decoder"
-MOVED = 5  # numbers moved for each parameter of a microbatch: two reads, and a gradient that is written and summed
-# Floating-point operations in the time that a unit call takes for any number of tokens: about 2 ms of Python and kernel
-# launches. That of a GPU is an estimate.
+MOVED = 5  # elements moved per parameter and microbatch: two reads, and a gradient that is written and summed
+# The fixed cost of a unit call (about 2 ms of Python and kernel launches), in floating-point operations. The value for
+# GPUs is an estimate.
 CALL = {"cpu": 1e8, "cuda": 2e11}
 
 
 class Side(NamedTuple):
-    """The positions of a batch's encoder (or only) inputs, or of its decoder's: `total` including padding; each sample
-    needs those from its `first` one to before its `end`."""
+    """The positions of a batch's encoder (or only) inputs, or of its decoder inputs. `total` is their number including
+    padding; sample k needs the positions [first[k], end[k])."""
 
     total: int
     first: tuple[int, ...]
@@ -57,22 +57,22 @@ class Side(NamedTuple):
         return self.end[sample] - self.first[sample]
 
     def span(self, samples: Sequence[int]) -> Span:
-        """The positions that these samples need."""
+        """The smallest Span that contains the positions of these samples."""
         start = min(self.first[k] for k in samples)
         return Span(start, max(self.end[k] for k in samples) - start, self.total)
 
 
 class Ragged:
-    """Cuts batches of `model` into microbatches of at most `microbatch_tokens` padded tokens."""
+    """Splits batches of `model` into microbatches of at most `microbatch_tokens` padded tokens."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.encoder_decoder = model, is_encoder_decoder(model)
-        self._fixed = set[tuple[str, int]]()  # dimensions that once had another size than the positions
+        self._fixed = set[tuple[str, int]]()  # dimensions whose size once differed from the number of positions
 
     def plan_for(
         self, config: PipelineConfig, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device
     ) -> Self:
-        """Group by the costs of the traced calls, for this schedule. Call it before `split`."""
+        """Prepare `split` to group samples by the costs of the traced calls, for this schedule; returns self."""
         self.cost = self._cost(flow, units, device)
         self.idle = (config.pp_size - 1) / config.num_model_chunks
         self._program = lru_cache(config.program)
@@ -80,8 +80,8 @@ class Ragged:
         return self
 
     def _cost(self, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device) -> TokenCost:
-        """The planner's costs of the traced calls for each token, and the time of a microbatch with hardly any
-        tokens."""
+        """The TokenCost of a microbatch, from the planner's costs of the traced calls and the fixed cost of each
+        call."""
         parameters = sum(p.numel() for call in flow.calls for p in units[call.unit].parameters())
         fixed = MOVED * ELEMENT * parameters + CALL.get(device.type, 0.0) * len(flow.calls)
         lengths = self._totals({path: shape for path, shape, _ in flow.axes.tensors}).values()
@@ -92,10 +92,10 @@ class Ragged:
         return TokenCost(fixed * tokens / every if every else 0.0, slope)
 
     def split(self, batch: Batch, config: PipelineConfig) -> list[Batch]:
-        """The microbatches of a batch, by tokens, or by the number that `config` requests instead.
+        """Split a batch into microbatches by tokens, or into the number or size of microbatches that `config` requests.
 
-        Raises BatchError if a sample has more than `microbatch_tokens` tokens, if the batch has no tokens, or
-        if its padding cannot be cut off.
+        Raises BatchError if a sample has more than `microbatch_tokens` tokens, if the batch has no tokens, or if its
+        padding cannot be removed.
         """
         sides = self._sides(batch)
         if config.microbatch_tokens is not None:
@@ -120,7 +120,7 @@ class Ragged:
         return [groups[k] for k in self._order(times)]
 
     def _fastest(self, times: tuple[float, ...]) -> list[int]:
-        """The order of microbatches with these times that makes the schedule fastest."""
+        """The order of microbatches, given their times, for which the simulated step is shortest."""
         program: Program = self._program(len(times))
         even = [1.0] * len(program.placement)
 
@@ -130,18 +130,19 @@ class Ragged:
         return min(orders(times), key=makespan)
 
     def _sides(self, batch: Batch) -> dict[str, Side]:
-        """The positions of the batch's samples. Raises BatchError if they are not known."""
+        """The Sides of a batch, by name. Raises BatchError if the batch has neither token ids nor embeddings."""
         totals = self._totals({path: tuple(batch.by_sample(path).shape) for path in batch.tensors})
         if ENCODER not in totals:
             raise BatchError(
-                f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so its "
-                "sample lengths are unknown. Pass the batch as a dict of the forward's arguments, or use "
-                "num_microbatches"
+                f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so "
+                "pipeshard cannot determine the lengths of its samples. Pass the batch as a dict of the forward's "
+                "arguments, or use num_microbatches"
             )
         return {name: self._side(name, batch, total) for name, total in totals.items()}
 
     def _totals(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """The number of positions of each side, which one of its leaves has as its second dimension."""
+        """The number of positions of each side in the batch: the second dimension of the side's token ids, embeddings
+        or labels."""
         leaves: dict[str, tuple[str, ...]] = {ENCODER: (IDS, "inputs_embeds")}
         if self.encoder_decoder:
             leaves[DECODER] = (f"decoder_{IDS}", "decoder_inputs_embeds", LABELS)
@@ -163,8 +164,8 @@ class Ragged:
         return Side(total, tuple(first) if is_left else (0,) * batch.rows, tuple(end))
 
     def _used(self, name: str, batch: Batch, total: int) -> Tensor | None:
-        """The positions of each sample that are not padding; None if unknown. Without a mask, they follow from the
-        labels of a decoder, which attends to no later positions."""
+        """A boolean tensor (samples, positions) that is False for padding; None if padding is unknown. Without a mask,
+        only the labels of a decoder determine padding, since its positions do not attend to later ones."""
         mask = self._mask(name, batch, total)
         counted = [] if mask is None else [mask != 0]
         if mask is not None or name == DECODER:
@@ -180,16 +181,16 @@ class Ragged:
         return mask if mask is not None and mask.shape == (batch.rows, total) else None
 
     def _labels(self, name: str, batch: Batch, total: int) -> list[Tensor]:
-        """The targets with one entry, or several, per position."""
+        """The targets that have one or more entries per position of this side."""
         paths = (path for path in targets(batch.tensors) if self._side_of(path) == name)
         return [batch.by_sample(path) for path in paths if self._dims(path, batch, total)]
 
     def _refuse_left(self, name: str, batch: Batch, total: int, first: Sequence[int]) -> None:
-        """Raise BatchError for padding on the left that the loss depends on."""
+        """Raise BatchError for left padding whose removal would change the loss."""
         needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
-        counting = [path for path in batch.tensors if path.endswith("_positions")]  # of an answer
+        counting = [path for path in batch.tensors if path.endswith("_positions")]  # positions of an answer
         if needed not in batch.tensors or counting:
-            why = f"{counting[0]} counts it" if counting else f"without {needed}, the token positions include it"
+            why = f"{counting[0]} counts it" if counting else f"without {needed}, the model counts it"
             raise BatchError(
                 f"microbatch_tokens: this batch has left padding, which would be removed, but {why}. Pad on the right "
                 f"(tokenizer.padding_side = 'right')" + ("" if counting else f", or pass {needed}")
@@ -200,16 +201,17 @@ class Ragged:
             if bool(predicted.any()):
                 sample = int(rows[predicted.reshape(len(rows), -1).any(1).cpu()][0])
                 raise BatchError(
-                    f"microbatch_tokens: sample {sample} of the batch is padded on the left, and its first token has a "
-                    f"label, which the model predicts from padding. Set that label to {IGNORED}, or pad on the "
-                    "right (tokenizer.padding_side = 'right')"
+                    f"microbatch_tokens: sample {sample} of the batch has left padding, and the model predicts the "
+                    f"label of its first token from this padding. Set that label to {IGNORED}, or pad on the right "
+                    "(tokenizer.padding_side = 'right')"
                 )
 
     def _side_of(self, path: str) -> str:
         return DECODER if is_of_decoder(path, self.encoder_decoder) else ENCODER
 
     def _dims(self, path: str, batch: Batch, total: int) -> list[int]:
-        """The dimensions of a leaf that count the positions of its side."""
+        """The sequence dimensions of a leaf: their size is the number of positions of its side, in every batch so
+        far."""
         leaf, row_dim = batch.tensors[path], batch.row_dims[batch.paths.index(path)]
         if leaf.ndim < 2 or (media_kind(path) is not None and not is_mask(path)):
             return []
@@ -218,7 +220,7 @@ class Ragged:
         return [dim for dim in dims if (path, dim) not in self._fixed]
 
     def _part(self, batch: Batch, rows: list[int], sides: Mapping[str, Side]) -> Batch:
-        """The microbatch of these samples, without padding that none of them needs."""
+        """The microbatch with these samples, without the padding that no sample needs."""
         spans: dict[str, Span] = {}
 
         def narrowed(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -227,12 +229,12 @@ class Ragged:
                 start, length, _ = spans[path] = side.span(rows)
                 for positions in dims:
                     leaf = leaf.narrow(positions, start, length)
-            return leaf.contiguous()  # as the batch's are: a criterion may call view
+            return leaf.contiguous()  # like the batch's own tensors: a criterion may call view
 
         return replace(batch.take(torch.tensor(rows)).map(narrowed), place=Place(tuple(rows), spans))
 
     def padded(self, batch: Batch) -> Batch:
-        """The batch with 25 % more positions, all of them padding, so that every microbatch has some to cut off."""
+        """The batch with 25 % more positions, all of them padding, so that every microbatch has padding to remove."""
         totals = {name: side.total for name, side in self._sides(batch).items()}
         totals = {name: total for name, total in totals.items() if self._used(name, batch, total) is not None}
         fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}

@@ -1,7 +1,8 @@
-"""Reader: takes the next batch from the data iterator, and checks that all ranks have taken the same batch.
+"""Reader: reads batches from the data iterator, and checks that all ranks of a pipeline read the same batches.
 
-Every stage reads the whole batch, since the glue of the model runs on all of them; no part of the batch is sent. If a
-loader has a different seed on one rank, stages would silently train on different batches: so ranks compare digests.
+Every stage reads the whole batch, since the model's glue runs on all stages; no part of the batch is sent. If a
+DataLoader had a different seed on one rank, stages would silently train on different batches, so ranks compare digests
+of their batches.
 """
 
 import functools
@@ -22,12 +23,12 @@ from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.updates import has_one_factor
 from pipeshard.errors import BatchError, listed, of_all, summary
 
-SAMPLE = 8192  # values of a tensor that enter the digest of a whole batch
+SAMPLE = 8192  # at most this many values of a tensor enter the digest of a whole batch
 
 
 def digest(batch: Batch, paths: Collection[str] | None = None) -> int:
-    """56 bits of a hash of these leaves, with all their values; or of all leaves, with a sample of the values of large
-    tensors."""
+    """A 56-bit hash of the leaves in `paths`, with all their values; without `paths`, of all leaves, with a sample of
+    the values of large tensors."""
     state = hashlib.blake2b(digest_size=7)
     for path, leaf in zip(batch.paths, batch.leaves, strict=True):
         if paths is None or path in paths:
@@ -48,10 +49,10 @@ def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
 
 
 class Report(NamedTuple):
-    """A rank's report of its step. The ranks of a replica must have the same `digest` and `rows`, all
-    ranks the same `mode`. `news` are bits, `has_batch` is 0 if the data iterator gave no usable batch, `parts` are
-    the microbatches, and `ways` is the number of their ways. `options` and `factor` belong to the last
-    update (`Updates.numbers`)."""
+    """A rank's report at the beginning of a step. The ranks of a replica must have the same `digest` and `rows`, and
+    all ranks the same `mode`. `has_batch` is 0 if the data iterator yielded no usable batch, `parts` is the number of
+    microbatches, and `seed` is the seed of torch's generator. `news`, `ways`, `options` and `factor` are the rank's
+    News."""
 
     has_batch: int
     digest: int
@@ -66,8 +67,8 @@ class Report(NamedTuple):
 
 
 class News(NamedTuple):
-    """A rank's report of the batches that it has read (bits, and a number that identifies their ways) and of the last
-    update."""
+    """A rank's report on the batches that it has read (`bits`, and a number that identifies their `ways`) and on the
+    last update (`Updates.numbers`)."""
 
     bits: int = 0
     ways: int = 0
@@ -76,9 +77,10 @@ class News(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """The agreement of all ranks for a step: the seed of the first rank's generator, which all use for random
-    numbers, the microbatches of each replica, the `news` of all ranks, whether the ranks of each replica have the
-    same ways, and whether all ranks' last updates had the same options and factors."""
+    """The result of comparing all ranks' reports: the first rank's `seed`, which all ranks use for random numbers, the
+    number of microbatches of each replica (`parts`), the bitwise or of all ranks' `news`, whether the ranks of each
+    replica have the same ways (`alike`), and whether the last updates of all ranks had the same options and factors
+    (`updated_alike`)."""
 
     seed: int
     parts: list[int]
@@ -88,9 +90,11 @@ class Agreement(NamedTuple):
 
 
 def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: News) -> Agreement:
-    """Compare this step over all ranks; every rank raises BatchError if they differ.
+    """Compare this step across all ranks. Every rank raises BatchError if a rank has no batch, or if batches or modes
+    differ.
 
-    `batches` is the error on a rank that got none; `mode` describes the step: forward only, the requested outputs, ...
+    `batches` is the exception if reading failed on this rank; `mode` describes the step: forward only, the requested
+    outputs, ...
     """
     failure = summary(batches) if isinstance(batches, Exception) else None
     has_batch, read = failure is None, () if isinstance(batches, Exception) else batches
@@ -115,11 +119,11 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             for r, report in enumerate(reports)
         )
         raise BatchError(
-            f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "
-            "same data in the same order, for example with plugin.prepare_dataloader(dataset, batch_size, shuffle, "
-            "seed). Your own DataLoader must not shard the data (DistributedSampler, accelerator.prepare). If it "
-            "shuffles, or if its dataset or collator uses random numbers, seed all ranks equally, for example with "
-            "transformers.set_seed(0)"
+            f"the stages of one pipeline must read the same batch in the same mode, but they differ: {table}. Give "
+            "every rank the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
+            "batch_size, shuffle, seed). Your own DataLoader must not shard the data (DistributedSampler, "
+            "accelerator.prepare). If it shuffles, or if its dataset or collator uses random numbers, use the same "
+            "seed on all ranks, for example with transformers.set_seed(0)"
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)
@@ -128,14 +132,14 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
 
 
 def _joined(digests: Sequence[int]) -> int:
-    """One digest of the digests of several batches."""
+    """One digest that combines the digests of several batches."""
     if len(digests) == 1:
         return digests[0]
     return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")
 
 
 class Reader:
-    """Reads batches for a model. `cut` gives the microbatches of a batch; `cuts()` says whether there may be
+    """Reads batches for a model. `cut` splits batches into microbatches; `cuts()` returns whether a batch may have
     several."""
 
     def __init__(
@@ -149,14 +153,14 @@ class Reader:
         self.row_dims, self.cut, self.cuts, self.grid, self.precision = row_dims, cut, cuts, grid, precision
 
     def settle(self, batch: Batch) -> Batch:
-        """A batch that was already read, in the form that the model receives."""
+        """Convert a batch that was already read to the form that the model receives."""
         return self.precision.of_batch(self.row_dims.settle(batch) if self.cuts() else batch)
 
     def next(
         self, data_iter: Iterator[Any], mode: str, news: Callable[[Sequence[Batch]], News], count: int = 1
     ) -> tuple[list[Batch], Agreement]:
-        """The next `count` batches, compared across ranks: all ranks raise an error if one has no batch, or different
-        ones.
+        """Read the next `count` batches, and compare them across ranks. All ranks raise an error if a rank has no
+        batch, or if the batches differ.
 
         `mode` describes the step, and `news(batches)` returns the News to report to the other ranks.
         """
@@ -165,7 +169,7 @@ class Reader:
         try:
             batches = [self._read(data_iter) for _ in range(count)]
             parts = sum(map(len, self.cut(batches)))
-        except Exception as error:  # of the user's dataset too: the other ranks have to learn of it
+        except Exception as error:  # such as the dataset's own: it must be reported to the other ranks
             batches = error
         read = () if isinstance(batches, Exception) else batches
         try:
@@ -175,21 +179,21 @@ class Reader:
         return list(read), agreement
 
     def first(self, agreement: Agreement) -> int:
-        """The number of this replica's first microbatch among those of all replicas."""
+        """The index of this replica's first microbatch among the microbatches of all replicas."""
         return sum(agreement.parts[: self.grid.replica])
 
     def _read(self, data_iter: Iterator[Any]) -> Batch:
         if not hasattr(data_iter, "__next__"):
             raise BatchError(
-                f"execute_pipeline takes an iterator of batches, not a {type(data_iter).__name__}: "
-                "pass iter(dataloader), created once per epoch, or iter([batch])"
+                f"execute_pipeline expects an iterator of batches, got a {type(data_iter).__name__}: pass "
+                "iter(dataloader), created once per epoch, or iter([batch])"
             )
         try:
             data = next(data_iter)
         except StopIteration:
             raise BatchError(
-                "the data iterator is empty: create a new one, iter(dataloader), for every epoch, and call "
-                "execute_pipeline len(dataloader) times"
+                "the data iterator is exhausted: create a new one with iter(dataloader) for every epoch, and call "
+                "execute_pipeline len(dataloader) times per epoch"
             ) from None
         if isinstance(data, Batch):
             return self.precision.of_batch(data)

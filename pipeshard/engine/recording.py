@@ -1,8 +1,8 @@
-"""Recording: the times of each rank's actions in one real step, and the ranks that it waited for.
+"""Recording: the measured times of each rank's actions in one step, and how long the rank waited for other ranks.
 
-A simulation of the schedule shows where bubbles should be; torch.profiler shows one rank at a time, without actions.
-A Recording has the compute actions of all ranks on one time axis, with the simulation of the same program at the
-measured costs. Times of different hosts are related by their wall clocks, so several hosts need NTP.
+A simulation of the schedule shows where bubbles should be, and torch.profiler shows one rank at a time, without
+actions. A Recording contains the compute actions of all ranks on one time axis, and simulates the same program with the
+measured costs. The times of different hosts are aligned by their wall clocks, so several hosts need NTP.
 """
 
 import json
@@ -23,7 +23,7 @@ from pipeshard.engine.timeline import Timeline
 from pipeshard.errors import ConfigurationError, summary
 from pipeshard.schedule import Action, Kind, Program, Simulation, Span, draw_timeline, simulate
 
-STRAGGLES = 1.25  # how many times as busy as the median rank a straggler is
+STRAGGLES = 1.25  # a straggler is busy for more than this multiple of the median rank's time
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Recording:
         spans: the compute actions of each rank.
         waited: `waited[r][q]` is how long rank r waited for messages of rank q.
         step: the number of the step, from 0.
-        memory: the peak bytes of each rank so far: of its GPU, or of its process.
+        memory: the peak memory of each rank so far in bytes, of its GPU or of its process.
         samples: the number of samples that all replicas have read.
-        tokens: the elements of `input_ids` in these; 0 if there are none.
+        tokens: the number of elements of `input_ids` in these samples; 0 without `input_ids`.
     """
 
     program: Program
@@ -50,7 +50,7 @@ class Recording:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """The time from the start of the first action to the end of the last."""
         return max((row[-1].end for row in self.spans if row), default=0.0)
 
     @property
@@ -60,15 +60,14 @@ class Recording:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all rank-time, 0 to 1."""
+        """The idle share of all ranks' time, from 0 to 1."""
         return max(0.0, 1 - math.fsum(self.busy) / (len(self.spans) * self.makespan)) if self.makespan else 0.0
 
     def cost(self, kind: Kind) -> tuple[float, ...]:
-        """The seconds that an action of this kind takes on each stage, as a median over microbatches; 0 if there are
-        none.
+        """The median time of an action of this kind on each stage, in seconds; 0 for a stage without such actions.
 
-        If only some backward passes of a stage are split into B and W, the B of the other passes is their time minus
-        that of W.
+        If only some backward passes of a stage are split into B and W, the cost of B is the median time of the unsplit
+        passes minus the cost of W.
         """
         return tuple(self._cost(kind, stage) for stage in range(len(self.program.placement)))
 
@@ -82,7 +81,7 @@ class Recording:
         return max(0.0, cost - self._cost(Kind.W, stage)) if whole and splits else cost
 
     def simulation(self) -> Simulation:
-        """The same program simulated: each action takes its stage's median time; messages take no time."""
+        """Simulate the same program: each action takes the median time on its stage, and messages take no time."""
         return simulate(self.program, self.cost(Kind.F), self.cost(Kind.B), self.cost(Kind.W))
 
     def summary(self) -> str:
@@ -99,16 +98,18 @@ class Recording:
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
 
     def _beside_others(self, rank: int) -> str:
-        """How much longer a rank is busy than the median, if that is significant: a straggler, or an uneven
-        partition."""
+        """A text that compares a rank's busy time with the median rank's; "" unless the rank is a straggler or has too
+        large a stage."""
         median = statistics.median_low(self.busy)
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""
 
     def metrics(self, prefix: str = "pipeline/") -> dict[str, float]:
-        """The step as numbers, for any tracker: `wandb.log(recording.metrics())`, on one rank, as all have the same.
+        """The step as numbers for an experiment tracker: `wandb.log(recording.metrics())`. Call it on one rank, since
+        all ranks have the same numbers.
 
-        Seconds, shares of 1, samples and tokens per second, and for each rank seconds busy and GB (1e9 bytes).
+        The numbers are the seconds of the step, the measured and simulated bubbles (0 to 1), samples and tokens per
+        second, and the busy seconds and peak memory in GB (1e9 bytes) of each rank.
         """
         rates = {"samples": self.samples, "tokens": self.tokens}
         found = {"seconds": self.makespan, "bubble": self.bubble, "bubble_simulated": self.simulation().bubble}
@@ -120,11 +121,11 @@ class Recording:
         return {prefix + name: value for name, value in found.items()}
 
     def draw(self, path: str | os.PathLike[str], title: str = "") -> None:
-        """Draw the measured step above the simulated one, in the format of the file's suffix. Requires matplotlib."""
+        """Plot the measured step above the simulated step, in the format of the file's suffix. Requires matplotlib."""
         draw_timeline([("measured", self.spans), ("simulated", self.simulation().spans)], path, title=title)
 
     def save(self, path: str | os.PathLike[str], format: str = "json") -> None:
-        """Write the recording as JSON, for `load`, or with "perfetto" as a trace for ui.perfetto.dev and
+        """Write the recording as JSON for `load`, or with format="perfetto" as a trace for ui.perfetto.dev and
         chrome://tracing.
 
         Raises ConfigurationError for another format.
@@ -134,8 +135,8 @@ class Recording:
         Path(path).write_text(json.dumps(self._trace() if format == "perfetto" else self._content()))
 
     def _trace(self) -> dict[str, Any]:
-        """The recording in Chrome's Trace Event Format: one process for the measured step, one for the simulated
-        one."""
+        """The recording in Chrome's Trace Event Format, with one process for the measured step and one for the
+        simulated step."""
         events: list[dict[str, Any]] = []
         sides = {"measured": self.spans, "simulated": self.simulation().spans}
         for process, (name, rows) in enumerate(sides.items()):
@@ -167,7 +168,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that `save` wrote. Raises ConfigurationError for anything else."""
+        """Read a JSON file that `save` wrote. Raises ConfigurationError for any other file."""
         try:
             content = json.loads(Path(path).read_text())
             ranks = [tuple(Action(Kind(kind), i, stage) for kind, i, stage in row) for row in content["program"]]
@@ -190,10 +191,10 @@ class Recording:
         device: torch.device,
         read: Sequence[int],
     ) -> Self:
-        """Collect the timelines of all ranks of `group`, which runs the program, and the samples and tokens that were
-        read. Call it on all of these ranks."""
+        """Gather the timelines of all ranks of `group`, which has run `program`; `read` are the numbers of samples and
+        tokens in the step. Call it on all ranks of `group`."""
         counts = [sum(action.kind.is_compute for action in actions) for actions in program.ranks]
-        most = 2 * max(counts)  # times; then come the waits, and the memory
+        most = 2 * max(counts)  # columns of times, followed by waits and memory
         row = torch.zeros(most + len(counts) + 1, dtype=torch.float64)
         for k, span in enumerate(timeline.spans):
             row[2 * k], row[2 * k + 1] = span.start, span.end
@@ -208,7 +209,7 @@ class Recording:
 
     @classmethod
     def of(cls, program: Program, times: Sequence[Any], waited: Sequence[Any], step: int) -> Self:
-        """Create a Recording from the (start, end) of each compute action of each rank."""
+        """Create a Recording from the (start, end) times of each rank's compute actions."""
         start = min((row[0][0] for row in times if len(row)), default=0.0)
         computed = ([action for action in actions if action.kind.is_compute] for actions in program.ranks)
         spans = tuple(
@@ -219,7 +220,7 @@ class Recording:
 
 
 def _taken(device: torch.device) -> int:
-    """The peak bytes so far: of the GPU, or of this process."""
+    """The peak memory so far in bytes, of the GPU or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""Refusals: models, criteria and batches that could not be trained exactly in parts."""
+"""Refusals: errors for models, criteria and batches that a pipeline cannot train exactly."""
 
 import logging
 import sys
@@ -22,19 +22,19 @@ from pipeshard.split.adapters import BEGINNING, base_names
 from pipeshard.split.packed import is_quantized
 
 logger = logging.getLogger("pipeshard")
-# What each does belongs around the pipeline: under it, it would talk to ranks that have other stages.
+# The plugin does what each of these does; inside the pipeline, they would communicate with ranks of other stages.
 REFUSED: dict[type, str] = {
     DistributedDataParallel: "the plugin creates the replicas (dp_size, by default as many as the ranks allow)",
     DataParallel: "the plugin creates the replicas (dp_size, by default as many as the ranks allow)",
     FullyShardedDataParallel: "PipelinePlugin(fsdp=True) shards parameters across replicas",
     FSDPModule: "PipelinePlugin(fsdp=True) shards parameters across replicas",
-    ScriptModule: "since no stage can release parameters of TorchScript; compile=True compiles each layer",
+    ScriptModule: "no stage can release TorchScript parameters; compile=True compiles each layer",
 }
 
 
 def plain(model: nn.Module, warns: bool = True) -> nn.Module:
-    """`model` before it was compiled as a whole by `torch.compile(model)` or `model.compile()`; `warns` logs this.
-    Raises ConfigurationError for a model that is wrapped, or has wrapped modules, in any other way."""
+    """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, and log this if `warns`.
+    Raises ConfigurationError for lazy parameters, bitsandbytes layers and other wrapped modules."""
     compiled = False
     while "_orig_mod" in model._modules and isinstance(inner := model._orig_mod, nn.Module):
         model, compiled = inner, True
@@ -42,45 +42,45 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
         model._compiled_call_impl, compiled = None, True
     if compiled and warns:
         logger.warning(
-            "this %s was compiled as a whole, but pipeshard runs it in parts, uncompiled. Pass the uncompiled model, "
-            "and pass compile=True to PipelinePlugin, which compiles each layer",
+            "this %s was compiled as a whole, but pipeshard runs it in parts and discards the compilation. Pass the "
+            "uncompiled model, and pass compile=True to PipelinePlugin, which compiles each layer",
             type(model).__name__,
         )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ConfigurationError(
-                f"{name} has no shape before the first forward (a torch Lazy module): run the model on a batch "
-                "once, model(**batch) under torch.no_grad(), before you create its optimizer and call boost"
+                f"{name} has no shape before the first forward (a torch Lazy module): run the model once on a batch "
+                "(model(**batch) under torch.no_grad()) before you create its optimizer and call boost"
             )
         if type(parameter).__module__.startswith("colossalai.lazy"):
             raise ConfigurationError(
-                f"{name} was created under colossalai's LazyInitContext, which cannot be split into "
-                "stages: build the model under torch.device('meta') instead, which takes no memory either, and let "
+                f"{name} was created under colossalai's LazyInitContext, and such a model cannot be split into stages: "
+                "build the model under torch.device('meta') instead (this allocates no memory either), and let "
                 "PipelinePlugin(init_weights=True) initialize its weights on the stages (or call "
                 "LazyInitContext.materialize(model), which allocates the whole model in every process)"
             )
     refused = dict(REFUSED)
     if (wrapper := getattr(sys.modules.get("colossalai.interface"), "ModelWrapper", None)) is not None:
-        refused[wrapper] = "only the Booster of the PipelinePlugin may boost it"
+        refused[wrapper] = "boost it only with the Booster of the PipelinePlugin"
     for name, module in model.named_modules():
         if type(module).__module__.startswith("bitsandbytes."):
             raise ConfigurationError(
-                f"{name} is a bitsandbytes {type(module).__name__}, which replaces its weight while it runs. Create "
-                "the model with PipelinePlugin.from_pretrained(cls, folder, "
-                "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then packs its own weights"
+                f"{name} is a bitsandbytes {type(module).__name__}, whose forward replaces its weight. Create the "
+                "model with PipelinePlugin.from_pretrained(cls, folder, "
+                "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then quantizes its own weights"
             )
         for kind, instead in refused.items():
             if isinstance(module, kind):
                 raise ConfigurationError(
-                    f"{name or 'the model'} is wrapped in {kind.__name__} ({type(module).__name__}): pass the "
-                    f"model without this wrapper (and not prepared by accelerate either); {instead}"
+                    f"{name or 'the model'} is wrapped in {kind.__name__} ({type(module).__name__}): pass the model "
+                    f"without this wrapper (and without accelerator.prepare); {instead}"
                 )
     return model
 
 
 def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
-    """Raise ConfigurationError if a boosted model is boosted again by a plugin with other arguments, which would have
-    no effect."""
+    """Raise ConfigurationError if a boosted model is boosted again by a plugin with other arguments, since these would
+    have no effect."""
     texts, others = texts_of(config.of_all_ranks), texts_of(other.of_all_ranks)
     name = next((name for name in texts if texts[name] != others[name]), None)
     if name is not None:
@@ -92,7 +92,7 @@ def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
 
 
 def refuse_released(model: nn.Module) -> None:
-    """Raise UsageError for the model inside a boosted model: this rank has released its other stages."""
+    """Raise UsageError for the model inside a boosted model, whose other stages this rank has released."""
     name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, Ghost)), None)
     if name is not None:
         raise UsageError(
@@ -102,7 +102,7 @@ def refuse_released(model: nn.Module) -> None:
 
 
 def refuse_blank_adapters(model: nn.Module) -> None:
-    """Refuse adapters on meta: peft has initialized them, and the values are lost."""
+    """Raise ConfigurationError for adapters on meta: peft has initialized them, but the values are lost."""
     if not is_of_peft(model, "PeftModel"):
         return
     known = base_names(model)
@@ -116,17 +116,17 @@ def refuse_blank_adapters(model: nn.Module) -> None:
 
 
 def refuse_sharded_packing(model: nn.Module, fsdp: bool, slices: int) -> None:
-    """Refuse to shard packed weights."""
+    """Raise ConfigurationError if quantized weights would be sharded."""
     if (fsdp or slices > 1) and is_quantized(model):
         raise ConfigurationError(
             "fsdp=True, tp_size and ep_size shard weights, but the weights of this model are quantized and cannot be "
-            "sharded. Use more stages (pp_size) or replicas without these arguments"
+            "sharded. Omit these arguments, and use more stages (pp_size) or replicas (dp_size)"
         )
 
 
 def refuse_lowered_begin(model: nn.Module, config: PipelineConfig) -> None:
-    """Refuse adapters that are computed from loaded weights if these weights are sharded or cast before they are
-    loaded."""
+    """Raise ConfigurationError for adapters that are initialized from loaded weights, if the weights are cast or
+    sharded before they are loaded."""
     if getattr(model, BEGINNING, None) and (config.lowers or config.fsdp or config.slices_of_stage > 1):
         raise ConfigurationError(
             "DoRA, PiSSA and OLoRA are initialized from the loaded weights, but with precision, fsdp, tp_size or "
@@ -136,10 +136,12 @@ def refuse_lowered_begin(model: nn.Module, config: PipelineConfig) -> None:
 
 
 def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
-    """Raise ConfigurationError for a criterion that cannot be called, or that has trainable parameters that are not
-    the model's."""
+    """Raise ConfigurationError for a criterion that cannot be called, or that has trainable parameters outside the
+    model."""
     if criterion is not None and not callable(criterion):
-        raise ConfigurationError(f"the criterion is a {type(criterion).__name__}: pass criterion(outputs, inputs)")
+        raise ConfigurationError(
+            f"the criterion must be callable as criterion(outputs, inputs), got a {type(criterion).__name__}"
+        )
     if criterion is not None and not hasattr(criterion, "of_batch"):
         takes_outputs_alone(criterion)
     if not isinstance(criterion, nn.Module):
@@ -148,16 +150,17 @@ def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
     foreign = [name for name, p in criterion.named_parameters() if p.requires_grad and p not in known]
     if foreign:
         raise ConfigurationError(
-            f"the criterion ({type(criterion).__name__}) has parameters of its own (the first is {foreign[0]}), "
-            "which no stage would train: make it a submodule of the model, which then computes the loss in its "
-            "forward, or freeze them"
+            f"the criterion ({type(criterion).__name__}) has trainable parameters of its own (the first is "
+            f"{foreign[0]}), and no stage would train them: make the criterion a submodule of a model that computes "
+            "the loss in its forward, or freeze the criterion's parameters"
         )
 
 
 def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigurationError for a compiled module whose call is cut into parts, or replayed.
+    """Raise ConfigurationError for a compiled module that contains units, or a unit whose call is compiled in place.
 
-    A unit that `torch.compile(layer)` has put in a layer's place is run whole, as is everything inside a unit.
+    A unit that `torch.compile(layer)` returned, and compiled modules inside a unit, are allowed: stages run them as a
+    whole.
     """
     around = set(containers(model, units))
     for name, module in model.named_modules():
@@ -167,13 +170,14 @@ def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
         compiled |= module._compiled_call_impl is not None and (module in around or name in units)
         if compiled:
             raise ConfigurationError(
-                f"{name or 'the model'} ({type(module).__name__}) was compiled separately: remove that, and pass "
-                'compile=True, or options as compile={"backend": ...}, to PipelinePlugin, which compiles each layer'
+                f"{name or 'the model'} ({type(module).__name__}) was compiled separately, but pipeshard must replace "
+                'its call: remove the compilation, and pass compile=True (or options: compile={"backend": ...}) to '
+                "PipelinePlugin, which compiles each layer"
             )
 
 
 def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
-    """Raise UsageError for a module around units that recomputes its forward, which may be enabled after the cut."""
+    """Raise UsageError if a module that contains units recomputes its forward: this may be enabled after boost."""
     whole = next(filter(recomputes, around), None)
     if whole is not None:
         name = next(name for name, module in model.named_modules() if module is whole)
@@ -184,11 +188,13 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
 
 
 def refuse_differentiable(batches: Iterable[Batch], num_stages: int, num_microbatches: int) -> None:
-    """Raise BatchError for an input that requires a gradient, which a stage, or a microbatch, would not pass on."""
+    """Raise BatchError for an input that requires a gradient, if its gradient would be lost: with several stages, or
+    with several microbatches and an input that is not a leaf."""
     for path, leaf in ((path, leaf) for batch in batches for path, leaf in batch.tensors.items()):
         if leaf.requires_grad and (num_stages > 1 or (num_microbatches > 1 and not leaf.is_leaf)):
             raise BatchError(
-                f"{path} of the batch requires a gradient, but a pipeline computes gradients of its model's parameters "
-                f"only: pass {path}.detach(). If a module computes it, make that a part of the model. For the gradient "
-                "of an input, use pp_size=1 and pass a tensor without a graph"
+                f"{path} of the batch requires a gradient, but a pipeline computes only the gradients of its model's "
+                f"parameters: pass {path}.detach(). If a module computes this input, make the module a part of the "
+                "model. For the gradient of an input, use pp_size=1 and pass a leaf tensor "
+                "(x.detach().requires_grad_())"
             )

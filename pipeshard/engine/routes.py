@@ -1,4 +1,4 @@
-"""Routes: the ways of traced microbatches through the stages of a rank."""
+"""Routes: a cache of the routes of traced microbatches through the stages of a rank."""
 
 from collections.abc import Collection, Sequence
 
@@ -11,7 +11,7 @@ from pipeshard.split.route import Recompute, Route
 
 
 class Routes:
-    """Caches the routes of each Dataflow, by the requested outputs."""
+    """Caches the routes of each Dataflow for each set of requested outputs."""
 
     def __init__(self, policy: Policy, recompute: Recompute) -> None:
         self.policy, self.recompute = policy, recompute
@@ -28,8 +28,8 @@ class Routes:
         self._sliced.clear()
 
     def of(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
-        """The routes of such microbatches through the stages of this rank."""
-        key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
+        """The routes of microbatches of this Dataflow, one for each stage of this rank."""
+        key = id(flow), outputs  # a route references its flow, so the id is not reused
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
             refuse_unsplittable(self.policy.model, flow, stages, self.policy.placement)
@@ -41,10 +41,11 @@ class Routes:
         return self._routes[key]
 
     def sliced(self, flow: Dataflow, outputs: Wanted) -> SlicedRoutes:
-        """The routes of such microbatches if they run in slices, with the head as a separate stage at the end."""
+        """The routes of such microbatches if they run in slices, with the head as a separate stage after the last
+        stage."""
         key = id(flow), outputs
         if key not in self._sliced:
-            ordinary = self.of(flow, outputs)  # which refuses what cannot be split
+            ordinary = self.of(flow, outputs)  # raises an error if the model cannot be split
             stages, head = self.policy.partition.of_calls(flow), len(self.policy.placement)
             crossing = boundaries(flow, stages, head + 1, outputs)
             again = [{k for k, step in enumerate(route.steps) if step.again} for route in ordinary]
@@ -54,13 +55,13 @@ class Routes:
         return self._sliced[key]
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
-        """Refuse a Dataflow whose glue reads a parameter that its stage has released: glue may take a different path
-        with another batch."""
+        """Raise TraceError if glue reads a parameter that its stage has released: with another batch, glue may take a
+        different path than at boost."""
         uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
         for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:
             released = sorted(use.parameters - self.policy.ownership.held[self.policy.placement[stage]])
             if released:
                 raise TraceError(
-                    f"with this batch the model reads {released[0]} outside of its unit, on stage {stage}, which does "
-                    "not hold it: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
+                    f"with this batch, the model reads {released[0]} outside its unit on stage {stage}, which does not "
+                    "hold this parameter: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
                 )

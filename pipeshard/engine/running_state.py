@@ -1,10 +1,10 @@
-"""Running state: state that one forward leaves to the next in the model, separate for each of a rank's stages.
+"""Running state: state in the model that one forward passes to the next, kept separately for each stage of a rank.
 
-Every stage runs the glue, once for every microbatch and in their order. So state that glue carries on (counters,
+Every stage runs the glue once per microbatch, in the order of the microbatches, so state that glue updates (counters,
 generators, values computed from the batch) is the same on all stages as in the unsplit model. State computed from unit
-results is correct on the stages that have these results, and only these stages read it; on other stages it stays
-unchanged. Batch norm is handled separately: with `deferred`, its running statistics are updated once per step, from the
-whole batch.
+results is correct on the stages that have these results, and only these stages read it; on other stages, the state is
+not updated. Batch norm is handled separately: with `deferred`, its running statistics are updated once per step, from
+the whole batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,14 +23,14 @@ from pipeshard.split.route import Route
 
 
 class Carry:
-    """Around the forwards of one step, on one rank."""
+    """Passes running state between the forwards of one step on one rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.places: dict[str, Place] = {}
 
     def begin(self, routes: Sequence[Route]) -> None:
-        """Prepare one forward on each of these routes."""
+        """Prepare a step with one forward on each of these routes."""
         has_one_stage, has_one_forward = len({route.stage for route in routes}) == 1, len(routes) == 1
         carried = {
             place.name: place
@@ -42,7 +42,7 @@ class Carry:
         self.places = {name: Place(self.model, place.path) for name, place in carried.items()}
         self.written = {name for name, place in carried.items() if place.kind == "tensor"}
         self.start = {name: place.take() for name, place in self.places.items()}
-        self.left: dict[int, dict[str, Held]] = {}  # by stage, what its last forward has left
+        self.left: dict[int, dict[str, Held]] = {}  # by stage, the state after its last forward
         self.same: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.places}
         names = {id(self.start[name].value): name for name in self.written}
         for module in self.model.modules() if names else ():
@@ -52,12 +52,13 @@ class Carry:
 
     @contextmanager
     def around(self, route: Route) -> Iterator[None]:
-        """Around one forward on this route."""
+        """Context manager for one forward on this route: restores the state of its stage, and records the new state on
+        exit."""
         left = self.left.setdefault(route.stage, {}) if self.places else {}
         for name in self.places:
             held = left.get(name, self.start[name])
             if name in self.written and isinstance(held.value, Tensor):
-                held = Held(held.value.detach().clone(), None)  # a backward may need what there was
+                held = Held(held.value.detach().clone(), None)  # a backward may need the old value
             self._put(name, held)
         with self._passing(route):
             yield
@@ -65,8 +66,8 @@ class Carry:
 
     @contextmanager
     def _passing(self, route: Route) -> Iterator[None]:
-        """Around a forward that ends before the model's does: state that glue has changed so far, and would have
-        restored at its end (a depth, a list of losses that it empties), is restored."""
+        """Context manager for a forward that stops before the end of the model's forward: on exit, restores state that
+        glue has changed so far and would have restored by the end (a depth, a list of losses that it clears)."""
         first = Snapshot({"": self.model}) if route.stop is not None and -1 not in route.proven else None
         places = [Place(self.model, path) for path in route.passing.values()]
         held = [place.take() for place in places]
@@ -77,14 +78,14 @@ class Carry:
         for change in [] if first is None else list(flagged(first)):
             path = place_of(self.model, change.path)
             has_grown = isinstance(change.before, Tensor) and isinstance(change.now, Tensor)  # a table of positions
-            by_hook = any(str(step.key).endswith("_hooks") for step in path)  # which the user listens by
+            by_hook = any(str(step.key).endswith("_hooks") for step in path)  # of the user
             if format_path(path) not in carried and not has_grown and not by_hook:
                 route.passing[format_path(path)] = path
                 undo(change)
         route.proven.add(-1)
 
     def end(self) -> None:
-        """Leave in the model, for each place, the state of the last stage on which it is correct."""
+        """Write to each place in the model the state from the last stage on which it is correct."""
         for name in self.places:
             start = self.start[name]
             held = [self.left[stage][name] for stage in sorted(self.left) if name in self.left[stage]]
@@ -103,22 +104,23 @@ class Carry:
 
 
 def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
-    """Whether a place can be ignored on a rank with one stage; with several forwards, a backward may need
-    a value that a later one would overwrite."""
+    """Whether a rank with one stage need not carry the state at a place. With several forwards it must carry tensors,
+    since a backward may need a value that a later forward overwrites."""
     if place.kind == "tensor" and not has_one_forward:
         return False
     return place.until == -1 or place.name not in route.spoiled
 
 
-# By module, the sum, the sum of squares and the number of what a step has normalized in each channel. Neither modules
-# nor hooks reach them: what units change there is compared with what the trace has seen.
+# By module: the sum, the sum of squares and the number of the values that a step has normalized in each channel. They
+# are kept outside modules and hooks, since changes that units make there are compared with the trace.
 _SUMS: dict[nn.Module, tuple[Tensor, Tensor, int]] = {}
 
 
 @contextmanager
 def deferred(units: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, each microbatch is normalized by its own statistics, as always. Afterwards, the running statistics of
-    these units are updated once, with the mean and (biased) variance of all inputs (Kim et al. 2020, arXiv:2004.09910).
+    """Context manager that updates the running statistics of these units once, on exit, with the mean and (biased)
+    variance of all inputs (Kim et al. 2020, arXiv:2004.09910). Each microbatch is still normalized by its own
+    statistics.
     """
     modules: dict[Any, None] = {module: None for unit in units for module in unit.modules() if _tracks(module)}
     before = {module: [buffer.clone() for buffer in _statistics(module)] for module in modules}

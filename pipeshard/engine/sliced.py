@@ -3,9 +3,9 @@
     stage 0     F(0,0)  F(0,1)  F(0,2)                          B(0,2)  B(0,1)  B(0,0)
     stage 1             F(0,0)  F(0,1)  F(0,2) head    B(0,2)  B(0,1)  B(0,0)
 
-The last stage concatenates the values that the loss needs from all slices. The glue after the last unit and the loss,
-the head, then run once for the whole microbatch, as without slices, so that labels, sums and counts are those of the
-microbatch.
+The last stage concatenates the values that the loss needs from all slices. The head (the glue after the last unit, and
+the loss) then runs once for the whole microbatch, as it does without slices, so labels, sums and counts are those of
+the microbatch.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,7 +31,7 @@ OTHER = "Use num_slices=1 for this model"
 
 @dataclass(frozen=True)
 class SlicedRoutes:
-    """The routes of microbatches through the stages of a rank, and the route of the head. Each stage leaves the values
+    """The routes of microbatches through the stages of a rank, and the route of the head. Each stage sends the values
     that later stages and the head need."""
 
     stages: Sequence[Route]
@@ -40,8 +40,8 @@ class SlicedRoutes:
 
 @dataclass(frozen=True)
 class SlicedMicrobatch:
-    """A microbatch of one stage: its `slices`, the microbatch as the head receives it, and how each value that the head
-    needs is concatenated."""
+    """A microbatch on one stage: its `slices` with their `sizes`, the microbatch that the `head` receives, and the
+    `joints` that combine the slices' results into the inputs of the head."""
 
     slices: Sequence[Microbatch]
     sizes: Sequence[int]
@@ -59,9 +59,9 @@ class SlicedMicrobatch:
         place: int,
         device: torch.device,
     ) -> "SlicedMicrobatch":
-        """`whole` as stage number `place` of this rank runs it; `ways` and `routes` are those of its slices, except
-        that the last of `routes` is that of the whole. Raises TraceError if the slices' calls differ from those of the
-        whole."""
+        """The slices of `whole` on the stage with index `place` of this rank. `ways` are the ways of the slices;
+        `routes` are the routes of the slices, followed by the routes of `whole`. Raises TraceError if the loss reads
+        other results from a slice than from `whole`, and ConfigurationError if results cannot be merged."""
         of_whole, total, states = routes[-1], sum(sizes), dict[Any, Any]()
         head = Microbatch(of_whole.head.feed(batch, device), of_whole.head, whole.deltas, whole.share, whole.summed)
         fed = of_whole.stages[place].feed(batch, device)
@@ -78,8 +78,8 @@ class SlicedMicrobatch:
 def _refuse_other(slice_: Route, whole: Route) -> None:
     if slice_.enters != whole.enters:
         raise TraceError(
-            "num_slices: the loss reads different results from a slice than from the whole sequence, so the slice is "
-            f"not equivalent to a part of it. {OTHER}"
+            "num_slices: the loss reads different results from a slice than from the whole sequence, so slices are not "
+            f"equivalent to the sequence. {OTHER}"
         )
 
 
@@ -96,13 +96,13 @@ def _joint(value: Value, head: Microbatch, slices: Sequence[Microbatch], rows: i
 
 
 class SlicedStage(Stage):
-    """Runs forwards and backwards of slices: number i * n + s is slice s of microbatch i. `head` computes the loss, on
-    the rank of the last stage."""
+    """Runs forwards and backwards of slices: index i * n + s is slice s of microbatch i. On the last stage, `head`
+    computes the loss."""
 
     head: Stage | None = None
 
     def listener(self, args: Any, kwargs: Any) -> None:
-        """The listener of calls with a cache, whose arguments differ from the trace."""
+        """A Listener that does nothing: its presence allows calls with a cache, whose sizes differ from the trace."""
 
     @property
     def end_of_loss(self) -> Stage:
@@ -120,8 +120,8 @@ class SlicedStage(Stage):
         self.whole, self.n = microbatches, len(microbatches[0].slices)
         slices = [part for microbatch in microbatches for part in microbatch.slices]
         self.begin(slices, criterion, True, outputs, scale, splits)
-        self.left: dict[int, list[list[Tensor]]] = {}  # by microbatch: what its slices have left for the head
-        self.returned: dict[int, list[list[Tensor]]] = {}  # and the gradients of that, slice by slice
+        self.left: dict[int, list[list[Tensor]]] = {}  # by microbatch: its slices' results for the head
+        self.returned: dict[int, list[list[Tensor]]] = {}  # and their gradients, by slice
         if self.head is not None:
             self.head.begin([microbatch.head for microbatch in microbatches], criterion, True, outputs, scale)
 
@@ -176,5 +176,6 @@ class SlicedStage(Stage):
             if tuple(tensor.shape) != tuple(shape):
                 raise TraceError(
                     f"num_slices: result {value.leaf} of unit {microbatch.route.flow.calls[value.call].unit} has shape "
-                    f"{tuple(tensor.shape)} in a slice that is called with a cache, but {shape} without one. {OTHER}"
+                    f"{tuple(tensor.shape)} in a slice that is called with a cache, but {shape} without a cache. "
+                    f"{OTHER}"
                 )

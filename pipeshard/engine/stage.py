@@ -1,11 +1,11 @@
 """Stage: one part of the model, run forward and backward on one microbatch at a time, and checked for NaNs.
 
-A NaN in one stage's gradient spreads to all parameters, on every rank, in the next step. torch's anomaly mode finds its
-operator, but is slow and knows neither stages nor microbatches.
+A NaN in a gradient of one stage spreads to all parameters on every rank in the next step. torch's anomaly mode finds
+the operator that computed the NaN, but is slow and reports neither the stage nor the microbatch.
 
-A stage runs the model's own forward on every microbatch. Calls of units that other stages hold return the
-received values, or are skipped. So masks, positions and losses are computed by the model's code. The inputs of
-a stage are leaves of its autograd graph, and backward starts at its outputs.
+A stage runs the model's own forward on every microbatch. Calls of units that other stages hold return the received
+values, or are skipped, so the model's own code computes masks, positions and losses. The inputs of a stage are leaves
+of its autograd graph, and backward starts at its outputs.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,17 +37,18 @@ from pipeshard.split.route import Route
 
 
 class NaNCheck:
-    """Checks the values that stage `stage`, which holds `parameters` by name, computes; `gradients` too, unless a loss
-    scale makes them overflow occasionally.
+    """Checks that the results and parameters of a stage are finite, and with `gradients` also its gradients (under a
+    loss scale, these may overflow). `parameters` are the stage's parameters by name.
 
-    Every method raises NonFiniteError, with the stage, the microbatch, and a parameter if one is the cause.
+    Every method raises NonFiniteError, which names the stage, the microbatch, and a non-finite parameter if there is
+    one.
     """
 
     def __init__(self, stage: int, parameters: Mapping[str, nn.Parameter], gradients: bool = True) -> None:
         self.stage, self.parameters, self.gradients = stage, parameters, gradients
 
     def forward(self, i: int, units: Sequence[str], sent: Sequence[Tensor], loss: Tensor | None) -> None:
-        """Check the results of microbatch i: of each of `units` for the next stages, or the loss."""
+        """Check the results of microbatch i: `sent`, which `units` computed for later stages, and the loss."""
         for unit, tensor in zip(units, sent, strict=True):
             if not _is_finite(tensor):
                 self._stop(f"the result of {unit} for microbatch {i} is not finite")
@@ -55,13 +56,14 @@ class NaNCheck:
             self._stop(f"the loss of microbatch {i} is {float(loss.detach()):g}")
 
     def backward(self, i: int, sent: Sequence[Tensor] = ()) -> None:
-        """Check the gradients that have accumulated with microbatch i, and those for the previous stage."""
+        """Check the parameters' gradients after the backward of microbatch i, and the gradients for the previous
+        stage."""
         self._gradients(f"after the backward pass of microbatch {i}")
         if self.gradients and not all(map(_is_finite, sent)):
             self._stop(f"the gradient for the previous stage is not finite for microbatch {i}")
 
     def before_update(self) -> None:
-        """Check the gradients, summed over all ranks that hold a parameter."""
+        """Check the gradients after they were summed over all ranks that hold a parameter."""
         self._gradients("before the optimizer's step")
 
     def after_update(self) -> None:
@@ -75,7 +77,7 @@ class NaNCheck:
             return
         if not bool(torch.isfinite(torch.stack(foreach_norm(list(named.values())))).all()):
             broken = [name for name, grad in named.items() if not _is_finite(grad)]
-            if broken:  # and not a norm alone that overflows; backward computes the last one first
+            if broken:  # not only the norm overflows; backward computes the last gradient first
                 self._stop(f"the gradient of {broken[-1]} is not finite {when}")
 
     def _broken(self) -> str | None:
@@ -83,9 +85,13 @@ class NaNCheck:
 
     def _stop(self, what: str) -> None:
         broken = self._broken()
-        why = f"its parameter {broken} is not finite" if broken else "all parameters are finite: check this batch"
+        why = (
+            f"parameter {broken} of this stage is not finite"
+            if broken
+            else "all parameters of this stage are finite: check this batch"
+        )
         raise NonFiniteError(
-            f"on stage {self.stage} {what}; {why}. Resume from the last training state with a smaller learning rate, "
+            f"on stage {self.stage}, {what}; {why}. Resume from the last training state with a smaller learning rate, "
             "with max_norm, or without this batch"
         )
 
@@ -97,8 +103,8 @@ def _is_finite(tensor: Tensor) -> bool:
 @dataclass(frozen=True)
 class Microbatch:
     """One microbatch with its route through a stage. The batch's loss is the sum of the microbatches' losses, each
-    times its `share`; `summed` means that these losses are the criterion's sums, without their counts. For a slice of a
-    batch, `sliced` has the inputs with which the model is called instead of the batch."""
+    times its `share`; with `summed`, these losses are the criterion's sums, not divided by their counts. For a slice,
+    the model is called with `sliced` instead of `batch`."""
 
     batch: Batch
     route: Route
@@ -115,9 +121,9 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of a forward that its backward needs: the input leaves that require a gradient, `others` that do
-    not, and the root of the graph of each output (None: it has no graph). The values themselves are freed
-    once they are sent. `carried` is the state that a slice has left to later slices."""
+    """The state of a forward that its backward needs: the inputs whose gradients are sent back (`entered`), `others`
+    that require a gradient, and the autograd root of each output (`left`; None: the output has no graph). The outputs
+    themselves are freed once they are sent. `carried` is the state that a slice has passed to later slices."""
 
     entered: list[Tensor]
     others: list[tuple[Value, Tensor]]
@@ -126,17 +132,18 @@ class Saved:
     carried: Sequence[Left] = ()
 
 
-FLOWS = 128  # of which is known what got gradients
-Place = tuple[int, Value]  # of a result that crosses a cut: the id of its Dataflow, and which it is
+FLOWS = 128  # at most this many Dataflows are remembered
+Place = tuple[int, Value]  # of a result that crosses a cut: the id of its Dataflow, and the value
 
 
 class Stage:
-    """Runs the model as stage `index`: `forward`, `backward` and `weight` of microbatch i, in any legal order.
+    """Runs stage `index` of the model: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
-    The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` keeps the requested
-    outputs of the model. Forwards run inside `around()` and `carry(route)`. If `deferral` is installed, `backward`
-    defers weight gradients to `weight` if it is split, and otherwise those of large embeddings to its own end.
-    `listener` is the listener of calls with a cache; with `offload`, activations wait on the host for their backward.
+    The last stage computes the loss: `loss` is its sum over the microbatches, and `outputs` keeps the requested outputs
+    of the model. Forwards run inside `around()` and `carry(route)`. If `deferral` is installed, a split `backward`
+    defers weight gradients to `weight`, and any other `backward` defers only the weight gradients of large embeddings
+    to its end. `listener` receives the arguments of unit calls with a cache; with `offload`, activations are kept on
+    the host until their backward.
     """
 
     listener: Listener | None = None
@@ -155,11 +162,11 @@ class Stage:
         self.replay, self.index, self.is_last, self.deferral = replay, index, is_last, deferral
         self.around, self.finite, self.carry = around, finite, carry
         self._flows: dict[int, Dataflow] = {}
-        self._before: set[Place] = set()  # what has got a gradient in an earlier step
+        self._before: set[Place] = set()  # values that received a gradient in an earlier step
 
     @property
     def end_of_loss(self) -> "Stage":
-        """The end of the path to the loss, if this is the last stage."""
+        """The Stage that computes the loss, if this is the last stage."""
         return self
 
     def begin(
@@ -171,40 +178,41 @@ class Stage:
         scale: float = 1.0,
         splits: Collection[int] = (),
     ) -> None:
-        """Prepare a step; gradients are computed from the loss times `scale`. `splits`: the microbatches whose
-        backward has a separate `weight`."""
+        """Prepare a step. Backwards start from the loss times `scale`; `splits` are the microbatches whose backward has
+        a separate `weight`."""
         self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
         self.scale, self.splits = scale, splits
         self.replay.criterion = criterion
         self.loss: Tensor | None = None
         self.saved: dict[int, Saved] = {}
         self.pending: dict[int, list[Gradients]] = {}
-        self.reached: dict[Place, bool] = {}  # what entered, and whether a gradient of it was computed so far
-        self.dropped: set[Place] = set()  # what entered, and a backward of the model's own has returned None for
+        self.reached: dict[Place, bool] = {}  # inputs, and whether they have received a gradient so far
+        self.dropped: set[Place] = set()  # inputs for which a custom backward of the model returned None
         if len(self._flows) > FLOWS:
             self._flows.clear()
             self._before.clear()
-        self.remaining = len(microbatches)  # backwards
+        self.remaining = len(microbatches)  # backwards still to run
 
     def end(self) -> None:
-        """Discard everything of the step except `loss`."""
+        """Discard all state of the step except `loss`."""
         self.saved.clear()
         self.pending.clear()
         self.microbatches = ()
         self.replay.end()
 
     def values_in(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of the values that `forward(i, ...)` takes."""
+        """The shape and dtype of each value that `forward(i, ...)` receives."""
         microbatch = self.microbatches[i]
         return [microbatch.shape(value) for value in microbatch.route.enters.values]
 
     def gradients_in(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of the gradients that `backward(i, ...)` takes."""
+        """The shape and dtype of each gradient that `backward(i, ...)` receives."""
         microbatch = self.microbatches[i]
         return [microbatch.shape(value) for value in microbatch.route.leaves.gradients]
 
     def forward(self, i: int, entering: Sequence[Tensor]) -> list[Tensor]:
-        """Run microbatch i on the values from the previous stage; returns those for the next stage."""
+        """Run the forward of microbatch i on the values from the previous stage, and return the values for the next
+        stage."""
         microbatch = self.microbatches[i]
         route = microbatch.route
         self.deferral.whole = i not in self.splits
@@ -216,7 +224,7 @@ class Stage:
         offload = self.offload if self.train else None
         saving = offload.saving(i, self.index) if offload is not None else nullcontext()
         with self.around(), self.carry(route), saving as self.replay.save, self.replay.following(route) as zeros:
-            # Of a leaf autocast would keep what it cast it to: gradients would be summed there, in 16 bits.
+            # autocast would cache the cast of a leaf, and gradients would be summed in this 16-bit cast.
             is_lent = casting() or offload is not None
             lent = {value: t.view_as(t) for value, t in received.items()} if is_lent else received
             called = microbatch.sliced or microbatch.batch
@@ -238,8 +246,8 @@ class Stage:
         return sent
 
     def try_zeros(self, microbatch: Microbatch, criterion: Criterion | None) -> None:
-        """Run the forward of `microbatch` on zeros in place of other stages' values, and keep nothing. Raises the
-        model's own error."""
+        """Run the forward of `microbatch` with zeros for other stages' values, and discard the results. Raises the
+        model's own error if the forward fails."""
         route, replay = microbatch.route, self.replay
         shapes = {value: microbatch.shape(value) for value in route.enters.values}
         zeros = {v: torch.zeros(shape, dtype=dtype, device=replay.device) for v, (shape, dtype) in shapes.items()}
@@ -249,8 +257,8 @@ class Stage:
                 sum_and_count(output, criterion, microbatch.batch)
 
     def backward(self, i: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Back-propagate the gradients of the outputs of `forward(i)`; returns those of its inputs. For an input that
-        is passed on to later stages, their gradients and those of its readers here are summed."""
+        """Backpropagate the gradients of the outputs of `forward(i)`, and return the gradients of its inputs. If an
+        input is forwarded to later stages, its gradient is the sum of their gradients and this stage's."""
         saved, share = self.saved.pop(i), self.microbatches[i].share
         self.deferral.whole = i not in self.splits  # units that recompute run forward again
         if not self.is_last:
@@ -288,19 +296,19 @@ class Stage:
             if tensor.grad is not None:
                 unit = self.microbatches[i].route.flow.calls[value.call].unit
                 raise TraceError(
-                    f"result {value.leaf} of unit {unit}, which another stage sent to stage {self.index}, gets a "
-                    "gradient that the trace did not record, so no stage sends it back: the model takes a different "
-                    "path than in the trace. Make the path depend only on attributes and configs, or pass "
+                    f"result {value.leaf} of unit {unit}, which another stage sent to stage {self.index}, receives a "
+                    "gradient that the trace did not record, so this stage would not send it back: the model takes a "
+                    "different path than in the trace. Make the path depend only on attributes and configs, or pass "
                     "dry_run_input=<a batch of this kind>"
                 )
 
     def _note_reached(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
-        """Record which values have received a gradient of microbatch i, and where a backward of the model returned
-        None."""
+        """Record which inputs have received a gradient from microbatch i, and for which a custom backward of the model
+        returned None."""
         route = self.microbatches[i].route
         flow, missing = route.flow, []
-        self._flows[id(flow)] = flow  # as long as its id is looked for
-        if all(tensor.grad is not None for tensor in entered):  # as almost always
+        self._flows[id(flow)] = flow  # keeps its id valid
+        if all(tensor.grad is not None for tensor in entered):  # the usual case
             self.reached.update(route.reached)
             return
         for value, tensor in zip(route.enters.gradients, entered, strict=True):
@@ -314,29 +322,30 @@ class Stage:
         self.dropped.update(place for place, tensor in missing if get_gradient_edge(tensor).node in nodes)
 
     def _refuse_none(self) -> None:
-        """Refuse a step in which a value gets no gradient at all: its stage would receive zeros from here, and some
+        """Raise TraceError if an input has received no gradient in the step: its stage would receive zeros, and some
         optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a gradient."""
         for place in (place for place, is_reached in self.reached.items() if not is_reached):
             if place in self._before:
                 why = (
-                    " in this step, but got one before: a unit detaches or omits it, depending on a counter or on the "
-                    "values of tensors. Detach or omit it always or never, as set by an attribute between steps, or "
-                    "multiply it by zero"
+                    " in this step, but received one in an earlier step: a unit detaches or omits it, depending on a "
+                    "counter or on tensor values. Detach or omit it always or never, as set by an attribute between "
+                    "steps, or multiply it by zero"
                 )
             elif place in self.dropped:
                 why = (
                     ", because a custom backward of the model (torch.autograd.Function) returns None for it: its stage "
-                    "cannot tell None from zeros. Return zeros in that backward, or cut elsewhere (partition=[...])"
+                    "cannot distinguish None from zeros. Return zeros in that backward, or cut elsewhere "
+                    "(partition=[...])"
                 )
             else:
                 why = (
-                    " where the trace has one: a unit detaches or omits it, depending on the values of tensors. "
+                    ", although the trace recorded one: a unit detaches or omits it, depending on tensor values. "
                     "Detach or omit it always or never, multiply it by zero, or cut elsewhere (partition=[...])"
                 )
             key, value = place
             raise TraceError(
                 f"result {value.leaf} of unit {self._flows[key].calls[value.call].unit}, which another stage sent to "
-                f"stage {self.index}, gets no gradient{why}"
+                f"stage {self.index}, receives no gradient{why}"
             )
         self._before.update(self.reached)
 
@@ -353,8 +362,8 @@ class Stage:
         loss, count = sum_and_count(output, in_step(self.criterion), microbatch.batch)
         if self.train and isinstance(count, Tensor) and count.requires_grad:
             raise ConfigurationError(
-                "the criterion returned two tensors that both require a gradient, but (sum, count) is a sum and its "
-                "divisor: add several losses up in the criterion, and detach a count"
+                "the criterion returned two tensors that require a gradient, but the second of (sum, count) is a "
+                "divisor without a gradient: add up several losses in the criterion, or detach the count"
             )
         if self.train and loss is not None and self.criterion is not None:
             self._refuse_foreign(loss, output, received)
@@ -371,8 +380,8 @@ class Stage:
         return loss
 
     def _refuse_foreign(self, loss: Tensor, output: Any, received: Collection[Tensor]) -> None:
-        """Refuse a criterion that trains its own weights but did not do so when it was traced. Only the criterion's own
-        graph is searched."""
+        """Raise ConfigurationError for a criterion that trains its own weights, but did not when it was traced. Only
+        the autograd graph of the criterion itself is searched."""
         until = tree_tensors(output)
         leaves = leaves_of(loss, until)
         if not leaves:
@@ -384,7 +393,7 @@ class Stage:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The same numbers, contiguous and resolved: without lazy conjugation or negation."""
+    """The same values as a contiguous tensor without lazy conjugation or negation."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

@@ -23,9 +23,8 @@ S = TypeVar("S", bound=Stage)
 
 
 class Stages:
-    """The stages of this rank, and what they share: deferred weight gradients, state that a microbatch leaves to the
-    next one, and offloaded activations. `held` are the parameters of this rank by name, `scales` says whether a loss
-    scale may make gradients overflow."""
+    """The stages of this rank, and the objects that they share: the Deferral of weight gradients, the Carry of running
+    state and the Offload of activations. `held` are the parameters of this rank, by name."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class Stages:
         self.carry = Carry(policy.model)
         transfer = transfer_of(device) if config.offload else None
         self.offload = None if transfer is None else Offload(transfer, device)
-        head = len(policy.placement)  # the number of a stage behind the last one
+        head = len(policy.placement)  # the index of a stage after the last one
         self.whole = [self._stage(Stage, index, index == head - 1) for index in policy.chunks]
         self.sliced: list[SlicedStage] = []
         if config.has_slices:
@@ -64,7 +63,7 @@ class Stages:
         return stage
 
     def finite(self, stage: int, names: Collection[str]) -> NaNCheck | None:
-        """The check of these held parameters for finite values, if the plugin requests it."""
+        """The NaNCheck of a stage and those of its parameters that this rank holds; None without check_finite."""
         held = {name: parameter for name, parameter in self.held.items() if name in names}
         return NaNCheck(stage, held, gradients=not self.precision.scales) if self.config.check_finite else None
 
@@ -78,8 +77,8 @@ class Stages:
         scale: float,
         program: Program,
     ) -> None:
-        """Prepare a step of `program`, on the slices if there are any. `planned` and `sliced` have one entry per
-        stage."""
+        """Prepare a step of `program`, with slices if `sliced` is not empty. `planned` and `sliced` have one entry per
+        stage of this rank."""
         self.running = self.sliced if sliced else self.whole
         if sliced:
             for slicing, of_stage in zip(self.sliced, sliced, strict=True):
@@ -93,7 +92,7 @@ class Stages:
             self.offload.begin(program.ranks[self.policy.stage], [*self.held.values(), *buffers])
 
     def end(self) -> None:
-        """Discard everything of the step except its losses."""
+        """Discard all state of the step except its losses."""
         for stage in self.running:
             stage.end()
         self.carry.end()
@@ -102,8 +101,9 @@ class Stages:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Around a step's actions: layers defer their weight gradients to W, and running statistics are updated at the
-        end. In a step without W, embeddings defer theirs to the end of each B."""
+        """Context manager for a step's actions: layers defer their weight gradients to W (in a step without W, large
+        embeddings defer theirs to the end of each B), deferred batch norm updates its running statistics on exit, and
+        forwards share autocast's casts."""
         splits = any(stage.splits for stage in self.running)
         lookups = not splits and self.config.defers and torch.is_grad_enabled()
         later = self.config.deferred_batch_norm

@@ -1,8 +1,8 @@
 """Step guard: refuses an optimizer that steps on parameters of a boosted model but was not passed to boost.
 
 Such an optimizer would neither clip by the norm of the whole model, nor remove the loss scale, nor update fp32 values,
-and it would find no gradients at all if the model was boosted without an optimizer. torch calls one global hook
-before the step of any optimizer; it is installed while a boosted model is alive.
+and it would find no gradients at all if the model was boosted without an optimizer. The guard is a global hook that
+torch calls before the step of any optimizer. It is installed while a boosted model is alive.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.guard import Guard
 from pipeshard.errors import UsageError
 
-DEPTH = 4  # of lists, dicts and optimizers, in which one optimizer may keep another
+DEPTH = 4  # of nested lists, dicts and optimizers in which one optimizer may contain another
 
 
 class Boosted(Protocol):
@@ -45,7 +45,7 @@ class StepGuard(Guard):
         self._handle: RemovableHandle | None = None
 
     def watch(self, gradients: ModelGradients) -> None:
-        """From now on, an optimizer that steps on parameters of this model must be boosted."""
+        """From now on, refuse steps of optimizers on parameters of this model unless they are boosted."""
         super().watch(gradients)
         self._unrelated.clear()
 
@@ -57,15 +57,16 @@ class StepGuard(Guard):
         self._handle.remove()
 
     def boosted(self, optimizer: Boosted) -> None:
-        """Record that the inner optimizer of this boosted optimizer belongs to its model from now on."""
+        """Record a boosted optimizer, whose inner optimizer may step on parameters of its model."""
         self._boosted.add(optimizer)
         self._unrelated.clear()
 
     def check(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise UsageError before a step of an optimizer that would bypass a boosted one."""
+        """Raise UsageError if a step of this optimizer would update parameters of a boosted model without a boosted
+        optimizer."""
         boosted = list(self._boosted)
         if any(optimizer is other.optim for other in boosted):
-            return  # it has a hook of its own
+            return  # it has its own hook
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         identities = [id(parameter) for parameter in parameters]
         if self._unrelated.get(optimizer) == identities:
@@ -85,7 +86,7 @@ GUARD = StepGuard()
 
 
 def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Boosted]) -> Mapping[Tensor, str]:
-    """The parameters that belong to the model, or replace one of the model's parameters, with their names."""
+    """Map each parameter that belongs to the model, or replaces one of its parameters, to the name in the model."""
     named: dict[Tensor, str] = {}
     for parameter in parameters:
         names = (gradients.names, *(optimizer.names for optimizer in boosted))
@@ -98,7 +99,8 @@ def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Bo
 def _check_related(
     optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list[Boosted]
 ) -> None:
-    """Raise UsageError unless a boosted optimizer steps, contains this optimizer, or is contained in it."""
+    """Raise UsageError unless the step is part of a boosted optimizer's step, or this optimizer contains a boosted one
+    (or is contained in it) and updates the parameters themselves."""
     kind = type(optimizer).__name__
     if stepping := next((other for other in boosted if other.is_stepping), None):
         for parameter, name in named.items():
@@ -106,8 +108,8 @@ def _check_related(
             if weight is not None and not weight.plain and parameter is not weight.master:
                 raise UsageError(
                     f"the step of {type(stepping.optim).__name__} calls the step of a {kind} with its own parameter "
-                    f"groups, which contain {name} instead of the values that boost gave the outer optimizer: use the "
-                    "same param_groups for both (self.param_groups = self.base_optimizer.param_groups)"
+                    f"groups, which contain {name} instead of the tensor that boost put into the outer optimizer: use "
+                    "the same param_groups for both (self.param_groups = self.base_optimizer.param_groups)"
                 )
         return
     for other in boosted:
@@ -118,21 +120,22 @@ def _check_related(
             if other.is_plain:
                 return
             raise UsageError(
-                f"this {kind} wraps a boosted optimizer and modifies parameters itself, which does not update their "
-                f"fp32 values, shards or replicas: pass the whole {kind} to boost instead, and call step() on the "
-                "returned optimizer"
+                f"this {kind} wraps a boosted optimizer and modifies parameters itself, without updating their fp32 "
+                f"values, shards or replicas: pass the whole {kind} to boost instead, and call step() on the returned "
+                "optimizer"
             )
     name = next(iter(named.values()))
     raise UsageError(
         f"this {kind} was not boosted, but its step would update {name} and {len(named) - 1} other parameters of a "
-        "boosted model, without max_norm, the loss scale and fp32 values: pass the optimizer to "
-        "pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it later with "
-        "model, optimizer, *_ = engine.boost(model, optimizer), and call step() on the returned optimizer"
+        "boosted model without applying max_norm, the loss scale and fp32 values: pass the optimizer to "
+        "pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it later with model, "
+        "optimizer, *_ = engine.boost(model, optimizer), and call step() on the returned optimizer"
     )
 
 
 def _contains(outer: Optimizer, wanted: object) -> bool:
-    """Whether an optimizer keeps `wanted` in an attribute, or in lists and dicts there."""
+    """Whether an attribute of an optimizer is or contains the optimizer `wanted`, in lists, dicts or other
+    optimizers."""
     return any(other is wanted for other in _optimizers(vars(outer), DEPTH))
 
 

@@ -1,8 +1,8 @@
 """Timeline: the start and end of one rank's compute actions, from the host's clock or a GPU's events.
 
 A host queues work on its GPU and continues, so its own clock shows when an action was launched, not when it ran.
-Waiting for the device in every action would change the measurement. So events are recorded among the kernels, and read
-when a step has ended. They also show how far the GPU is behind.
+Waiting for the device in every action would change the measurement. So events are recorded between kernels, and read
+after the step. The events also show how far the GPU is behind the host.
 """
 
 import functools
@@ -23,8 +23,9 @@ MAX_AHEAD = 3  # compute actions that a host may be ahead of its GPU
 
 @dataclass(slots=True)
 class Moments:
-    """The moments of one compute action: its turn, the arrival of its messages, its end. Each is a time on
-    the host, or an event. `source` is the pipeline rank that sends the messages, `waits` is its global rank.
+    """The moments of one compute action: its turn, the arrival of its messages (`start`) and its end. Each is a time on
+    the host or a GPU event. `source` is the pipeline rank that sends the messages, and `waits` contains its global
+    rank.
     """
 
     action: Action
@@ -36,17 +37,18 @@ class Moments:
 
 
 class Timeline:
-    """The timeline of the steps of one rank on a device: `begin`, then for each compute action `turn`,
-    `received` and `done`, then `end`.
+    """Records the timeline of each step of one rank: call `begin`, then `turn`, `received` and `done` for each compute
+    action, then `end`.
 
-    On a GPU the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. This lets it
-    release sent tensors, and lets the watchdog see which action does not end, and whether that action waits for a
+    With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. So the host
+    can release sent tensors, and the watchdog can report which action hangs, and whether that action waits for a
     message or computes.
 
     Attributes:
-        spans: the start and end of every compute action of the last step by `time.time()`, without waiting.
-        waited: the seconds that it has waited for each other rank of the pipeline.
-        event: creates an event of the device; None if the host computes.
+        spans: the start and end of every compute action of the last step in `time.time()`, without its wait for
+            messages.
+        waited: the seconds that this rank has waited for each other rank of the pipeline.
+        event: creates an event of the GPU; None on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,14 +60,15 @@ class Timeline:
         self.spans: list[Span] = []
         self.waited: defaultdict[int, float] = defaultdict(float)
         self._moments: list[Moments] = []
-        self._behind: deque[Moments] = deque()  # what the GPU may not have done yet
+        self._behind: deque[Moments] = deque()  # actions that the GPU may not have completed
 
     def turn(self, action: Action) -> None:
         now = self._now()
         self._moments.append(Moments(action, now, now))
 
     def received(self, source: int, waits: Sequence[int]) -> None:
-        """The inputs of the action have arrived, or the GPU waits for them before it continues."""
+        """Record that the inputs of the current action have arrived, or that the GPU waits for them before it
+        continues."""
         last = self._moments[-1]
         last.start, last.source, last.waits = self._now(), source, waits
 
@@ -95,7 +98,7 @@ class Timeline:
         return event
 
     def _catch_up(self, most: int) -> None:
-        """Wait until the GPU is at most this many actions behind."""
+        """Wait until the GPU is at most `most` actions behind."""
         while len(self._behind) > most:
             moments = self._behind.popleft()
             own_progress().start(moments.action)
@@ -105,7 +108,8 @@ class Timeline:
             own_progress().wait_until(moments.end.synchronize, ())
 
     def _host_time(self) -> Callable[[Any], float]:
-        """The conversion from a moment of the step to a time of the host; the last moment is now."""
+        """Return a function that converts a moment of the step to a time on the host. The last moment is taken as
+        now."""
         if self.event is None or not self._moments:
             return float
         now, last = time.time(), self._moments[-1].end

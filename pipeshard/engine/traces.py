@@ -1,8 +1,8 @@
-"""Traces: the traces of all batches so far, and the plan that they give for a step's microbatches.
+"""Traces: a cache of the traces of all batches so far, which plans the microbatches of a step.
 
-A trace takes longer than a step of a small model, so traces are cached: a batch of other sizes only needs arithmetic.
-The model is traced again if the batch's structure, a flag of the model or an answer that glue gets from the batch
-differs.
+A trace takes longer than a step of a small model, so traces are cached: for a batch of other sizes, shapes are computed
+from an existing trace. The model is traced again if the batch's structure, a flag of the model or an answer that glue
+gets from the batch differs.
 """
 
 from collections.abc import Hashable, Sequence
@@ -46,8 +46,8 @@ from pipeshard.slices.cut import sequence_of
 from pipeshard.split.policy import Policy
 from pipeshard.split.route import Recompute
 
-MOST_FLOWS = 128  # that are kept: batches may hold something that differs in each, and that a trace depends on
-NUMBERS = 4096  # of ways that are kept: lengths of batches
+MOST_FLOWS = 128  # at most this many are cached: a trace may depend on something that differs in each batch
+NUMBERS = 4096  # of ways; at most this many are cached, one for each size of a batch
 
 
 class FoundWays(NamedTuple):
@@ -58,7 +58,8 @@ class FoundWays(NamedTuple):
 
 
 class Traces:
-    """A Dataflow for each kind of batch, its `routes` through this rank's stages and the shares of its `losses`."""
+    """Caches a Dataflow for each kind of batch, its `routes` through this rank's stages, and the loss shares of its
+    microbatches (`losses`)."""
 
     def __init__(
         self,
@@ -71,19 +72,19 @@ class Traces:
         self.routes = Routes(policy, recompute)
         self.losses = LossShares(policy, self._find, replicas if weight is None else None, weight)
         self.flags = Flags(policy.model)
-        self.flags_of: dict[Hashable, Flags] = {}  # those of criteria
+        self.flags_of: dict[Hashable, Flags] = {}  # of criteria
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._confirmed: dict[int, Dataflow] = {}
-        self._seen: dict[int, Dataflow] = {}  # of which outputs were looked at
+        self._seen: dict[int, Dataflow] = {}  # Dataflows whose outputs were checked
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
-        self._prints: dict[int, str] = {}  # of Dataflows, by their ids
-        self._lent: Lent = {}  # while ranks trace once more
+        self._prints: dict[int, str] = {}  # fingerprints of Dataflows, by their ids
+        self._lent: Lent = {}  # tensors of other ranks, while ranks trace again
         self._frozen: dict[frozenset[str], int] = {}  # the sets of frozen parameters so far, numbered
         self.look_at_trained()
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
-        """Use an existing Dataflow, with the model in its current mode."""
+        """Cache an existing Dataflow for the current state of the model and the criterion."""
         self.look(criterion)
         if not flow.watched:
             self._flows.setdefault(self._mode(criterion), []).append(flow)
@@ -106,11 +107,12 @@ class Traces:
 
     @property
     def foreign(self) -> dict[str, Tensor]:
-        """The trained tensors, by their places, that the model's code reaches and that are not its parameters."""
+        """The trainable tensors that the model's code reaches and that are not parameters of the model, by their
+        places."""
         return self.flags.foreign(self._state[0])
 
     def stepped(self) -> None:
-        """A step has run since `plan`."""
+        """Record that a step has run since `plan`."""
         for flags in (self.flags, *self.flags_of.values()):
             flags.stepped()
         self.losses.stepped()
@@ -124,27 +126,27 @@ class Traces:
         exact_loss: bool,
         weight: float = 1.0,
     ) -> list[list[Microbatch]]:
-        """`plan` for several batches in a row, whose losses are summed, each times `weight`; `found` is the result of
-        `find` for them."""
+        """Plan several consecutive batches, whose losses are summed, each times `weight`; `found` is the result of
+        `find` for these batches. See `plan`."""
         weight *= self.losses.weight or 1.0
         if found is None:
             self.look(criterion)
         else:
-            self._state = self.losses.state = found.state  # nothing of the user's has run since
+            self._state = self.losses.state = found.state  # no user code has run since
         known = found.ways if found is not None else [None] * len(cut)
         plans = [self.plan(batches, criterion, outputs, exact_loss, ways) for batches, ways in zip(cut, known)]
         stages = [[microbatch for plan in plans for microbatch in plan[k]] for k in range(len(plans[0]))]
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
 
     def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None, looks: bool = True) -> FoundWays:
-        """The ways of microbatches, in the current state of the model and the criterion; or in the state of the last
-        `look`, if this call does not `look` again."""
+        """The ways of microbatches in the current state of the model and the criterion; without `looks`, in the state
+        of the last `look`."""
         if looks:
             self.look(criterion)
         return FoundWays(self._state, [[self._find(batch, criterion) for batch in batches] for batches in cut])
 
     def number(self, found: FoundWays) -> int:
-        """The same number on all ranks with equal ways."""
+        """A number that identifies these ways, the same on all ranks with equal ways."""
         return joined([self._number(way) for ways in found.ways for way in ways])
 
     def _number(self, way: Way) -> int:
@@ -165,10 +167,10 @@ class Traces:
         grid: Grid,
         found: FoundWays | None,
     ) -> FoundWays | None:
-        """The ways of microbatches for which ranks have found different ways, or none. Call it on all ranks.
+        """Find equal ways for microbatches for which ranks have found different ways, or none. Call it on all ranks.
 
-        The rank that holds the deciding values sends them, and the batches are traced once more. Raises TraceError on
-        all ranks if the values that cross a cut, or a number that a unit returns, still differ.
+        Ranks send each other the values on which ways depend, and trace the batches again. Raises TraceError on all
+        ranks if the values that cross a cut, or a number that a unit returns, still differ.
         """
         size = grid.size // grid.dp_size
         ranks = range(grid.replica * size, grid.replica * size + size)
@@ -225,11 +227,11 @@ class Traces:
         exact_loss: bool,
         ways: Sequence[Way] | None = None,
     ) -> list[list[Microbatch]]:
-        """For each stage of this rank, the microbatches with their routes; call `stepped()` when they have
-        run.
+        """The microbatches of each stage of this rank, with their routes. Call `stepped` after they have run.
 
-        With `exact_loss` their shares give the whole batch's loss, of which all replicas have a part; call
-        `losses.prove` first if it is unproven. Without it they give the mean of the microbatches' losses.
+        With `exact_loss`, the shares weight the microbatches' losses so that they sum to the whole batch's loss, over
+        all replicas; call `losses.prove` first if the loss is unproven. Without `exact_loss`, they sum to the mean of
+        the microbatches' losses.
         """
         if ways is None:
             self.look(criterion)
@@ -246,7 +248,7 @@ class Traces:
         ]
 
     def on_stage(self, batch: Batch, criterion: Criterion | None, outputs: Wanted, place: int) -> Microbatch:
-        """`batch` as one microbatch of this rank's stage number `place`, with its own loss."""
+        """`batch` as one microbatch on this rank's stage with index `place`, with its own loss."""
         flow, deltas = self._find(batch, criterion)
         route = self.routes.of(flow, outputs)[place]
         return Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, 1.0)
@@ -268,7 +270,8 @@ class Traces:
         return way
 
     def _mode(self, criterion: Criterion | None, batch: Batch | None = None) -> tuple[Any, ...]:
-        """The state on which a Dataflow depends, except the sizes of a batch and the answers that glue gets from it."""
+        """The state on which a Dataflow depends, except for the sizes of the batch and the answers that glue gets from
+        the batch."""
         paths = self._watched.intersection(batch.paths) if batch is not None else ()
         watched = digest(batch, paths) if batch is not None and paths else 0
         entry = batch.entry if batch is not None else ""
@@ -277,7 +280,7 @@ class Traces:
     def _trace(self, batch: Batch, criterion: Criterion | None) -> Way:
         flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths))
         deltas = flow.axes.deltas(batch)
-        if deltas is None or not _answers(flow, deltas, batch):  # good for these sizes, or these very values, alone
+        if deltas is None or not _answers(flow, deltas, batch):  # the trace is valid only for its own sizes or values
             flow = self._traced(batch, criterion, True)
             deltas = flow.axes.deltas(batch)
         assert deltas is not None
@@ -289,8 +292,8 @@ class Traces:
     def refuse_other_way(
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup
     ) -> None:
-        """A NaN loss may come from results that were not sent. All ranks trace again; raises TraceError on all of them
-        if one reads results that its Dataflow does not list. Checked once per Dataflow."""
+        """Trace again after a NaN loss, which may come from results that were not sent. Raises TraceError on all ranks
+        if a rank reads other results than its Dataflow lists. Checked once per Dataflow."""
         if id(flow) in self._confirmed:
             return
         now, then = (
@@ -300,8 +303,9 @@ class Traces:
         if any(gather_objects(True if now != then else None, world)):
             raise TraceError(
                 f"the forward of {type(self.model).__name__} uses different unit outputs than in its trace, although "
-                "no change was detected in the state that it depends on (does it count its forwards, or read an "
-                "environment variable?): keep it in attributes of the model or in globals, and set it between steps"
+                "pipeshard detected no change in the state that it depends on (does it count its forwards, or read an "
+                "environment variable?): keep this state in attributes of the model or in globals, and set it between "
+                "steps"
             )
         for known in (self._confirmed, self._seen):
             if len(known) > MOST_FLOWS:
@@ -309,7 +313,7 @@ class Traces:
         self._confirmed[id(flow)] = flow
 
     def saw(self, flow: Dataflow) -> None:
-        """Outputs of this Dataflow were checked."""
+        """Record that the outputs of this Dataflow were checked."""
         self._seen[id(flow)] = flow
 
     def is_seen(self, flow: Dataflow) -> bool:
@@ -324,8 +328,8 @@ class Traces:
         criterion: Criterion | None,
         outputs: Wanted,
     ) -> list[list[SlicedMicrobatch]]:
-        """For each stage of this rank, the microbatches that `plan_each` has returned, cut into `slices`; `found` is
-        the result of `find` for both."""
+        """The `planned` microbatches of each stage of this rank, split into `slices`; `found` is the result of `find`
+        for `cut` followed by `slices`."""
         known = found.ways[len(cut) :] if found is not None else []
         ways = known or [[self._find(part, criterion) for part in parts] for parts in slices]
         batches = [batch for of_batch in cut for batch in of_batch]
@@ -342,5 +346,5 @@ class Traces:
 
 
 def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:
-    """Whether glue gets the same answers from this batch, whose sizes differ by `deltas`, as in its trace."""
+    """Whether glue gets the same answers from this batch, whose sizes differ by `deltas`, as from the traced batch."""
     return all(question.holds(batch.tensors, deltas) for question in flow.questions)

@@ -1,10 +1,10 @@
-"""Ways: each rank's path through the microbatches of a step, which must agree on all ranks of a pipeline.
+"""Ways: each rank's path through the microbatches of a step, which must be the same on all ranks of a pipeline.
 
-No message has a header: both ends compute its size from their own traces. A unit that does not run on shapes alone is
-visited with values, and the values of a parameter that another stage holds are zeros here. If a shape, or a number that
-the unit returns, depends on such values, ranks trace different ways. So ranks compare a number that identifies their
-ways at the beginning of every step. If it differs, they send each other the small tensors of such units, trace once
-more, and compare the values that cross, line by line.
+No message has a header: both ranks compute its size from their own traces. A unit that cannot run on shapes alone is
+traced with values, which are zeros for a parameter that another stage holds. If a shape, or a number that the unit
+returns, depends on such values, ranks trace different ways. So ranks compare a number that identifies their ways at the
+beginning of every step. If the numbers differ, ranks send each other the small tensors of such units, trace again, and
+compare the values that cross cuts, line by line.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ from pipeshard.graph.shapes import Count, TensorSpec, blank_state, has_values
 from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy
 
-Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and how a batch's sizes differ from those it was traced with
-Lent = Mapping[str, Mapping[str, Tensor]]  # by unit and by name in it, values of tensors that other ranks hold
-NUMBER_BITS = 61  # of the number of a step's ways, which travels as one of 64 with a sign
-SMALL_TENSOR = 2**16  # numbers in a tensor that is lent: sizes, ratios, thresholds and counts are no matrices
-ROUNDS = 8  # units that depend on what was lent are visited another way, and may ask for more
+Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and the differences of a batch's sizes from the traced sizes
+Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in it
+NUMBER_BITS = 61  # of the number of a step's ways, which is sent as a signed 64-bit integer
+SMALL_TENSOR = 2**16  # elements of a tensor that is lent: sizes, ratios, thresholds and counts need no more
+ROUNDS = 8  # with lent tensors, units may take another path and need further tensors
 WAYS_REMEDY = (
-    "A size, or a number that a unit returns, depends on the values of its parameters or buffers, which only one stage "
-    "has. Make it depend on an attribute or the config (self.keep = 4), return a tensor of a fixed size and a mask, "
-    "or cut elsewhere (partition=...), so that one stage has the unit and all readers of its result"
+    "A size, or a number that a unit returns, depends on the values of the unit's parameters or buffers, which only "
+    "one stage has. Make it depend on an attribute or the config (self.keep = 4), return a tensor of a fixed size and "
+    "a mask, or cut elsewhere (partition=...), so that one stage has the unit and all readers of its result"
 )
 
 OF_GRADIENTS = (
@@ -60,20 +60,20 @@ def fingerprint(flow: Dataflow) -> str:
 
 
 def constants(call: Call) -> list[tuple[int, Any]]:
-    """The constants that a call returns, of kinds that can be compared between processes, by leaf."""
+    """The constants that a call returns, as (leaf index, constant), if they can be compared between processes."""
     of_result = call.leaves[: call.parts[0].tree.num_leaves]
     plain_kinds = (*PLAIN, Count)
     return [(k, x) for k, x in enumerate(of_result) if isinstance(x, plain_kinds) and not isinstance(x, torch.device)]
 
 
 def number_of(of_flow: str, deltas: tuple[int, ...]) -> int:
-    """A number from the fingerprint of the Dataflow and the sizes, the same on all ranks with equal ways."""
+    """A number computed from the fingerprint of a Dataflow and the sizes, the same on all ranks with equal ways."""
     content = f"{of_flow} {deltas}".encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") % 2**NUMBER_BITS
 
 
 def joined(numbers: Sequence[int]) -> int:
-    """One number from those of all microbatches, in their order."""
+    """One number that combines the numbers of all microbatches, in order."""
     total = len(numbers)
     for number in numbers:
         total = (total * 1_000_003 + number) % 2**NUMBER_BITS
@@ -81,13 +81,14 @@ def joined(numbers: Sequence[int]) -> int:
 
 
 def valued(ways: Sequence[Way]) -> set[str]:
-    """The units that were visited with values."""
+    """The names of the units that were traced with values."""
     return {unit for flow, _ in ways for unit in flow.valued}
 
 
 def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
-    """The small tensors of the units that all ranks of `group` have requested (`asked`), from the first of `ranks` that
-    runs the unit, out of `held`: buffers of other ranks may be older. Call it on all ranks of the group."""
+    """Gather the small tensors of the units in `asked`, each unit from the first of `ranks` that holds it, since
+    buffers on other ranks may be stale. `held` are this rank's units. Call it on all ranks of `group`, with the same
+    `asked`."""
     of_ranks = gather_objects({unit: _small(held[unit]) for unit in asked if unit in held}, group)
     lent: dict[str, dict[str, Tensor]] = {unit: {} for unit in asked}
     for rank in reversed(ranks):
@@ -104,14 +105,14 @@ def _small(unit: nn.Module) -> dict[str, Tensor]:
 
 
 class Line(NamedTuple):
-    """One fact about a microbatch that stages send to each other, or assume of each other."""
+    """One property of a microbatch that must be the same in the traces of all stages."""
 
     what: str
     value: str
 
 
 def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
-    """The values that cross each cut, in order, and the numbers and other constants that units return."""
+    """A Line for each value that crosses a cut, in order, and for each number or other constant that a unit returns."""
     flow, deltas = way
     stages = policy.partition.of_calls(flow)
     crossing = boundaries(flow, stages, len(policy.placement), outputs)
@@ -142,7 +143,7 @@ def plain(lines: Sequence[Line]) -> list[tuple[str, str]]:
 
 
 class Said(NamedTuple):
-    """A rank's report of its ways: their numbers, the lines of each, or the reason why there are none."""
+    """A rank's report on its ways: their numbers and the lines of each way, or the `failure` to find them."""
 
     numbers: list[int]
     lines: list[list[tuple[str, str]]]
@@ -150,8 +151,8 @@ class Said(NamedTuple):
 
 
 def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: Callable[[int], str]) -> list[int]:
-    """The numbers that identify these ways from now on for the `ranks` of this pipeline; every rank of `group`
-    raises TraceError if the ways of one pipeline differ in a line."""
+    """Compare the ways of the `ranks` of this pipeline, and return the numbers that identify them from now on. Every
+    rank of `group` raises TraceError if the ways of a pipeline differ in a line, or if a rank reports a failure."""
     told = gather_objects((said.numbers, said.lines, said.failure), group)
     every = [Said(numbers, lines, failure) for numbers, lines, failure in told]
     if failed := next((other.failure for other in every if other.failure), None):
@@ -163,7 +164,7 @@ def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: C
 
 
 def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[int], str]) -> str:
-    """The first line that differs between these ranks; "" if there is none."""
+    """A message about the first line that differs between these ranks; "" if there is none."""
     first = ranks[0]
     for i, lines in enumerate(every[first].lines):
         for rank in ranks[1:]:
@@ -177,7 +178,7 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
 
 
 def _differ_by_gradient(mine: Line | None, theirs: Line | None) -> bool:
-    """Whether two lines are of the same tensor, which gets a gradient on only one rank."""
+    """Whether two lines describe the same tensor, which has a gradient on only one of the two ranks."""
     if mine is None or theirs is None or mine.what != theirs.what:
         return False
     return mine.value.replace("without", "with") == theirs.value.replace("without", "with")
@@ -186,5 +187,5 @@ def _differ_by_gradient(mine: Line | None, theirs: Line | None) -> bool:
 def _told(mine: Line | None, theirs: Line | None, here: str, there: str) -> str:
     if mine and theirs and mine.what == theirs.what:
         return f"{mine.what} {mine.value} in the trace on {here}, but {theirs.value} on {there}"
-    shown = [f"{line.what} {line.value}" if line else "no other value crosses" for line in (mine, theirs)]
+    shown = [f"{line.what} {line.value}" if line else "no other value crosses a cut" for line in (mine, theirs)]
     return f"{shown[0]} in the trace on {here}, but {shown[1]} on {there}"

@@ -135,6 +135,6 @@ def test_what_looks_at_whole_parameters_is_not_sliced(kind: str) -> None:
     """
     model, config = nn.Linear(4, 4), PipelineConfig(pp_size=2, num_microbatches=2, tp_size=2)
     grid: Any = SimpleNamespace(pp_size=2, tp_size=2, dp_size=1, first=True)
-    with pytest.raises(ConfigurationError, match=r"reads whole parameters.*use zero_stage=1 instead"):
+    with pytest.raises(ConfigurationError, match=r"needs whole parameters.*use zero_stage=1 instead"):
         check_separable(OPTIMIZERS[kind](model.parameters()), model, config, grid)
     check_separable(OPTIMIZERS["adam in 32 bits"](model.parameters()), model, config, grid)

@@ -439,7 +439,10 @@ def boosting(folder: Path, **arguments: Any) -> None:
 def test_packed_weights_are_not_sharded(pool: Pool, tmp_path: Path, arguments: dict[str, Any]) -> None:
     build(LLAMA).save_pretrained(tmp_path)
     for message in pool.run_expecting(ConfigurationError, boosting, 2, tmp_path, **arguments):
-        assert "the weights of this model are quantized and cannot be sharded. Use more stages" in message
+        assert (
+            "the weights of this model are quantized and cannot be sharded. Omit these arguments, and use more stages"
+            in message
+        )
 
 
 def test_a_folder_without_a_packed_weight_is_refused(pool: Pool, tmp_path: Path) -> None:

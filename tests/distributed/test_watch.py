@@ -187,5 +187,5 @@ def test_a_rank_that_catches_its_own_error_goes_no_further_alone(pool: Pool) -> 
 def test_an_error_of_all_ranks_ends_nobody_who_leaves_it_late(pool: Pool) -> None:
     """One lost packet, and the others took the rank for one that hangs: a full disk ended the job."""
     (first, loss, failed), (second, other, later) = pool.run(steps_of_a_late_rank, 2)
-    assert "iterator is empty" in first and "iterator is empty" in second
+    assert "iterator is exhausted" in first and "iterator is exhausted" in second
     assert loss == other > 0 and failed == later

@@ -96,7 +96,7 @@ def replaces_its_head() -> None:
     held = [parameter for _, parameter in sides.held()]
     before = [parameter.detach().clone() for parameter in held]
     sides.engine.model.head = nn.Linear(*reversed(sides.unsplit.head.weight.shape))
-    with pytest.raises(UsageError, match=r"head of this .*Net was added or replaced .* before booster.boost"):
+    with pytest.raises(UsageError, match=r"head of this .*Net was added, replaced or removed .* before booster.boost"):
         sides.split_loss(sides.batches(1))
     assert all(map(torch.equal, before, held))
 

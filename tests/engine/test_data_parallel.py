@@ -219,7 +219,7 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
     """The slice of a fused weight is in several places: its optimizer's states were saved as if in one, and could not
     be read, and FSDP's gradients of it were others."""
     assert pool.run(packed, 2, str(tmp_path)) == ["_S(1, 3)"] * 2
-    with pytest.raises(WorkerError, match=r"c_attn.weight holds several weights at once.*Use zero_stage=1"):
+    with pytest.raises(WorkerError, match=r"c_attn.weight is a fused weight.*Use zero_stage=1"):
         pool.run(divided_twice, 4)
 
 

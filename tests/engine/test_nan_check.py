@@ -47,9 +47,12 @@ def spoiled(where: str, **options: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("where", "sign"),
     [
-        ("forward", "on stage 1 the loss of microbatch 0 is nan; all parameters are finite: check this batch"),
+        (
+            "forward",
+            "on stage 1, the loss of microbatch 0 is nan; all parameters of this stage are finite: check this batch",
+        ),
         ("backward", "c_fc.weight is not finite after the backward pass of microbatch 0"),
-        ("parameter", "c_fc.weight is not finite. Resume"),
+        ("parameter", "c_fc.weight of this stage is not finite. Resume"),
         ("update", "transformer.h.2.mlp.c_fc.weight is not finite after the optimizer's step"),
     ],
 )

@@ -119,10 +119,10 @@ def refused(kind: str) -> None:
 
 def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
     for kind, message in (
-        ("lbfgs", "LBFGS computes its direction from the gradients of all parameters together"),
-        ("sam", "Sam updates parameters differently together than one by one"),
+        ("lbfgs", "LBFGS computes its update direction from the gradients of all parameters together"),
+        ("sam", "Sam couples parameters: it updates them differently together than separately"),
         ("clipping", "max_norm clips by the norm of the whole model"),
-        ("foreign", "group 0 of the optimizer has a parameter of shape (2, 2) that is not in the model"),
+        ("foreign", "group 0 of the optimizer contains a parameter of shape (2, 2) that is not in the model"),
     ):
         for told in pool.run_expecting(ConfigurationError, refused, 2, kind):
             assert message in told, told

@@ -181,16 +181,17 @@ def test_mistakes_are_told_on_every_rank_and_harm_nothing(pool: Pool) -> None:
     expected = [
         "UsageError: return_outputs requests 'logit', .* its fields are loss, logits",
         "UsageError: return_outputs requests 'hidden_states', 'x', ",
-        r"UsageError: return_outputs must be True, False, 'loss', a field's name, .* got \[\]",
+        r"UsageError: return_outputs must be True, False, 'loss', a field name, .* got \[\]",
         "UsageError: return_outputs must be .* got 3",
         "UsageError: return_outputs must be .* got None",
         r"UsageError: return_outputs must be .* got \['logits', 3\]",
-        "UsageError: return_outputs='loss', but this batch has no loss: add labels to the batch, or pass a criterion",
+        "UsageError: return_outputs='loss' requests a loss, but this batch has none: "
+        "add labels to the batch, or pass a criterion",
         r"BatchError: .*\(stage 0\): .*return_outputs=False, .*\(stage 1\): .*return_outputs=True",
         r"BatchError: .*\(stage 0\): .*return_outputs='loss', .*\(stage 1\): .*return_outputs=\['logits'\]",
         r"BatchError: .*return_outputs=\['logits', 'loss'\].*return_outputs=\['logits'\]",
         "BatchError: .*return_outputs=a function, .*return_outputs=True",
     ]
-    failed = "the function given as return_outputs failed on the output of microbatch 1"
+    failed = "the function passed as return_outputs failed on the output of microbatch 1"
     for messages_of_rank in pool.run(mistakes, 2):
         assert_told(messages_of_rank, [*expected, rf"UsageError: {failed} \(ValueError: no metric\)"])

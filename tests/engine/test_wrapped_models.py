@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fsdp": (sharded, r"layers\.2 is wrapped in FSDPModule.*fsdp=True"),
     "layer.compile": (compiled_layer, r"layers\.1 \(Block\) was compiled separately.*compile=True"),
     "compiled body": (compiled_body, r"net \(OptimizedModule\) was compiled separately"),
-    "scripted layer": (scripted, r"layers\.1 is wrapped in ScriptModule.*release parameters of TorchScript"),
+    "scripted layer": (scripted, r"layers\.1 is wrapped in ScriptModule.*release TorchScript parameters"),
     "cuts in a list": (listed, "CutPoint that is not one of its modules.*nn.ModuleList"),
 }
 

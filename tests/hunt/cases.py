@@ -251,7 +251,7 @@ CASES = {
         "has no gradient.",
         ordinary(3),
         optimizer=adamw,
-        refused="gets no gradient in this step",
+        refused="receives no gradient in this step",
     ),
     "shares memory": Case(
         nets.SharesMemory,
@@ -322,13 +322,13 @@ CASES = {
         Net,
         "An optimizer keeps a list beside its parameters, of which a stage has some: it took those of others.",
         optimizer=nets.Anchored,
-        refused="updates parameters differently together",
+        refused="updates them differently together",
     ),
     "norms late": Case(
         Net,
         "An optimizer couples parameters from its fifth step on: its trial had three.",
         optimizer=nets.NormsLate,
-        refused="updates parameters differently together",
+        refused="updates them differently together",
     ),
     "clamped weights": Case(
         nets.Clamped,

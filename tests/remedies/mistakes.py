@@ -274,14 +274,14 @@ MISTAKES = {
     ),
     "a layer after boost": Mistake(
         (TROUBLES + "add adapters or replace layers",),
-        "UsageError: .*add modules, parameters and adapters before",
+        "UsageError: .*change modules, parameters and adapters before",
         replace_a_layer,
     ),
     "outputs on each rank": Mistake(
         (TROUBLES + "`AttributeError: 'NoneType'",), "no attribute 'logits'", read_outputs, step_at_once
     ),
     "an empty iterator": Mistake(
-        (ERRORS + "`BatchError`: an empty iterator",), r"BatchError: .*create a new one, iter\(dataloader\)", empty
+        (ERRORS + "`BatchError`: an empty iterator",), r"BatchError: .*create a new one with iter\(dataloader\)", empty
     ),
     "no tensors": Mistake(
         (ERRORS + "`BatchError`: no tensors",), "BatchError: .*whose first dimension is the batch dimension", no_tensors

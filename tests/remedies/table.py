@@ -225,7 +225,7 @@ REMEDIES = {
     ),
     "a count of forwards": Remedy(
         ("a forward that takes a different path", "`TraceError`: a forward that leaves"),
-        "keep it in attributes of the model",
+        "keep this state in attributes of the model",
         hunted_case("a count's"),
         (Training(nets.ByAttribute, ONE, between=skips),),
     ),
@@ -358,7 +358,8 @@ REMEDIES = {
     ),
     "a criterion with weights": Remedy(
         ("a criterion with trained parameters",),
-        "make it a submodule of the model, which then computes the loss in its forward, or freeze them",
+        "make the criterion a submodule of a model that computes the loss in its forward, "
+        "or freeze the criterion's parameters",
         Training(Logits, criterion=margins),
         (Training(nets.WithMargins), Training(Logits, criterion=frozen_margins)),
     ),
