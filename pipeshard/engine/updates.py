@@ -1,9 +1,9 @@
-"""Updates: the parts of an update that ranks compare, so that all stages of a model are updated in the same way.
+"""Updates: compares optimizer updates across ranks, so that all stages of a model are updated in the same way.
 
 A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
-Each stage would then train differently, silently. So ranks compare the options of the optimizers' groups, and the
-factor by which a loop has multiplied all gradients of its rank. The first updates of a model are compared before they
-change a parameter; later ones at the beginning of the next step, in its first message.
+Stages would then silently train differently. So ranks compare the options of the optimizers' groups, and the factor by
+which the loop has multiplied all gradients of its rank. The first updates of a model are compared before they change a
+parameter; later updates are compared in the first message of the next step.
 """
 
 import hashlib
@@ -26,20 +26,19 @@ from pipeshard.graph.rng import torch_states
 logger = logging.getLogger("pipeshard")
 
 FIRST = 3  # updates of a model that are compared before they change a parameter
-BITS = 61  # of the digest of the options, which travels as one of 64 with a sign
-ODD = 3  # by which the digest of the options that were used enters, so that it cannot cancel the other
-ONE = 2**32  # a factor of 1, as it travels
-OTHER = -1  # gradients that were changed otherwise than by one factor, as it travels
-LARGEST = 2.0**20  # of a factor that is compared
-TENSORS, VALUES = 8, 64  # gradients, and values of each, that show a factor
-CLOSE, NEAR = 1e-6, 1e-3  # relative differences of options, and of factors and norms, that are rounding
+BITS = 61  # of the digest of the options, which is sent as a signed 64-bit integer
+ODD = 3  # multiplies the digest of the used options, so that it cannot cancel that of the current options
+ONE = 2**32  # the integer that is sent for a factor of 1
+OTHER = -1  # the integer that is sent without a factor
+LARGEST = 2.0**20  # limit of factors that are compared
+TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are sampled to find a factor
+CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors and norms
 UNCOMPARED = ("params", "param_names")
 PLAIN = (bool, int, float, str, type(None))
 
 
 class Grouped(Protocol):
-    """The attributes used of a boosted optimizer: its groups, with the names of all parameters that the user passed to
-    each, on any stage, the options of each at that time, and `follow` for values that a loop has written."""
+    """The attributes and methods of a boosted optimizer that are used here; see `PipelineOptimizer`."""
 
     optim: Optimizer
     names: dict[Tensor, str]
@@ -52,13 +51,14 @@ class Grouped(Protocol):
 
 
 class Told(NamedTuple):
-    """A rank's report of an update. `used` are the options that it applied for each group with parameters on the
-    rank, by a digest of the names in the group, and `options` the current ones. `factor` is the factor of the gradients
-    (None: they were changed otherwise, or there are none), `before` the latest factor other than 1 in earlier updates,
-    and `norm` the norm of the gradients times the factor, if known. `found` describes a value that a loop has written
-    and that depends on one stage only; `numbered` has, by parameter, the numbers that it used in writes after reading
-    several parameters (engine/coupling.py). `dropped` says for each update since the last step, and for now, whether
-    the gradients of that step were gone; `is_graded` says whether there were any."""
+    """A rank's report on an update. `used` are the options that the update applied to each group with parameters on the
+    rank, by a digest of the names in the group, and `options` are the current options. `factor` is the factor of the
+    gradients (None: they were changed otherwise, or there are none), `before` is the latest factor other than 1 in
+    earlier updates, and `norm` is the norm of the multiplied gradients, if known. `found` describes a value that the
+    training loop has written and that depends on one stage only; `numbered` lists, by parameter, the numbers that the
+    loop used in writes after it had read several parameters (engine/coupling.py). `dropped` says, for each update since
+    the last step and for now, whether the gradients of that step were cleared; `is_graded` says whether there were
+    any."""
 
     used: dict[str, dict[str, Any]]
     options: dict[str, dict[str, Any]]
@@ -72,7 +72,7 @@ class Told(NamedTuple):
 
 
 class Snapshot:
-    """The gradients of some parameters at one time, and with `samples` some of their values."""
+    """The gradients of some parameters at one time and, with `samples`, a sample of their values."""
 
     def __init__(self, parameters: Iterable[Tensor], samples: bool) -> None:
         self._of = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
@@ -83,12 +83,12 @@ class Snapshot:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether torch has drawn random numbers since."""
+        """Whether torch has generated random numbers since the snapshot."""
         return not all(map(torch.equal, self._generators, torch_states()))
 
     @property
     def _changed(self) -> Iterator[Tensor]:
-        """The parameters whose gradients were replaced or written to."""
+        """The parameters whose gradients were replaced or modified in place since the snapshot."""
         return (p for p, (grad, version) in self._of.items() if p.grad is not grad or grad._version != version)
 
     @property
@@ -97,11 +97,12 @@ class Snapshot:
 
     @property
     def is_written(self) -> bool:
-        """Whether a gradient was changed and is not zero: zero_grad writes no other numbers."""
+        """Whether a changed gradient is nonzero, so that the change was not a zero_grad."""
         return any(p.grad is not None and bool(p.grad.any()) for p in self._changed)
 
     def factor(self) -> float | None:
-        """The factor by which all gradients have been multiplied since; None if they were changed otherwise."""
+        """The factor by which all gradients have been multiplied since the snapshot; None if they were changed
+        otherwise."""
         if not self.is_changed:
             return 1.0
         present = [parameter.grad is not None for parameter in self._of]
@@ -119,7 +120,7 @@ def _some(parameter: Tensor) -> Tensor:
 
 
 def _factor(before: Tensor, after: Tensor) -> float | None:
-    """The positive factor from `before` to `after`; None if there is none."""
+    """The positive factor, below LARGEST, that turns `before` into `after`; None if there is none."""
     square = float(before.dot(before))
     if square == 0.0 or not math.isfinite(square):
         return None
@@ -132,12 +133,12 @@ def _factor(before: Tensor, after: Tensor) -> float | None:
 
 
 class Updates:
-    """Compares the updates of one model's optimizers over all ranks.
+    """Compares the updates of one model's optimizers across all ranks.
 
     Attributes:
         optimizers: weak references to the boosted optimizers, in the order in which they were boosted.
-        count: updates so far.
-        found, numbered: findings about the values that a loop has written since the last step (`Told`).
+        count: the number of updates so far.
+        found, numbered: findings about values that the training loop has written since the last step; see `Told`.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -145,15 +146,15 @@ class Updates:
         self.optimizers: list[weakref.ref[Grouped]] = []
         self.count = 0
         self.found, self.numbered = "", dict[str, set[float]]()
-        self._graded: list[Tensor] = []  # the parameters to which the last step has given gradients
-        self._dropped: tuple[bool, ...] = ()  # at each update since
-        self._added: Snapshot | None = None  # the gradients as the last step has left them
-        self._given: Snapshot | None = None  # as the inner optimizer got them, before hooks of its step
+        self._graded: list[Tensor] = []  # the parameters with gradients from the last step
+        self._dropped: tuple[bool, ...] = ()  # whether they were cleared, at each update since
+        self._added: Snapshot | None = None  # the gradients after the last step
+        self._given: Snapshot | None = None  # the gradients before hooks of the inner step
         self._samples = False  # whether a loop has changed gradients
-        self._factor: float | None = 1.0  # since the last update
-        self._told: float | None = 1.0  # of the last update
-        self._before: float | None = None  # the latest other than 1 of those before
-        self._stepped: Any = ()  # the options that it used
+        self._factor: float | None = 1.0  # of the gradients since the last update
+        self._told: float | None = 1.0  # the factor of the last update
+        self._before: float | None = None  # the latest factor other than 1 in earlier updates
+        self._stepped: Any = ()  # the options of the last update
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
         self._warned = self._has_found = False
 
@@ -173,18 +174,19 @@ class Updates:
             self._added = Snapshot(parameters, self._samples or self.count < FIRST)
 
     def judge(self) -> None:
-        """Before the gradients are used or changed: record how a loop has changed them since `added`."""
+        """Record how the training loop has changed the gradients since `added`. Call it before they are used or
+        changed."""
         self._note(self._added)
         self._added = None
 
     def hooks_begin(self, parameters: Iterable[Tensor], has_hooks: bool) -> None:
-        """The inner optimizer's step is about to call its hooks."""
+        """Record the gradients before the inner optimizer's step calls its hooks."""
         is_needed = has_hooks and self.grid.size > 1
         self._given = Snapshot(parameters, self._samples or self.count < FIRST) if is_needed else None
 
     def hooks_end(self, parameters: Sequence[Tensor]) -> None:
-        """The last hook before an update of these parameters. Raises UsageError if the update is one of the first, and
-        ranks differ."""
+        """Record the update of these parameters, after the last hook before it. Raises UsageError if the update is one
+        of the first, and differs between ranks."""
         if self.grid.size == 1:
             return
         self._note(self._given)
@@ -192,7 +194,7 @@ class Updates:
         if _is_scaled(self._told):
             self._before = self._told
         has_gradients = any(parameter.grad is not None for parameter in parameters)
-        self._told = self._factor if has_gradients else None  # a stage that is frozen has none to multiply
+        self._told = self._factor if has_gradients else None  # a frozen stage has no gradients
         self._factor = 1.0
         self._stepped = self._options()
         self._dropped = self._drops
@@ -212,10 +214,9 @@ class Updates:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """The numbers for the first message of a step: a digest of the options that the last update used, of the
-        current options, and of values that the loop has written differently than one process would; and the last
-        update's factor."""
-        used = self._digest_of(self._stepped)  # mostly what was set at the last step, whose digest is known
+        """The numbers that are sent in the first message of a step: a digest of the last update's options, of the
+        current options and of findings about values that the loop has written, and the last update's factor."""
+        used = self._digest_of(self._stepped)  # usually the current options, whose digest is cached
         now = self._digest_of(self._options())
         written = zlib.crc32(repr((self.found, self._numbers, self._drops)).encode())
         return (used * ODD + now + written) % 2**BITS, OTHER if self._told is None else round(self._told * ONE)
@@ -227,12 +228,12 @@ class Updates:
         return self._digest[1]
 
     def in_use(self) -> dict[int, Grouped]:
-        """The live optimizers, which may differ between ranks, by their index in the order of boosting."""
+        """The optimizers that still exist (they may differ between ranks), by their index in the order of boosting."""
         every = enumerate(reference() for reference in self.optimizers)
         return {number: optimizer for number, optimizer in every if optimizer is not None}
 
     def _options(self) -> tuple[Any, ...]:
-        """(optimizer, group, option, value) of each option."""
+        """The (optimizer index, group index, option name, value) of each option."""
         found = []
         for number, optimizer in self.in_use().items():
             for k, (group, keys) in enumerate(zip(optimizer.optim.param_groups, optimizer.options)):
@@ -242,8 +243,8 @@ class Updates:
         return tuple(found)
 
     def compare(self, norm: float | None = None) -> None:
-        """Raise UsageError on every rank if ranks would update their parameters differently than one device would. Call
-        it on all ranks."""
+        """Raise UsageError on every rank if the ranks' updates differ from those of a single device, or warn if they
+        may. `norm` is the norm of this rank's gradients. Call it on all ranks."""
         used, now = self._by_group(self._stepped), self._by_group(self._options())
         own = used, now, self._told, self._before, norm, self.found, self._numbers, self._drops, bool(self._graded)
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
@@ -260,7 +261,8 @@ class Updates:
 
     @property
     def _drops(self) -> tuple[bool, ...]:
-        """Whether the gradients were gone at each update since the last step, and whether they are now."""
+        """Whether the last step's gradients were cleared at each update since then, and whether they are cleared
+        now."""
         has_updated = bool(self._dropped)
         is_gone = all(parameter.grad is None for parameter in self._graded) if self._graded else has_updated
         return *self._dropped, is_gone
@@ -270,7 +272,7 @@ class Updates:
         return {name: sorted(values) for name, values in self.numbered.items()}
 
     def _warn_of(self, told: Sequence[Told]) -> None:
-        """Warn once about a value that a loop has written and that depends on one stage only."""
+        """Warn once about values or gradients that the training loop has changed depending on one stage only."""
         found = next((each.found for each in told if each.found), "")
         found = found or numbers_problem(told, self.grid.named) or drops_problem(told, self.grid.named)
         if found and not self._has_found and self.grid.first:
@@ -278,7 +280,7 @@ class Updates:
         self._has_found |= bool(found)
 
     def _by_group(self, options: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
-        """The result of `_options`, by the groups that have parameters on this rank."""
+        """Convert a result of `_options` to a dict of options for each group that has parameters on this rank."""
         values: dict[tuple[int, int], dict[str, Any]] = {}
         for number, k, key, value in options:
             values.setdefault((number, k), {})[key] = value
@@ -292,19 +294,19 @@ class Updates:
 
 
 SCALED = (
-    "and the factors change from step to step, or result in the same gradient norm on each stage: they are computed "
+    "and the factors change from step to step, or result in the same gradient norm on each stage, so they are computed "
     "from the norm of one stage's gradients. Clip by the norm of the whole model: PipelinePlugin(max_norm=...), or "
     "optimizer.clip_grad_by_norm(max_norm) before optimizer.step(). For your own factor, get the norm from "
     "optimizer.get_grad_norm(), which every rank must call"
 )
 WARNED = (
     "This is exact if the factors are constants, and wrong if they are computed from a norm of the gradients, because "
-    "a rank has only the gradients of its stage: use PipelinePlugin(max_norm=...), "
+    "each rank has only the gradients of its stage: use PipelinePlugin(max_norm=...), "
     "optimizer.clip_grad_by_norm(max_norm) or optimizer.get_grad_norm()"
 )
 TOGETHER = (
-    "Stages then train differently. Call optimizer.zero_grad() on every rank. If the decision depends on a value, use "
-    "one that all ranks have: the loss that execute_pipeline returns, or optimizer.get_grad_norm() on every rank"
+    "Stages then train differently. Call optimizer.zero_grad() on every rank. If the loop decides by a value, use a "
+    "value that all ranks have: the loss that execute_pipeline returns, or optimizer.get_grad_norm() on every rank"
 )
 NUMBERED = (
     "This is exact if these numbers are constants, and wrong if the loop computes them from gradients or weights, "
@@ -314,13 +316,14 @@ NUMBERED = (
 
 DRAWN = (
     "gradients were modified between execute_pipeline and the update on {}, and torch generated random numbers "
-    "meanwhile. Each rank generates them for its own parameters, so the numbers differ from a single process. Use a "
-    "separate torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
+    "meanwhile. Each rank generates random numbers only for its own parameters, so they differ from those of a single "
+    "process. Use a separate torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
 )
 
 
 def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any) -> str:
-    """The first option of a group that differs between the ranks that have the group; "" if there is none."""
+    """A message about the first option of a group that differs between the ranks with this group; "" if there is
+    none."""
     for title in dict.fromkeys(title for of_rank in told for title in of_rank):
         having = [rank for rank, of_rank in enumerate(told) if title in of_rank]
         first = told[having[0]][title]
@@ -330,15 +333,15 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
                 where = title.rpartition(" ")[0]
                 return (
                     f"{key} of {where} is {value!r} on {named(having[0])}, but {told[other][title].get(key)!r} on "
-                    f"{named(other)}, so the parts of the model would train differently. Set it from a value that "
-                    "all ranks have: the loss that execute_pipeline returns, optimizer.get_grad_norm(), which every "
-                    "rank must call, or a value that you broadcast"
+                    f"{named(other)}, so stages would train differently. Set it from a value that all ranks have: the "
+                    "loss that execute_pipeline returns, optimizer.get_grad_norm(), which every rank must call, or a "
+                    "value that you broadcast"
                 )
     return ""
 
 
 def drops_problem(told: Sequence[Told], named: Any) -> str:
-    """The problem if a rank has dropped its gradients and another one has kept them; "" if there is none."""
+    """A message if one rank has cleared its gradients and another rank has kept them, otherwise ""."""
     having = [(rank, each.dropped) for rank, each in enumerate(told) if each.is_graded]
     other = next((rank for rank, dropped in having if dropped != having[0][1]), None)
     if other is None:
@@ -347,18 +350,20 @@ def drops_problem(told: Sequence[Told], named: Any) -> str:
 
 
 def numbers_problem(told: Sequence[Told], named: Any) -> str:
-    """The difference between ranks in the numbers that a loop has used in writes; "" if there is none."""
+    """A message if the numbers that the loop has used in writes differ between ranks, otherwise ""."""
     having = [(rank, each.numbered) for rank, each in enumerate(told) if each.numbered]
     written = [sorted({round(value, 6) for values in numbered.values() for value in values}) for _, numbered in having]
     other = next((k for k, values in enumerate(written) if not _is_close(tuple(values), tuple(written[0]))), 0)
     if other == 0:
         return ""
     shown = (f"{min(having[k][1])} by {written[k][0]:.6g} on {named(having[k][0])}" for k in (0, other))
-    return f"the training loop modified parameters after it had read several: {' and '.join(shown)}. {NUMBERED}"
+    return (
+        f"the training loop modified parameters after it had read several parameters: {' and '.join(shown)}. {NUMBERED}"
+    )
 
 
 def alike(factors: Iterable[float | None]) -> bool:
-    """Whether these factors are equal up to rounding; gradients that were changed otherwise have none."""
+    """Whether these factors are equal up to rounding. None (gradients that were changed otherwise) is ignored."""
     known = [factor for factor in factors if factor is not None]
     return not known or max(known) - min(known) <= NEAR * max(known)
 
@@ -369,8 +374,8 @@ def has_one_factor(numbers: Iterable[int]) -> bool:
 
 
 def _is_of_a_norm(told: Sequence[Told]) -> bool:
-    """Whether factors that differ between ranks are computed from gradients: a user's constants do not change between
-    updates, and do not give several ranks gradients of one norm."""
+    """Whether factors that differ between ranks are computed from gradients: constants neither change between updates
+    nor result in the same gradient norm on several ranks."""
     if any(_is_scaled(each.factor) and not alike([each.factor, each.before]) for each in told):
         return True
     measured = [each for each in told if each.norm is not None]
@@ -385,11 +390,12 @@ def _is_scaled(factor: float | None) -> bool:
 def _shown(told: Sequence[Told], named: Any) -> str:
     known = [(each.factor, named(rank)) for rank, each in enumerate(told) if each.factor is not None]
     factors = ", ".join(f"{factor:.6g} on {rank}" for factor, rank in known[:8])
-    return f"all gradients were multiplied between execute_pipeline and the update, by {factors}"
+    return f"all gradients were multiplied between execute_pipeline and the update by different factors: {factors}"
 
 
 def _plain(value: Any) -> Any:
-    """An option that can be compared between processes, otherwise None. Does not wait for a tensor on a GPU."""
+    """The value of an option if it can be compared between processes, otherwise None. A tensor on a GPU is not read,
+    since that would wait for the GPU."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, list | tuple):

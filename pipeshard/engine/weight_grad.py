@@ -1,10 +1,9 @@
-"""Weight gradients: the weight gradients of linear and embedding layers (dW), computed separately from the rest of a
-backward pass.
+"""Weight gradients: computes dW of linear and embedding layers separately from the rest of a backward pass.
 
-Zero bubble schedules run the backward of a microbatch in two actions, B for the gradients that the previous stage waits
-for, and W for the weights' gradients. autograd computes both in one pass; torch.distributed.pipelining cuts its graph
-in two and runs it twice. Here layers run a forward whose backward omits dW and keeps its inputs, so that W is a list of
-matrix products. A large dW is then never materialized, but accumulated into `.grad`.
+Zero-bubble schedules run the backward of a microbatch in two actions: B computes the gradients that the previous stage
+waits for, and W the weight gradients. autograd computes both in one pass; torch.distributed.pipelining splits its graph
+in two and runs it twice. Here layers run a forward whose backward omits dW and keeps the inputs of dW, so that W is a
+list of matrix products. A large dW is then never materialized, but accumulated into `.grad`.
 """
 
 import inspect
@@ -27,12 +26,12 @@ from pipeshard.engine.grad_sync import grad_dtype, has_hooks
 from pipeshard.graph.units import Interception
 from pipeshard.private import functorch_is_active, will_execute
 
-LARGE = 2**17  # elements of a weight from which on it pays not to materialise dW
+LARGE = 2**17  # the dW of weights with at least this many elements is not materialized
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """dW of a linear layer: left @ right, of two matrices."""
+    """dW of a linear layer: the matrix product left @ right."""
 
     left: Tensor
     right: Tensor
@@ -50,8 +49,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """dW of an embedding: gradients (..., width) of the rows read at `ids` (...) of a table with `count` rows; row
-    `padding` gets none."""
+    """dW of an embedding: `gradients` (..., width) of the rows at `ids` (...) in a table of `count` rows. Row `padding`
+    receives no gradient."""
 
     gradients: Tensor
     ids: Tensor
@@ -68,7 +67,7 @@ class Lookup:
     def add_to(self, total: Tensor) -> None:
         ids, rows = self.ids.reshape(-1), self.gradients.reshape(-1, total.shape[1]).to(total.dtype)
         if self.padding is not None:
-            rows = rows.masked_fill((ids == self.padding)[:, None], 0.0)  # to leave them out, a GPU would be waited for
+            rows = rows.masked_fill((ids == self.padding)[:, None], 0.0)  # removing these rows would wait for a GPU
         if total.device.type == "cpu":
             total.index_add_(0, ids, rows)  # in the order of the rows
         else:
@@ -80,13 +79,13 @@ Gradients = tuple[nn.Parameter, Term]
 
 
 class Deferral:
-    """Makes layers of `modules` omit dW in a backward pass, and computes it on demand.
+    """Makes the layers among `modules` omit dW in a backward pass, and computes dW on demand.
 
     While `installed`, a layer whose class computes exactly `nn.Linear`, `nn.Embedding` or transformers' `Conv1D`
-    appends the inputs of dW to the list of the current backward pass, and `finish` accumulates it. All other
-    parameters, and weights with their own hooks, get their gradients in the backward pass itself (the split of Qi et
-    al. 2023, arXiv:2401.10241, by layer). The same holds for all parameters in a pass that is not between `begin` and
-    `end`, or that runs inside another one (a hook or a custom backward may call autograd, and read its result). A
+    appends the inputs of dW to the list of the current backward pass, and `finish` computes and accumulates dW. The
+    gradients of all other parameters, and of weights with hooks, are computed in the backward pass itself (the split of
+    Qi et al. 2023, arXiv:2401.10241, by layer). The same holds for all parameters in a pass that is not between `begin`
+    and `end`, or that runs inside another pass (a hook or a custom backward may call autograd, and read the result). A
     forward that runs while `whole` is true defers only the gradients of large embeddings.
     """
 
@@ -94,11 +93,12 @@ class Deferral:
         self.layers = {module: kind for module in modules if (kind := deferring_function(module)) is not None}
         self.whole = False
         self._pending: list[Gradients] | None = None
-        self._within: Node | None = None  # a node of the pass that fills the list, and of no pass inside of it
+        self._within: Node | None = None  # a node that the pass that fills the list executes, and nested passes do not
 
     @contextmanager
     def installed(self, lookups: bool = False) -> Iterator[None]:
-        """Inside, the layers (or only large embeddings) defer; afterwards their forwards are restored."""
+        """Context manager in which the layers (with `lookups`, only large embeddings) defer dW. Restores their forwards
+        on exit."""
         undo: list[tuple[Any, str, Any]] = []
         for module, kind in self.layers.items():
             if lookups and not _is_large_lookup(kind, module):
@@ -107,7 +107,7 @@ class Deferral:
             owner: Any = forward if isinstance(forward, Interception) else module
             attribute = "original" if owner is forward else "forward"
             plain = getattr(owner, attribute)
-            if getattr(plain, "__func__", None) is type(module).forward:  # else it is a user's
+            if getattr(plain, "__func__", None) is type(module).forward:  # otherwise the user has replaced it
                 undo.append((owner, attribute, owner.__dict__.get(attribute)))
                 setattr(owner, attribute, _Deferred(self, module, kind, plain))
         try:
@@ -121,41 +121,43 @@ class Deferral:
             self.end()
 
     def begin(self, roots: Iterable[GradientEdge] = ()) -> list[Gradients]:
-        """Return the list to fill from now on, by the backward pass from `roots` or by any."""
+        """Start a new list and return it. The backward pass from `roots` (without `roots`, any pass) fills it."""
         after = (node for root in roots for node, _ in root.node.next_functions if node is not None)
         self._pending, self._within = [], next(after, None)
         return self._pending
 
     def end(self) -> None:
-        """Stop filling a list."""
+        """Stop filling the list."""
         self._pending = self._within = None
 
     def defer(self, parameter: nn.Parameter, term: Term) -> bool:
-        """Append a term to the list, if the current pass would add it to `.grad`: then it may be added later."""
-        if self._pending is None or torch.is_grad_enabled():  # or it is to be differentiated again
+        """Append a term to the list if the current pass would add it to `.grad`, so that it can be added later. Returns
+        whether the term was appended."""
+        if self._pending is None or torch.is_grad_enabled():  # or create_graph=True
             return False
         node = get_gradient_edge(parameter).node
-        if sys.getrefcount(node) > _references():  # somebody keeps it, and may have put hooks on it
+        if sys.getrefcount(node) > _references():  # other code references it, and may have added hooks
             return False
         try:
             if not all(will_execute(n) for n in (node, self._within) if n is not None):
                 return False
-        except RuntimeError:  # autograd.grad, of this parameter
+        except RuntimeError:  # autograd.grad with respect to this parameter
             return False
         self._pending.append((parameter, term))
         return True
 
     @staticmethod
     def finish(pending: list[Gradients]) -> None:
-        """Accumulate the list into `.grad`, in its order, freeing memory on the way.
+        """Accumulate the terms of the list into `.grad`, in order, and free each term after it is used.
 
-        The kernels and their order are autograd's own, which sums the terms of one parameter before it adds them to
-        `.grad`. The exception is the gradient of a weight of 131,072 elements or more: a product accumulates
-        into it, a lookup into the rows it has read (the sums are the same up to the order of their terms).
+        The kernels and their order are the same as in autograd, which sums the terms of one parameter before it adds
+        them to `.grad`. The exception is the gradient of a weight with at least 131,072 elements: a product is
+        accumulated directly into this gradient, and a lookup into the rows that were read (the sums are the same up to
+        the order of their terms).
         """
         pending.reverse()
         remaining = Counter(id(parameter) for parameter, _ in pending)
-        sums: dict[int, Tensor] = {}  # of parameters of which there is more to come
+        sums: dict[int, Tensor] = {}  # of parameters with further terms
         with torch.no_grad():
             while pending:
                 parameter, term = pending.pop()
@@ -182,13 +184,13 @@ class _Deferred:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The signature of the layer's own forward, which shows the arguments that a call does not take."""
+        """The signature of the layer's own forward, for callers that check which arguments it accepts."""
         return inspect.signature(self.plain)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        if (self.deferral.whole and not self.is_large_lookup) or len(args) + len(kwargs) != 1:  # a TypeError
+        if (self.deferral.whole and not self.is_large_lookup) or len(args) + len(kwargs) != 1:  # it raises TypeError
             return self.plain(*args, **kwargs)
-        (x,) = *args, *kwargs.values()  # layers call it by different names
+        (x,) = *args, *kwargs.values()  # layers name this argument differently
         if torch.compiler.is_compiling() or functorch_is_active() or not self._may_defer(x):
             return self.plain(x)
         weight, bias = map(self.module._parameters.get, ("weight", "bias"))
@@ -196,30 +198,31 @@ class _Deferred:
 
     def _may_defer(self, x: Tensor) -> bool:
         weight, bias = map(self.module._parameters.get, ("weight", "bias"))
-        if weight is None or hasattr(type(self.module), "bias"):  # it is computed: once, by the layer
+        if weight is None or hasattr(type(self.module), "bias"):  # computed: only once, by the layer itself
             return False
         if not torch.is_grad_enabled() or not (_is_deferrable(weight) and (bias is None or _is_ordinary(bias))):
             return False
-        if torch.is_autocast_enabled(x.device.type):  # its casts are autograd's to undo
+        if torch.is_autocast_enabled(x.device.type):  # autograd must undo its casts
             return False
-        # torch sums in another order where a linear layer's input is not contiguous
+        # torch sums in another order if a linear layer's input is not contiguous
         return x.numel() > 0 and _is_ordinary(x) and (self.kind is _Embedding or x.is_contiguous())
 
 
 def _is_deferrable(parameter: Tensor) -> bool:
-    """A plain trainable leaf without gradient hooks."""
+    """Whether a parameter is an ordinary trainable leaf without gradient hooks."""
     trainable = parameter.requires_grad and parameter.is_leaf
     return trainable and _is_ordinary(parameter) and not has_hooks(parameter)
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether its class uses ordinary products, unlike a quantized weight."""
+    """Whether products with this tensor are ordinary: it is dense, and its class does not change them, unlike a
+    quantized weight's."""
     known = type(tensor) in (Tensor, nn.Parameter, DTensor)
     return known and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Neither a DTensor nor sparse."""
+    """Whether this is a torch.Tensor itself (not a DTensor) and not sparse."""
     return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
@@ -235,7 +238,7 @@ def _is_large_lookup(kind: Any, module: nn.Module) -> bool:
 @cache
 @torch.enable_grad()
 def _references() -> int:
-    """The number of references to a node that only autograd keeps, since a graph leads to it."""
+    """The reference count of an AccumulateGrad node that is referenced only by an autograd graph."""
     leaf = torch.zeros(1, requires_grad=True)
     graph = leaf.view_as(leaf)
     node = get_gradient_edge(leaf).node
@@ -254,7 +257,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """The same memory as a separate tensor: an in-place ReLU may not write to a view that came out of a Function."""
+    """The same memory as a tensor that is not a view: an in-place ReLU must not write to a view that a Function
+    returned."""
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
@@ -263,8 +267,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: nn.Module, deferral: Deferral) -> Tensor:
-        ctx.set_materialize_grads(False)  # where no gradient comes, as torch's own layer gives none
-        ctx.save_for_backward(x, weight)  # the weight too: autograd refuses one that was written to since
+        ctx.set_materialize_grads(False)  # without an incoming gradient, return None as torch's own layer does
+        ctx.save_for_backward(x, weight)  # also the weight, so that autograd detects in-place writes to it
         ctx.weight, ctx.deferral, ctx.is_conv = weight, deferral, type(module).forward is Conv1D.forward
         if ctx.is_conv:
             return _no_view(torch.addmm(bias, _rows(x), weight).view(*x.shape[:-1], weight.shape[1]))
@@ -305,6 +309,6 @@ _KINDS: dict[Any, Any] = {nn.Linear.forward: _Linear, Conv1D.forward: _Linear, n
 
 
 def deferring_function(module: nn.Module) -> Any:
-    """The Function that defers the dW of this layer, or None."""
+    """The autograd Function that defers dW of this layer; None if it cannot be deferred."""
     special = [getattr(module, option, None) for option in ("max_norm", "sparse", "scale_grad_by_freq")]
     return None if any(special) else _KINDS.get(type(module).forward)

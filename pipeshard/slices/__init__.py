@@ -1,1 +1,1 @@
-"""Slices: microbatches cut along the sequence, and the cache through which one slice reads the ones before it."""
+"""Slices: microbatches split along the sequence, and the cache through which a slice reads earlier slices."""

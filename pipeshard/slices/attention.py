@@ -1,13 +1,13 @@
-"""Attention: from a slice's positions to all before them, without a mask in memory.
+"""Attention: attends from a slice's positions to all earlier positions, without a mask in memory.
 
     positions      earlier slices    this slice
     of the query   all of them       those before it
                    flash(q, k0)      flash(q, k1, causal)      one softmax over both, by their logsumexp
 
-torch's scaled_dot_product_attention only takes `is_causal` for sequences of one length. For a slice transformers builds
-a mask, and the kernel keeps a floating-point copy of it for each layer until the backward: half of the square of the
-length. The gradients of both parts follow from the output and the logsumexp of the whole (Dao et al. 2022,
-arXiv:2205.14135).
+torch's scaled_dot_product_attention supports `is_causal` only if queries and keys have the same length. For a slice,
+transformers builds a mask, and the kernel keeps a floating-point copy of the mask for each layer until the backward:
+over all slices, half of the squared sequence length. The gradients of both parts follow from the output and the
+logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135).
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ FRESH = "pipeshard_fresh"  # the attribute of keys that a cache for slices retur
 
 
 class Fresh(NamedTuple):
-    """Keys and values (b, h, s, d) of a slice, and the tensor into which they were written, after those of earlier
-    slices. The layer has received `all_values` with the keys, which it may change before it attends."""
+    """The keys and values (b, h, s, d) of slice `now`, and the Grown tensors (`keys`, `values`) to which they were
+    appended. `all_values` are the values that the cache returned: the layer may change them before it attends."""
 
     now: Slice
     key: Tensor
@@ -41,7 +41,7 @@ class Fresh(NamedTuple):
 
 @cache
 def register() -> None:
-    """Let models with "sdpa" attention use this attention for keys that have the attribute FRESH."""
+    """Make models with "sdpa" attention use this attention for keys that have the attribute FRESH."""
     plain = ALL_ATTENTION_FUNCTIONS[SDPA]
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kw: Any) -> Any:
@@ -62,13 +62,14 @@ def register() -> None:
 
 
 def lower_right(query: Tensor, key: Tensor) -> Tensor:
-    """torch's causal mask for the last positions, made outside of modes: in one torch makes no subclass of Tensor."""
+    """torch's causal mask for queries at the last positions of the keys. It is created outside of torch modes, since
+    torch cannot create a Tensor subclass inside a mode."""
     with disable_current_modes():
         return causal_lower_right(query.shape[-2], key.shape[-2])
 
 
 def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, kw: dict[str, Any]) -> bool:
-    """Whether this is plain attention to all earlier positions."""
+    """Whether this call is ordinary causal attention of a later slice to itself and all earlier positions."""
     if kw.get("dropout") or any(kw.get(name) is not None for name in ("position_bias", "softcap", "cache")):
         return False
     is_plain = query.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
@@ -79,8 +80,9 @@ def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, kw: d
 
 
 class Attention(torch.autograd.Function):
-    """From queries (b, h, s, d) from position `start` on to keys and values (b, h or a part of it, s, d), and to those
-    of earlier slices, whose gradients are accumulated for them."""
+    """Attention of the queries (b, h, s, d) at positions from `start` on to the keys and values (b, h or fewer, s, d)
+    of their slice and of earlier slices. Gradients of earlier slices' keys and values are added to `keys` and
+    `values`."""
 
     @staticmethod
     def forward(
@@ -116,7 +118,7 @@ class Attention(torch.autograd.Function):
 
 
 def _parts(query: Tensor, keys: Grown, values: Grown, start: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Keys and values before the slice, and its own, for every head of the query; whether the part is causal."""
+    """Yield (keys, values, is_causal) of the earlier slices, then of the slice itself, for every head of the query."""
     end = start + query.shape[-2]
     for part, is_causal in (((0, start), False), ((start, end), True)):
         k, v = keys.part(*part), values.part(*part)
@@ -129,6 +131,6 @@ def _for_groups(tensor: Tensor, groups: int) -> Tensor:
 
 
 def _of_groups(gradient: Tensor, grown: Grown) -> Tensor:
-    """The gradient of a tensor that was repeated for several heads."""
+    """The gradient of a tensor that was repeated for several heads: the sum over these heads."""
     heads = grown.shape[1]
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)

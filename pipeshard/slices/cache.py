@@ -1,4 +1,4 @@
-"""Cache: a transformers cache for one slice of a microbatch, which contains the earlier slices."""
+"""Cache: a transformers cache for one slice of a microbatch, with the keys, values and states of earlier slices."""
 
 import itertools
 from typing import Any
@@ -24,9 +24,10 @@ from pipeshard.slices.states import Slice
 
 
 def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
-    """The cache that a slice is called with. Values that its layers read of an encoder are recomputed for each slice.
+    """The cache with which the model is called for a slice. Keys and values from an encoder are recomputed for each
+    slice.
 
-    Raises ConfigurationError for a layer that keeps anything except keys, values and states.
+    Raises ConfigurationError if a layer caches anything except keys, values and states.
     """
     register()
     try:
@@ -45,14 +46,15 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
             )
         if kind is not DummyLayer:
             cache.layers[number] = kind(now, number, layer)
-    if {*map(type, cache.layers)} <= {Keys}:  # a decoder may have more layers than its config says, which are alike
-        numbers = itertools.count(len(cache.layers))  # not the cache itself: a circle would keep it until it is found
+    if {*map(type, cache.layers)} <= {Keys}:  # a decoder may have more such layers than its config says
+        numbers = itertools.count(len(cache.layers))  # not the cache itself: only the GC would free such a cycle
         cache.layer_class_to_replicate = lambda: Keys(now, next(numbers))
     return EncoderDecoderCache(cache, DynamicCache()) if has_encoder else cache
 
 
 def has_keys(cache: Any) -> bool:
-    """Whether layers look back at positions, so that they need their mask; layers with states do not."""
+    """Whether a layer attends to earlier positions, so that it needs their mask. Layers that only have states do
+    not."""
     return {*map(type, getattr(cache, "self_attention_cache", cache).layers)} != {States}
 
 
@@ -91,7 +93,7 @@ class SlidingKeys(Keys, DynamicSlidingWindowLayer):
 
 
 class IndexedKeys(Keys, DynamicIndexedLayer):
-    """Keys and values of a layer that chooses among positions by keys of an index."""
+    """Keys and values of a layer that selects positions with the keys of an indexer."""
 
     def __init__(self, now: Slice, number: int, like: Any) -> None:
         DynamicIndexedLayer.__init__(self)
@@ -102,7 +104,7 @@ class IndexedKeys(Keys, DynamicIndexedLayer):
 
 
 class States(LinearAttentionLayer):
-    """Convolution and recurrent states of one layer, as the previous slice has left them."""
+    """Convolution and recurrent states of one layer at the end of the previous slice."""
 
     def __init__(self, now: Slice, number: int, like: Any) -> None:
         LinearAttentionLayer.__init__(self, like.number_of_states)
@@ -134,7 +136,7 @@ class States(LinearAttentionLayer):
 
 
 class StatesAndKeys(States, Keys, LinearAttentionAndFullAttentionLayer):
-    """Both, of a layer that attends and has states."""
+    """Keys, values and states of a layer that attends and has states."""
 
     def __init__(self, now: Slice, number: int, like: Any) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, like.number_of_states)
@@ -143,7 +145,7 @@ class StatesAndKeys(States, Keys, LinearAttentionAndFullAttentionLayer):
 
 
 class StatesAndSlidingKeys(States, SlidingKeys, LinearAttentionAndSlidingWindowAttentionLayer):
-    """Both, of a layer that attends to a window of positions and has states."""
+    """Keys, values and states of a layer that attends to a window of positions and has states."""
 
     def __init__(self, now: Slice, number: int, like: Any) -> None:
         LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, like.sliding_window, like.number_of_states)

@@ -1,4 +1,4 @@
-"""Cut: a microbatch along its sequence, and the results of its slices combined."""
+"""Cut: splits a microbatch along its sequence, and combines the results of its slices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ from pipeshard.hf import (
 )
 from pipeshard.slices.states import Slice
 
-LEAST = 2  # positions of a slice: with one alone, layers with states compute by another algorithm
+LEAST = 2  # positions of a slice: for a single position, layers with states use another algorithm
 
 
 def lengths(total: int, n: int, slope: float) -> list[int]:
-    """The positions of n slices of `total` with equal times, if a position takes 1 + slope * its number:
-    later ones attend to more. Fewer slices for a short sequence."""
+    """The lengths of n slices of `total` positions that take equal times, if position k takes a time of 1 + slope * k,
+    since later positions attend to more. A short sequence has fewer slices."""
     n = max(1, min(n, total // LEAST))
 
     def work(end: float) -> float:
@@ -50,24 +50,25 @@ def lengths(total: int, n: int, slope: float) -> list[int]:
 
 
 def sequence_of(batch: Batch) -> int:
-    """The positions of a batch. Raises BatchError for one without tokens, or embeddings, by name."""
+    """The number of positions of a batch. Raises BatchError if the batch has neither `input_ids` nor
+    `inputs_embeds`."""
     for name in (IDS, "inputs_embeds"):
         leaf = batch.tensors.get(name)
         if leaf is not None and leaf.ndim > 1:
             return leaf.shape[1 if leaf.is_floating_point() else -1]
     raise BatchError(
-        f"num_slices: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so its sequence is "
-        "unknown. Pass the batch as a dict of the forward's arguments, or use num_slices=1"
+        f"num_slices: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so pipeshard cannot "
+        "determine the length of its sequence. Pass the batch as a dict of the forward's arguments, or use num_slices=1"
     )
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """The batch cut along its sequence into slices of these sizes. Raises BatchError for an ambiguous
-    leaf."""
+    """Split a batch along its sequence into slices of these sizes. Raises BatchError for media, and for samples that
+    contain several documents."""
     total, ends = sequence_of(batch), list(accumulate(sizes))
     for path in batch.paths:
         if media_kind(path) is not None and not is_mask(path):
-            raise BatchError(f"num_slices: {path} has no positions to slice. Use num_slices=1 for batches with media")
+            raise BatchError(f"num_slices: {path} has no sequence to split. Use num_slices=1 for batches with media")
     _refuse_packed(batch)
 
     def slice_of(start: int, end: int) -> Batch:
@@ -88,19 +89,19 @@ def _narrowed(path: str, leaf: Tensor, row_dim: int | None, total: int, start: i
 
 
 def _refuse_packed(batch: Batch) -> None:
-    """Refuse several documents in a row: positions keep them apart only if a forward has no cache."""
+    """Raise BatchError for a sample with several documents: with a cache, position ids do not separate them."""
     positions = batch.tensors.get(POSITIONS)
     if positions is None or positions.is_meta or MASK in batch.tensors:
         return
     if bool((positions.diff(dim=-1) != 1).any()):
         raise BatchError(
             f"num_slices: {POSITIONS} restart within a sample, so the sample contains several documents. With a cache, "
-            "transformers attends across them. Pass a four-dimensional attention_mask, or use num_slices=1"
+            "transformers attends across documents. Pass a four-dimensional attention_mask, or use num_slices=1"
         )
 
 
 def shortened(batch: Batch, most: int) -> Batch:
-    """At most this many positions of a batch, those with the most labels."""
+    """A part of a batch with at most `most` positions: of consecutive parts, the one with the most labels."""
     total = sequence_of(batch)
     if total <= most:
         return batch
@@ -118,8 +119,8 @@ def shortened(batch: Batch, most: int) -> Batch:
 
 
 def with_padding(batch: Batch, token: int | None) -> Batch:
-    """The batch with padding in place of a quarter of the positions of every other sample, alternately on the left and
-    on the right, which no label counts."""
+    """A copy of the batch in which a quarter of the positions of every other sample are padding with ignored labels,
+    alternately on the left and on the right."""
     total = sequence_of(batch)
     count = max(1, total // 4)
     fillings = {IDS: token, MASK: 0, **dict.fromkeys(targets(batch.paths), IGNORED)}
@@ -138,14 +139,14 @@ def with_padding(batch: Batch, token: int | None) -> Batch:
 
 @dataclass(frozen=True)
 class SliceCall:
-    """The model's inputs for one slice, on one stage: the arguments of the whole microbatch, of which the
-    slice has its positions, masks up to its end, and a cache."""
+    """The model's inputs for one slice on one stage: the slice's positions of the microbatch's arguments, masks up to
+    the end of the slice, and a cache."""
 
     batch: Batch
     now: Slice
 
     def call(self, model: nn.Module) -> Any:
-        from pipeshard.slices.cache import cache_of, has_keys  # which transformers 4 has not the classes for
+        from pipeshard.slices.cache import cache_of, has_keys  # this import fails with transformers 4
 
         name = cache_argument(model)
         assert name is not None
@@ -177,8 +178,8 @@ def _is_of_loss(path: str) -> bool:
 
 
 class Joint(NamedTuple):
-    """How the results of slices form one of the microbatch: they are concatenated in `dim`, in which each has the
-    positions of all `rows` samples, sample by sample, if that is not None."""
+    """How the results of slices are combined into the microbatch's result: concatenated along `dim`. If `rows` is not
+    None, this dimension contains the positions of all `rows` samples, sample by sample."""
 
     dim: int
     rows: int | None
@@ -187,7 +188,8 @@ class Joint(NamedTuple):
     def of(
         cls, whole: Sequence[int], parts: Sequence[Sequence[int]], rows: int, sizes: Sequence[int]
     ) -> "Joint | None":
-        """None if the shapes are ambiguous."""
+        """Find the Joint from the shapes of the whole result and of its parts; None if they are ambiguous or do not
+        match."""
         if any(len(part) != len(whole) for part in parts):
             return None
         dims = [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]

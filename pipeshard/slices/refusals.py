@@ -1,4 +1,4 @@
-"""Refusals: models that cannot be cut along the sequence, and the relative cost of attention."""
+"""Refusals: errors for models and batches that slices do not support, and the relative cost of attention."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ from pipeshard.slices.states import Slice
 
 
 def refuse_unsliceable(model: nn.Module) -> None:
-    """Raise ConfigurationError for a model whose forward cannot continue where an earlier one has ended."""
+    """Raise ConfigurationError for a model whose forward cannot continue from a cache."""
     base = without_adapters(model)[1]
     name = type(base).__name__
     if config_of(base) is None or cache_argument(model) is None:
@@ -41,22 +41,24 @@ def refuse_unsliceable(model: nn.Module) -> None:
             f"num_slices: transformers {transformers.__version__} has no caches that slices can share. Install "
             "transformers 5, or use num_slices=1"
         )
-    from pipeshard.slices.cache import cache_of  # which fails for transformers 4
+    from pipeshard.slices.cache import cache_of  # this import fails with transformers 4
 
     cache_of(model, Slice(0, 1, 1, {}))
 
 
 def refuse_cacheless(model: nn.Module) -> None:
-    """Raise ConfigurationError for a model whose layers drop their cache while they recompute."""
+    """Raise ConfigurationError for a model with transformers' gradient checkpointing, which calls layers without a
+    cache."""
     if model.training and any(map(recomputes, model.modules())):
         raise ConfigurationError(
             f"num_slices: transformers' own gradient checkpointing calls the layers of {type(model).__name__} without "
-            "a cache. Use model.gradient_checkpointing_disable() and PipelinePlugin(recompute=True)"
+            "a cache. Call model.gradient_checkpointing_disable(), and use PipelinePlugin(recompute=True)"
         )
 
 
 def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None:
-    """Raise BatchError for a batch with padding, if its slices differ from whole samples; `why` says how."""
+    """Raise BatchError for a batch with padding, unless `why` is empty. `why` says how padded slices differ from whole
+    sequences."""
     token = padding_token(model)
     for tensors in (batch.tensors for batch in batches if why):
         mask, ids = tensors.get(MASK), tensors.get(IDS)
@@ -69,8 +71,9 @@ def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None
 
 
 def attention_slope(model: nn.Module) -> float:
-    """How much longer a position takes for each one before it, relative to the first one: scores and
-    sums of values, compared with a product with every parameter."""
+    """How much longer a position takes for each earlier position, relative to the time of the first position: the cost
+    of attention scores and weighted sums of values, compared with the cost of multiplying by every parameter. 0 if the
+    config does not contain the sizes."""
     config = text_config(without_adapters(model)[1])
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     parameters = sum(parameter.numel() for parameter in model.parameters())

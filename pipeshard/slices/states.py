@@ -1,4 +1,4 @@
-"""States: the cache of the slices of one microbatch, on one rank, with the gradients that flow back through it.
+"""States: the cache that the slices of one microbatch share on one rank, and the gradients that flow back through it.
 
     slice 0          slice 1              slice 2
     append k0 ----.  append k1 ------.    append k2 ---.
@@ -6,8 +6,8 @@
            ^                ^  ^                  ^  ^  ^
            g0+              g0+ g1+               g0 g1 g2     backwards, from the last to the first
 
-Every slice has its own autograd graph. A buffer sums the gradients of k0 that slices 1 and 2 compute, and the
-backward of slice 0 starts with them.
+Every slice has its own autograd graph. A buffer sums the gradients of k0 that slices 1 and 2 compute, and the backward
+of slice 0 starts with this sum.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,18 @@ from pipeshard.errors import TraceError
 
 
 class Left(NamedTuple):
-    """The state that a slice has left to later ones: the root of its graph, and a function for their gradient of it,
-    None if they have none."""
+    """A state that a slice has passed to later slices: the root of its autograd graph, and a function that returns the
+    gradient from later slices, or None if there is none."""
 
     edge: GradientEdge
     gradient: Callable[[], Tensor | None]
 
 
 class Grown:
-    """A tensor that grows along one dimension from slice to slice, up to `length` positions; one buffer, never copied.
+    """A tensor that grows along one dimension from slice to slice, up to `length` positions, in one buffer that is
+    never copied.
 
-    `append` writes the positions of a slice into it, and returns those from `first` on.
+    `append` writes the positions of a slice, and returns the positions from `first` to the end of the slice.
     """
 
     def __init__(self, like: Tensor, dim: int, length: int) -> None:
@@ -47,18 +48,19 @@ class Grown:
         return self.write(new, start, first)
 
     def write(self, new: Tensor, start: int, first: int) -> Tensor:
-        """A view of the content from `first` on. It has its own version counter (`data`), since later slices' writes
-        after it do not change what the graph of an earlier one has saved."""
+        """Write the positions of a slice, and return a view of the positions from `first` to their end. The view has
+        its own version counter (`data`), since writes of later slices do not change the positions that an earlier
+        slice's graph has saved."""
         end = start + new.shape[self.dim]
         self.part(start, end).copy_(new.detach())
         return self.part(first, end)
 
     def part(self, start: int, end: int) -> Tensor:
-        """The content from one position to another."""
+        """A view of the positions [start, end)."""
         return self._values.data.narrow(self.dim, start, end - start)
 
     def add(self, gradient: Tensor, first: int) -> None:
-        """Add a later slice's gradient for the positions from `first` on; 16 bits in fp32, like any sum."""
+        """Add a later slice's gradient of the positions from `first` on. 16-bit gradients are summed in fp32."""
         count = gradient.shape[self.dim]
         if self._gradient is not None:
             self._gradient.narrow(self.dim, first, count).add_(gradient)
@@ -75,7 +77,7 @@ class Grown:
 
 
 class _Append(torch.autograd.Function):
-    """`Grown.write`, whose backward keeps the gradients of earlier slices' positions for them."""
+    """`Grown.write`, whose backward adds the gradients of earlier slices' positions to `grown`."""
 
     @staticmethod
     def forward(ctx: Any, new: Tensor, grown: Grown, start: int, first: int) -> Tensor:
@@ -91,17 +93,17 @@ class _Append(torch.autograd.Function):
 
 
 class Slice:
-    """One slice of a microbatch: the positions from `start` to `end` of `total`, and the `states` that it shares with
-    the microbatch's other slices. `left` is the state that it has left to later ones, by name."""
+    """One slice of a microbatch: the positions [start, end) of `total`, and the `states` that it shares with the
+    microbatch's other slices. `left` are the states that it has passed to later slices, by name."""
 
     def __init__(self, start: int, end: int, total: int, states: dict[Any, Any]) -> None:
         self.start, self.end, self.total, self.states = start, end, total, states
         self.left: dict[Any, Left] = {}
         self._handed: set[Any] = set()
-        self._causal = WeakTensorKeyDictionary()  # of masks, whether they are
+        self._causal = WeakTensorKeyDictionary()  # by mask, the result of `is_causal`
 
     def is_causal(self, mask: Tensor) -> bool:
-        """Whether a mask lets each position of this slice attend exactly to itself and all before it."""
+        """Whether a mask lets each position of this slice attend exactly to itself and all earlier positions."""
         if mask not in self._causal:
             shape = (self.end - self.start, self.end)
             is_like = mask.dtype is torch.bool and tuple(mask.shape[-2:]) == shape
@@ -110,13 +112,13 @@ class Slice:
         return bool(self._causal[mask])
 
     def grow(self, name: Any, new: Tensor, dim: int, window: int | None = None) -> Tensor:
-        """The positions of this slice after those of earlier ones, of which the last `window - 1` suffice. A recomputed
-        unit writes the same ones again."""
+        """Append `new`, the positions of this slice, and return all positions so far (with a `window`, only the last
+        `window - 1` before the slice). A recomputed unit writes the same positions again."""
         count = new.shape[dim]
         if count != self.end - self.start:
             raise TraceError(
                 f"num_slices: layer {name[0]} adds {count} positions to its cache in a slice of "
-                f"{self.end - self.start}, so its cache is not indexed by position. Use num_slices=1"
+                f"{self.end - self.start} positions, so its cache is not indexed by position. Use num_slices=1"
             )
         if name not in self.states:
             self.states[name] = Grown(new, dim, self.total)
@@ -127,18 +129,19 @@ class Slice:
         return grown.append(new, self.start, 0 if window is None else max(0, self.start - window + 1))
 
     def release(self) -> None:
-        """Free its state after its backward, and after the first slice's backward the shared states."""
+        """Free the slice's state after its backward, and the shared states after the backward of the first slice."""
         self.left.clear()
         if self.start == 0:
             self.states.clear()
 
     def take(self, name: Any) -> Tensor | None:
-        """The state that the previous slice has handed over: a leaf of this slice's graph. Call it before
-        this slice hands over its own."""
+        """The state from the previous slice, as a leaf of this slice's graph; None if there is none. Call it before
+        `hand_over`."""
         return self.states.get(name)
 
     def hand_over(self, name: Any, state: Tensor) -> None:
-        """Leave a whole state to the next slice. A recomputed unit has handed it over before."""
+        """Pass a state to the next slice, which replaces the previous state. Does nothing in the last slice, and if the
+        state was already passed (by a recomputed unit)."""
         if name in self._handed or self.end == self.total:
             return
         self._handed.add(name)
