@@ -322,7 +322,7 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _shares(self) -> bool:
-        """Whether a step also clips, unscales or shares, in addition to the inner optimizer's step."""
+        """Whether a step does more than the inner optimizer's step: it clips, unscales or shares updates."""
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
 
     @property
@@ -332,8 +332,8 @@ class PipelineOptimizer(Optimizer):
         return not self.zero and all(weight.plain for weight in self.weights.values())
 
     def refuse_alone(self, kind: str) -> None:
-        """Raise UsageError if the inner optimizer, or an optimizer inside it, steps without this object's `step`
-        although that step does more. `kind` is the name of the stepping optimizer's class."""
+        """Raise UsageError if the inner optimizer, or an optimizer inside it, of class `kind`, steps outside this
+        object's `step` and would skip its clipping, unscaling or synchronization."""
         if not self.is_stepping and (self._shares or not self.is_plain):
             raise UsageError(
                 f"this {kind} was passed to boost, and its own step does not clip, unscale or synchronize its updates: "
@@ -428,7 +428,7 @@ class PipelineOptimizer(Optimizer):
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
         """The gradient norm of the whole model, as the last `step` or `clip_grad_by_norm` computed it before clipping.
-        If neither did, the norm of the current gradients; call it on every rank then."""
+        If there is none, the norm of the current gradients; every rank must call this method then."""
         if self.gradients.norm is not None:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):

@@ -81,7 +81,7 @@ Gradients = tuple[nn.Parameter, Term]
 class Deferral:
     """Makes the layers among `modules` omit dW in a backward pass, and computes dW on demand.
 
-    While `installed`, a layer whose class computes exactly `nn.Linear`, `nn.Embedding` or transformers' `Conv1D`
+    While `installed`, a layer whose class has the forward of `nn.Linear`, `nn.Embedding` or transformers' `Conv1D`
     appends the inputs of dW to the list of the current backward pass, and `finish` computes and accumulates dW. The
     gradients of all other parameters, and of weights with hooks, are computed in the backward pass itself (the split of
     Qi et al. 2023, arXiv:2401.10241, by layer). The same holds for all parameters in a pass that is not between `begin`
@@ -215,8 +215,8 @@ def _is_deferrable(parameter: Tensor) -> bool:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether products with this tensor are ordinary: it is dense, and its class does not change them, unlike a
-    quantized weight's."""
+    """Whether products with this tensor are ordinary: it is dense, and not of a class that changes products (a
+    quantized weight)."""
     known = type(tensor) in (Tensor, nn.Parameter, DTensor)
     return known and tensor.layout is torch.strided and not tensor.is_nested
 

@@ -24,7 +24,7 @@ from pipeshard.slices.states import Slice
 
 
 def refuse_unsliceable(model: nn.Module) -> None:
-    """Raise ConfigurationError for a model whose forward cannot continue from a cache."""
+    """Raise ConfigurationError for a model whose forward cannot continue from the cache of an earlier slice."""
     base = without_adapters(model)[1]
     name = type(base).__name__
     if config_of(base) is None or cache_argument(model) is None:
