@@ -1,1 +1,1 @@
-"""Interop: the stages of a model in other runtimes."""
+"""Interop: the stages of a model as modules for other runtimes."""

@@ -1,4 +1,4 @@
-"""Build: a model cut into stages, each an ordinary `nn.Module`, and passed to the runtime that trains them."""
+"""Build: the split of a model into stages, each an ordinary `nn.Module`, for the runtime that trains them."""
 
 import importlib
 import inspect
@@ -30,15 +30,15 @@ SHIPPED_TARGETS = "pipeshard.interop.targets"
 
 
 class StageModule(nn.Module):
-    """Stage `index` of a model: `stage(*received, **batch)` on the stage's values, in one process or in many.
+    """Stage `index` of a model, called as `stage(*received, **batch)`, in one process or in several.
 
-    `received` are the tensors that the previous stage returned (none on the first one), `batch` is the whole microbatch
-    by the names of the model's arguments, on every stage. The call returns a tuple of tensors, with their autograd
-    graph. The last stage returns the loss instead, if the batch or the criterion provides one. Without a loss, or with
-    `whole`, it returns the model's output.
+    `received` are the tensors that the previous stage returned (none for stage 0); `batch` is the full microbatch as
+    keyword arguments of the model, on every stage. The call returns a tuple of tensors, with their autograd graph. The
+    last stage returns the loss instead, or the model's output (without a loss, or with `whole`).
 
-    Its modules are the units that it runs, under their names in the model, and the parameters that glue reads. Random
-    numbers depend on torch's seed, which must be the same on every rank, and on the number of forwards so far.
+    The module contains the units that the stage runs, under their names in the model, and the parameters that its glue
+    reads. Random numbers depend on torch's seed, which must be the same on every rank, and on the number of forwards so
+    far.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.num_stages, self.whole = index, len(policy.placement), whole
-        # A tuple keeps the model, with what this stage does not hold, from being registered as a part of this one.
+        # In a tuple, the model, with modules that this stage does not hold, is not registered as a submodule.
         self._source = (model, policy, criterion)
         self._traces = Traces(policy, Recompute.of(False, 0, self.num_stages))
         self._forwards = 0
-        policy.replay.proves = False  # another runtime may leave caches on, which the trace had off
+        policy.replay.proves = False  # another runtime may use caches, which the trace disables
         calls = zip(policy.flow.calls, policy.stages, strict=True)
         running = dict.fromkeys(call.unit for call, stage in calls if stage == index)
         for unit in running:
@@ -58,7 +58,7 @@ class StageModule(nn.Module):
             node.add_module(key, policy.units[unit])
         own = set(self.parameters())
         for name in sorted(policy.ownership.held_by_parts[index]):
-            if (parameter := model.get_parameter(name)) not in own:  # one that glue reads
+            if (parameter := model.get_parameter(name)) not in own:  # read by glue
                 node, key = _node(self, name)
                 node.register_parameter(key, parameter)
 
@@ -67,13 +67,13 @@ class StageModule(nn.Module):
         return self.index == self.num_stages - 1
 
     def train(self, mode: bool = True) -> "StageModule":
-        """Set the mode of all units, since glue reads that of the modules around them."""
+        """Set the mode of all modules of the model, since glue reads the mode of modules that contain units."""
         super().train(mode)
         self._source[0].train(mode)
         return self
 
     def microbatch(self, batch: Mapping[str, Any]) -> Microbatch:
-        """A microbatch for this stage: its route, and the shapes of its inputs and outputs."""
+        """The Microbatch of `batch` for this stage, with its route and the shapes of its inputs and outputs."""
         model, policy, criterion = self._source
         place = policy.chunks.index(self.index)
         return self._traces.plan([read_batch(model, dict(batch))], criterion, self.whole, False)[place][0]
@@ -81,15 +81,15 @@ class StageModule(nn.Module):
     @inside_pipeshard()
     def forward(self, *received: Tensor, **batch: Any) -> Any:
         _, policy, criterion = self._source
-        policy.replace_forward()  # again: another target of the same model may have been the last to run
+        policy.replace_forward()  # again, since another target of the same model may have run last
         microbatch = self.microbatch(batch)
         route = microbatch.route
         if len(received) != len(route.enters.values):
             raise UsageError(
-                f"stage {self.index} got {len(received)} tensors, but takes {len(route.enters.values)}: pass what "
-                f"stage {self.index - 1} returned for this microbatch, and the microbatch itself as keyword arguments"
+                f"stage {self.index} got {len(received)} tensors, but takes {len(route.enters.values)}: pass the "
+                f"tensors that stage {self.index - 1} returned for this microbatch, and its batch as keyword arguments"
                 if self.index
-                else f"stage 0 got {len(received)} tensors: pass the microbatch as keyword arguments, stage(**batch)"
+                else f"stage 0 got {len(received)} tensors, but takes none: pass the microbatch as stage(**batch)"
             )
         randomness = policy.replay.randomness
         with randomness.step(torch.initial_seed() % 2**63, self._forwards):
@@ -105,7 +105,7 @@ class StageModule(nn.Module):
 
 
 def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module at the end of this path, with empty ones for missing modules, and the name in it."""
+    """The parent module of `path`, with empty modules created on the way, and the last name of `path`."""
     *above, key = path.split(".")
     for name in above:
         if name not in root._modules:
@@ -115,7 +115,7 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
-    """A batch by the names of the model's arguments; raises BatchError for one that does not fit them."""
+    """The batch as keyword arguments of the model; raises BatchError if it does not fit the model's arguments."""
     if isinstance(data, Mapping):
         return dict(data)
     batch = Batch.of(data)
@@ -127,15 +127,15 @@ def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Split:
-    """A model that was cut, as the input of a target.
+    """A model that was split, as a target receives it.
 
     Attributes:
-        model, sample, criterion: the arguments of `build`, the sample as a Batch.
-        flow: the Dataflow. policy: the parts that this process holds and runs.
-        ties: the tied names of each group with their stages, as `analyze_tied_weights` returns them;
-            `policy.ownership.shared()` has parameters on several processes, including those that glue reads.
-        live: the inputs of each stage.
-        stages: those of this process, by index; none if the target shards by itself.
+        model, sample, criterion: the arguments of `build`; the sample is its `batch`, as a Batch.
+        flow, policy: the Dataflow of the model, and the Policy of this process.
+        ties: the groups of tied names with their stages, as `analyze_tied_weights` returns them;
+            `policy.ownership.shared()` has the parameters on several processes, including those that glue reads.
+        live: the values that enter each stage.
+        stages: the StageModules of this process, by index; empty if the target splits the model itself.
     """
 
     model: nn.Module
@@ -153,22 +153,23 @@ class Split:
 
 
 class Target:
-    """The receiver of a model's stages in `pipeshard.build(..., target=name, **options)`; created with the options.
+    """Base class of targets, which receive a model's stages from `pipeshard.build(..., target=name, **options)`. A
+    target is created with the options.
 
     Attributes:
         whole_output: whether the last stage returns the model's output instead of the loss.
-        shards_itself: whether it takes the whole model, with only the partition.
+        shards_itself: whether the target splits the model itself, and receives only the partition.
     """
 
     whole_output = False
     shards_itself = False
 
     def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
-        """The process of each stage, and the number of this one; by default all are on this one."""
+        """The process of each stage, and the number of this process; by default, all stages are on this process."""
         return [0] * num_stages, 0
 
     def take(self, split: Split) -> Any:
-        """Return the result of `build`."""
+        """Return the object that `build` returns."""
         raise ConfigurationError(f"{type(self).__name__} does not implement take(split)")
 
 
@@ -177,10 +178,11 @@ _KINDS: dict[str | None, type[Target]] = {}
 
 
 def register_target(name: str | None, kind: TargetClass) -> TargetClass:
-    """Let `build(..., target=name)` use this class; raises ConfigurationError for a used name, or for another class."""
+    """Register `kind` for `build(..., target=name)`; raises ConfigurationError for a name in use, or if `kind` is not a
+    Target."""
     if not (isinstance(kind, type) and issubclass(kind, Target)):
         raise ConfigurationError(f"register_target({name!r}, ...) requires a subclass of Target, got {kind!r}")
-    importlib.import_module(SHIPPED_TARGETS)  # whose names are taken
+    importlib.import_module(SHIPPED_TARGETS)  # registers the built-in targets
     if _KINDS.get(name, kind) is not kind:
         raise ConfigurationError(
             f"the target {name!r} is already registered, as {_KINDS[name].__name__}: choose a different name"
@@ -190,7 +192,7 @@ def register_target(name: str | None, kind: TargetClass) -> TargetClass:
 
 
 def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
-    """The target of this name, with these options; raises ConfigurationError for an unknown name or option."""
+    """Create the target with this name and these options; raises ConfigurationError for an unknown name or option."""
     importlib.import_module(SHIPPED_TARGETS)
     if name not in _KINDS:
         names = sorted(known for known in _KINDS if known is not None)
@@ -214,20 +216,20 @@ def build(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Any:
-    """Cut `model` into stages and pass them to `target`, whose object is returned.
+    """Split `model` into stages, pass them to `target`, and return the target's object.
 
     Args:
-        cuts: the names of the modules to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005), also nested ones; or
-            how many unit calls each stage gets; or the number of stages, balanced by cost.
+        cuts: the names of the modules to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005), also nested modules; or
+            the number of unit calls of each stage; or the number of stages, balanced by cost.
         target: None keeps all stages in this process, as one module that is called like the model; otherwise the name
-            of a runtime in `pipeshard.interop`, or of one that was added with `register_target`.
-        batch: a microbatch of the real sizes; by default dummy inputs, for transformers models.
+            of a target in `pipeshard.interop`, or of a target added with `register_target`.
+        batch: a microbatch with the sizes of training; by default, dummy inputs (transformers models only).
         criterion: `criterion(output, batch)`, for a model whose output has no loss.
         device: the device of the stages' tensors.
-        options: the target's own, see `pipeshard.interop`.
+        options: the arguments of the target, see `pipeshard.interop`.
 
     Raises ConfigurationError for an unknown target or option, PartitionError for impossible cuts, TraceError for a
-    model that cannot be cut.
+    model that cannot be split.
     """
     chosen = find_target(target, options)
     tie_on_meta(model)
@@ -250,9 +252,13 @@ def partition(
     target: Target,
     device: torch.device,
 ) -> tuple[Dataflow, Policy]:
-    """The stage that runs each unit call, and the process of each stage."""
+    """Trace the model, and assign unit calls to stages and stages to processes; returns the Dataflow and this process's
+    Policy."""
     if isinstance(cuts, str) or (isinstance(cuts, int) and cuts < 1):
-        raise ConfigurationError(f"cuts={cuts!r}: pass the names of the modules to cut after, or a number of stages")
+        raise ConfigurationError(
+            "cuts must be a list of module names to cut after, a list with the number of unit calls of each stage, or "
+            f"a positive number of stages, got {cuts!r}"
+        )
     names = [] if isinstance(cuts, int) else named_modules_of(cuts)
     parts = cuts if isinstance(cuts, int) else len(cuts) + bool(names or not cuts)
     flow = trace(model, sample, criterion, cuts=names)
@@ -274,10 +280,11 @@ def consolidate(model: nn.Module, policy: Policy, device: torch.device) -> None:
 
 
 def liveness(flow: Dataflow, policy: Policy, whole: bool) -> list[Boundary]:
-    """The inputs of each stage: values of earlier stages that it or a later one needs, for the loss or all outputs."""
+    """The values that enter each stage: values of earlier stages that this or a later stage needs, for the loss or,
+    with `whole`, for all outputs."""
     return boundaries(flow, policy.stages, len(policy.placement), whole)
 
 
 def construct(model: nn.Module, policy: Policy, criterion: Criterion | None, whole: bool) -> dict[int, StageModule]:
-    """The stages of this process, as modules."""
+    """The StageModules of this process, by index."""
     return {index: StageModule(model, policy, index, criterion, whole) for index in policy.chunks}

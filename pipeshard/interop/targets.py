@@ -1,4 +1,4 @@
-"""Targets: one process, a Booster, torch's pipelining and DeepSpeed, which run or train the stages of a model."""
+"""Targets: runtimes that train a model's stages: one process, a Booster, torch's pipelining and DeepSpeed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,8 @@ STEP_ARGUMENTS = {"target", "losses", "return_outputs", "loss_kwargs"}  # argume
 
 
 class SplitModel(nn.Module):
-    """The stages of a model one after the other; only values that would cross between processes pass between them."""
+    """A module that runs all stages of a model in turn; only values that cross a cut pass from one stage to the
+    next."""
 
     def __init__(self, model: nn.Module, stages: list[StageModule]) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class SplitModel(nn.Module):
 
 
 class OneProcess(Target):
-    """`target=None`."""
+    """`target=None`: a SplitModel with all stages in this process."""
 
     whole_output = True
 
@@ -49,7 +50,7 @@ register_target(None, OneProcess)
 
 
 class BoostedModel(NamedTuple):
-    """A booster, and the result of its `boost`."""
+    """A booster, and the model and optimizer that its `boost` returned."""
 
     booster: Any
     model: Any
@@ -60,8 +61,8 @@ class Colossalai(Target):
     """`target="colossalai"`: a Booster with a PipelinePlugin, and the boosted model.
 
     Args:
-        num_microbatches: how each batch is cut.
-        optimizer: the model's, or a function that creates it from the parameters.
+        num_microbatches: the number of microbatches per batch.
+        optimizer: the model's optimizer, or a function that creates it from the parameters.
         plugin: further arguments of PipelinePlugin.
     """
 
@@ -97,13 +98,13 @@ register_target("colossalai", Colossalai)
 
 
 def loss_of_stage(output: Tensor, target: Any) -> Tensor:
-    """The loss, for a runtime that calls a function for it: the last stage has computed it."""
+    """A loss function for runtimes that require one; returns `output`, since the last stage computes the loss."""
     return output
 
 
 @dataclass(frozen=True)
 class TorchStages:
-    """The `PipelineStage`s of this rank, one for each of its chunks, for Schedule1F1B, ScheduleInterleaved1F1B, ...
+    """The `PipelineStage`s of this rank, one per chunk, for torch's Schedule1F1B, ScheduleInterleaved1F1B, ...
 
         built = pipeshard.build(model, cuts, target="torch", batch=microbatch)
         schedule = Schedule1F1B(built.stages[0], m, loss_fn=built.loss_fn)
@@ -111,23 +112,23 @@ class TorchStages:
         built.sync_gradients()
         optimizer.step()                                # of built.parameters()
 
-    Every rank passes the whole batch by keywords. torch leaves tied weights to the user: `sync_gradients` sums their
-    gradients over the stages that hold them.
+    Every rank passes the full batch as keyword arguments. torch does not synchronize tied weights: `sync_gradients`
+    sums their gradients over the stages that hold them.
     """
 
     stages: list[Any]
     gradients: GradientSync
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The trained parameters of this rank, each once."""
+        """The parameters of this rank, each once."""
         return iter(dict.fromkeys(p for stage in self.stages for p in stage.submod.parameters()))
 
     def sync_gradients(self) -> None:
-        """Call it after a step, before the optimizer's, on all ranks."""
+        """Sum the gradients of tied weights. Call on all ranks, between schedule.step and optimizer.step."""
         self.gradients.finish(True)
 
     def zero_grad(self) -> None:
-        """Like an optimizer's: gradients become None."""
+        """Set the gradients of this rank's parameters to None."""
         self.gradients.reset(set(self.parameters()))
         for parameter in self.parameters():
             parameter.grad = None
@@ -136,14 +137,16 @@ class TorchStages:
 
 
 class Torch(Target):
-    """`target="torch"`: TorchStages; needs a process group with one rank for each stage (or `num_model_chunks`).
+    """`target="torch"`: TorchStages; requires a process group with one rank per stage (or per `num_model_chunks`
+    stages).
 
     Args:
-        num_model_chunks: stages of each rank, for torch's interleaved schedules; 2 by default for those in a V.
+        num_model_chunks: the number of stages per rank, for torch's interleaved schedules; by default 2 in a V,
+            otherwise 1.
         style: "loop": stage s is on rank s % p; "v": two stages per rank, down the ranks and back up, for
             ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
-    `build` raises UsageError without a loss, which the last stage must compute, BatchError for a batch with names that
+    `build` raises UsageError if the last stage computes no loss, and BatchError for a batch with names that
     `schedule.step` uses for its own arguments.
     """
 
@@ -151,7 +154,7 @@ class Torch(Target):
         self.num_model_chunks = num_model_chunks or (2 if style == "v" else 1)
         if style not in ("loop", "v") or (style == "v" and self.num_model_chunks != 2):
             raise ConfigurationError(
-                f"style={style!r} and num_model_chunks={self.num_model_chunks}: use 'loop', or 'v' with two chunks"
+                f"style={style!r} and num_model_chunks={self.num_model_chunks}: use style='loop', or 'v' with 2 chunks"
             )
         self.style = style
 
@@ -190,8 +193,8 @@ class Torch(Target):
 
 
 def _stage_class(stages: Iterable[StageModule]) -> Any:
-    """torch's class, except for the division by the number of microbatches at the end of each stage: a weight that
-    several stages of this rank share is divided once, at the end of the last of them."""
+    """torch's PipelineStage, except that at the end of a stage, the gradient of a weight that several stages of this
+    rank share is divided by the number of microbatches only once, after the last of these stages."""
     from torch.distributed.pipelining import PipelineStage
 
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
@@ -208,7 +211,8 @@ def _stage_class(stages: Iterable[StageModule]) -> Any:
 
 
 def _shapes(stage: StageModule, batch: dict[str, Any], split: Split) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Tensors like the inputs and outputs of the stage for this microbatch, so that torch need not find them."""
+    """Meta tensors like the stage's inputs and outputs for this microbatch, so that torch need not infer their
+    shapes."""
     microbatch = stage.microbatch(batch)
     route, receiving = microbatch.route, split.flow.receiving
 
@@ -224,7 +228,8 @@ register_target("torch", Torch)
 
 
 class StageLayer(nn.Module):
-    """A stage for DeepSpeed, whose layers receive one tuple of tensors, which starts with the microbatch itself."""
+    """A stage as a layer for DeepSpeed. A layer receives one tuple of tensors: the microbatch, then the previous
+    stage's values."""
 
     def __init__(self, stage: StageModule, names: Sequence[str]) -> None:
         super().__init__()
@@ -238,7 +243,8 @@ class StageLayer(nn.Module):
 
 
 class Tied(nn.Module):
-    """One tied weight of a stage, for DeepSpeed to broadcast and to sum its gradients; its input passes through."""
+    """A layer with one tied weight of a stage, so that DeepSpeed broadcasts the weight and sums its gradients; returns
+    its input."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -250,10 +256,10 @@ class Tied(nn.Module):
 
 class Deepspeed(Target):
     """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`; more ranks than stages form
-    replicas. Each stage is built on its own ranks, and is one layer; tied weights are additional TiedLayerSpecs.
+    replicas. Each stage is one layer, built only on the stage's ranks; tied weights are additional TiedLayerSpecs.
 
-    Its engine takes `module.microbatches(batches)`, an iterator over microbatches as the model takes them: a
-    dict, all tensors. `microbatch_names` are those of the batch passed to `build`.
+    DeepSpeed's engine takes `module.microbatches(batches)`, where each of `batches` is one microbatch: a dict of
+    tensors with `module.microbatch_names`, the names in the batch passed to `build`.
 
     Args:
         module: further arguments of PipelineModule (dynamic_shape, ...).
@@ -289,7 +295,7 @@ class Deepspeed(Target):
             parts.append(len(layers))
 
         class StagesModule(PipelineModule):
-            """DeepSpeed's PipelineModule, cut where the stages end."""
+            """DeepSpeed's PipelineModule, with the cuts of pipeshard's stages."""
 
             microbatch_names = names
 
@@ -301,7 +307,8 @@ class Deepspeed(Target):
                 for batch in batches:
                     if set(batch) != set(names):
                         raise BatchError(
-                            f"a microbatch has {sorted(batch)}, but the model was built for {sorted(names)}"
+                            f"a microbatch has {sorted(batch)}, but `build` received a batch with {sorted(names)}: "
+                            "pass the same names"
                         )
                     yield tuple(batch[name] for name in names), torch.zeros(())
 
@@ -309,7 +316,8 @@ class Deepspeed(Target):
 
 
 def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:
-    """DeepSpeed sends only tensors, and a gradient back for each floating-point one."""
+    """Refuse values that DeepSpeed cannot send: it sends only tensors, and returns a gradient for each floating-point
+    tensor."""
     for name, value in batch.items():
         if not isinstance(value, Tensor) or (value.is_floating_point() and split.num_stages > 1):
             what = f"a {type(value).__name__}" if not isinstance(value, Tensor) else f"a tensor of {value.dtype}"
@@ -322,8 +330,8 @@ def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:
             spec, unit = split.flow.spec(value), split.flow.calls[value.call].unit
             if spec.dtype.is_floating_point and value not in boundary.gradients:
                 raise TraceError(
-                    f"the output of unit {unit} that stage {stage} receives gets no gradient, but DeepSpeed sends one "
-                    "back for every floating-point tensor: cut elsewhere, or use target='torch' or 'colossalai'"
+                    f"the output of unit {unit} that stage {stage} receives has no gradient, but DeepSpeed returns a "
+                    "gradient for every floating-point tensor: cut elsewhere, or use target='torch' or 'colossalai'"
                 )
 
 

@@ -1,8 +1,9 @@
-"""Schedules: programs as data, and what can be computed about them without running a model.
+"""Schedules: programs as data, and their analysis without running a model.
 
 A schedule is a pure function from (p ranks, m microbatches, v chunks per rank) to a `Program`. `add_communication` adds
-its messages, `simulate` proves that it ends and computes how long it takes, `draw_text` and `draw_timeline` show it.
-If messages are kernels on GPUs, `add_ordered_communication` adds them, and `check_streams` proves that it ends.
+a program's messages, `simulate` proves that the program terminates and computes its time, `draw_text` and
+`draw_timeline` draw it. If messages are GPU kernels, `add_ordered_communication` adds them, and `check_streams` proves
+that the program terminates.
 """
 
 from pipeshard.schedule.draw import draw_text, draw_timeline

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Sequence[Span]]
 
-# Okabe and Ito's palette, told apart with any colour vision: light enough to carry dark numbers.
+# Okabe and Ito's palette: distinguishable with any colour vision, and light enough for dark numbers.
 _COLOURS = {Kind.F: "#56B4E9", Kind.B: "#E69F00", Kind.W: "#009E73"}
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
 _DIGIT = 0.078  # the width of a digit in inches
@@ -24,11 +24,11 @@ def draw_text(program: Program | Simulation) -> str:
     """One line per rank, with time running to the right in cells of equal length; `..` is idle and `--` continues the
     last action.
 
-    In a Program every compute action takes one cell and messages take no time. A Simulation is drawn with its own
-    times, rounded to its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`.
+    A Program is drawn with F = B = W = 1 cell and messages that take no time, a Simulation with its own times, rounded
+    to its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`. `simulate` of 1F1B:
 
-        rank 0  F0 F1 .. .. B0 -- B1 --
-        rank 1  .. F0 B0 -- F1 B1 -- ..
+        rank 0  F0 F1 .. .. B0 -- .. B1 --
+        rank 1  .. F0 B0 -- F1 B1 -- .. ..
     """
     simulation = program if isinstance(program, Simulation) else simulate(program, 1.0, 1.0, 1.0)
     rows, placement = simulation.spans, simulation.program.placement
@@ -56,13 +56,13 @@ def _cell(time: float) -> int:
 def draw_timeline(
     panels: Sequence[tuple[str, Rows]], path: str | os.PathLike[str], title: str = "", relative: str = ""
 ) -> None:
-    """Draw timelines as a Gantt chart into the file `path`, in the format of its suffix (png, svg, pdf).
+    """Draw timelines as a Gantt chart to the file `path`, in the format of its suffix (png, svg, pdf).
 
-    Each panel is (label, rows) with, for each rank, its spans with times in seconds, or in the unit that `relative`
-    names. All panels share one time axis (for example, measured above simulated). A panel's time starts with
-    its first span; its length and idle share are written above it. If ranks hold several chunks of the model, later
-    chunks are darker. Numbers are microbatches, omitted if they do not fit. The picture is never larger than about 24
-    by 16 inches. Requires matplotlib.
+    Each panel is (label, rows), where `rows` has the spans of each rank, with times in seconds or in the unit that
+    `relative` names. All panels share one time axis (for example, measured above simulated). A panel's time starts at
+    its first span; its duration and idle share are printed above it. If ranks hold several chunks of the model, later
+    chunks are darker. Numbers are microbatches; numbers that do not fit are omitted. The picture is at most about 24 by
+    16 inches. Requires matplotlib.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -95,7 +95,7 @@ def draw_timeline(
 
 
 def _backward(actions: Set[Action]) -> str:
-    """The label of B: the whole backward pass if no W belongs to it, otherwise the part before W."""
+    """The label of B in the legend, which depends on whether every, some or no B has a W."""
     split = {Action(Kind.W, i, s) in actions for kind, i, s in actions if kind is Kind.B}
     if split == {False, True}:
         return "backward (input gradients where it is split)"
@@ -103,7 +103,7 @@ def _backward(actions: Set[Action]) -> str:
 
 
 def _extent(rows: Rows) -> tuple[float, float]:
-    """The start of the first span, and the time from there to the end of the last span."""
+    """The start of the first span, and the duration from this start to the end of the last span."""
     start = min((span.start for row in rows for span in row), default=0.0)
     return start, max((span.end for row in rows for span in row), default=start) - start
 
@@ -113,12 +113,12 @@ def _stages(row: Sequence[Span]) -> list[int]:
 
 
 def _shade(kind: Kind, chunk: int) -> str:
-    """The colour of `kind` for a rank's chunk: each chunk is two thirds as light as the previous one."""
+    """The colour of `kind` for a rank's chunk: each chunk is two thirds as bright as the previous one."""
     return "#" + "".join(f"{int(int(_COLOURS[kind][k : k + 2], 16) * (2 / 3) ** chunk):02X}" for k in (1, 3, 5))
 
 
 def _draw_panel(axes: "Axes", rows: Rows, scale: float, inch: float, row_height: float) -> None:
-    """Draw the bars, numbers and names of rows; an inch shows the time `inch`, and a row is `row_height` inches
+    """Draw the bars, numbers and labels of rows; one inch shows the duration `inch`, and a row is `row_height` inches
     high."""
     start, length = _extent(rows)
     axes.barh(range(len(rows)), length * scale, height=0.84, color="#F1F1EE", zorder=0)

@@ -1,4 +1,4 @@
-"""Given: user-defined schedules, as a Program, a function or a file, and whether they are legal."""
+"""Given: user-defined schedules (a Program, a function or a file), and the check that they are legal."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,13 +13,13 @@ FORWARD = {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
 
 def check(program: Program) -> None:
-    """Raise ConfigurationError unless the program is legal: each kind of compute in use occurs exactly once for each
-    microbatch and stage (W at most once), on the stage's rank and after the actions that it needs there; and the
-    messages, if there are any, are those that the placement requires."""
+    """Raise ConfigurationError unless the program is legal: each kind of compute action in use occurs exactly once for
+    each microbatch and stage (W at most once), on the stage's rank and after the actions that it needs on this rank;
+    and the messages, if any, are those that the placement requires."""
     outside = sorted({r for r in program.placement if not 0 <= r < len(program.ranks)})
     if outside:
         raise ConfigurationError(
-            f"{program.name}: stages are placed on ranks {outside}, but there are only {len(program.ranks)} ranks"
+            f"{program.name}: stages are placed on ranks {outside}, but the program has only {len(program.ranks)} ranks"
         )
     kinds = _kinds(program)
     for rank, actions in enumerate(program.ranks):
@@ -38,7 +38,7 @@ def check(program: Program) -> None:
 
 
 def _kinds(program: Program) -> list[Kind]:
-    """The kinds of action that a complete program has, given the kinds in this one."""
+    """The kinds of action that a complete program has, given the kinds in `program`."""
     used = program.kinds
     backward = not used <= FORWARD
     kinds = [Kind.F, *[Kind.B] * backward, *[Kind.W] * (Kind.W in used)]
@@ -65,8 +65,8 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     communication.
 
     A Program can be used for its own number of microbatches or fewer; a function is called with (p, m, v). Raises
-    ConfigurationError for a program that is incomplete, illegal, or made for other numbers, and DeadlockError for one
-    that cannot finish.
+    ConfigurationError for a program that is incomplete, illegal, or made for other sizes, and DeadlockError for a
+    program that cannot finish.
     """
     if isinstance(schedule, str):
         return make_program(schedule, p, m, v)
@@ -94,7 +94,7 @@ def chunks_of(schedule: Schedule, p: int, v: int = 1) -> int:
 
 
 def is_v(placement: tuple[int, ...], p: int) -> bool:
-    """Whether the stages run down the ranks and back up."""
+    """Whether the stages are placed down the ranks and back up, two on each rank."""
     return p > 1 and placement == (*range(p), *reversed(range(p)))
 
 
@@ -105,7 +105,7 @@ def name_of(schedule: Schedule) -> str:
 
 
 def _first(program: Program, m: int) -> Program:
-    """The program of its first m microbatches, which is legal if the whole one is."""
+    """The part of `program` for its first m microbatches, which is legal if `program` is."""
     if m > program.num_microbatches:
         raise ConfigurationError(
             f"schedule {program.name!r} is for {program.num_microbatches} microbatches, but the step has {m}: pass a "
@@ -134,7 +134,7 @@ def _check(program: Program, p: int) -> None:
         )
     check(program)
     forwards = [action for actions in program.ranks for action in actions if action.kind is Kind.F]
-    for earlier, later in pairwise(sorted(forwards, key=lambda action: action.stage)):  # in their order otherwise
+    for earlier, later in pairwise(sorted(forwards, key=lambda action: action.stage)):  # a stable sort
         if earlier.stage == later.stage and earlier.microbatch > later.microbatch:
             raise ConfigurationError(
                 f"schedule {program.name!r} has {later} after {earlier}: forwards of a stage must run in microbatch "

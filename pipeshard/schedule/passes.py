@@ -1,4 +1,4 @@
-"""Passes over programs: adding sends and receives, and shortening the cooldown."""
+"""Passes: transformations of programs, which add sends and receives, split backwards and shorten the cooldown."""
 
 import dataclasses
 import math
@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.program import PARTNER, RECEIVE, SEND, Action, Kind, Program, StageStep
 
-Positions = Mapping[tuple[Kind, int, int], int]  # of actions, each among those of its rank
+Positions = Mapping[tuple[Kind, int, int], int]  # the index of each action in its rank's list
 
 
 def add_communication(program: Program) -> Program:
-    """`program` with a send after each compute action that feeds another rank, and a receive before the one it feeds.
+    """Add a send after each compute action whose result another rank needs, and a receive before the action there.
 
     A receive is posted and does not block. It is posted one compute action early (a B and its W count as one), so that
-    the transfer overlaps that action; or earlier still if the order of messages requires it (see `_posts`). Rank 1 of
+    the transfer overlaps with this action, or earlier if the order of messages requires it (see `_posts`). Rank 1 of
     1F1B, p=3:
 
         RecvF0 RecvF1 F0 SendF0 RecvB0 F1 SendF1 RecvF2 B0 SendB0 RecvB1 F2 SendF2 ...
@@ -41,10 +41,10 @@ def _with_messages(program: Program, actions: tuple[Action, ...], position: Posi
 
 
 def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -> list[list[Action]]:
-    """The receives to post just before the k-th of one rank's `actions`, by k.
+    """For each k, the receives to post directly before the k-th of one rank's `actions`.
 
-    Messages on an edge arrive in the order they were sent. So a receive that is needed late but sent early is posted
-    before the receives sent after it: its slot becomes the smallest of theirs. Posting earlier never blocks.
+    Messages on an edge arrive in the order in which they are sent, so their receives are posted in this order: the slot
+    of a receive is at most the slots of all messages that are sent later. Posting earlier never blocks.
     """
     receives = crossing(program, RECEIVE)
     edges: defaultdict[int, list[tuple[float, int, Action]]] = defaultdict(list)
@@ -52,7 +52,7 @@ def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -
         if (kind, stage) in receives:
             message = receives[kind, stage]
             source = stage + PARTNER[message][1]
-            sent = position.get((kind, i, source), math.inf)  # one never sent is the simulator's to report
+            sent = position.get((kind, i, source), math.inf)  # the simulator reports messages that are never sent
             edges[program.placement[source]].append((sent, _one_early(actions, k), Action(message, i, stage)))
     posts: list[list[Action]] = [[] for _ in actions]
     for source in sorted(edges, reverse=True):
@@ -70,33 +70,34 @@ def _one_early(actions: tuple[Action, ...], k: int) -> int:
 
 
 def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Kind]:
-    """For each step whose message of this kind is sent to or from another rank, the kind of that message."""
+    """The kind of message of each (kind, stage) that receives its input from another rank (with `messages` RECEIVE), or
+    sends its result to another rank (SEND)."""
     stages = range(len(program.placement))
     return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}
 
 
 def shorten_cooldown(program: Program) -> Program:
-    """`program` with each whole B after its rank's last F split into B and W, if its gradient is sent to another rank.
+    """Split each whole B after its rank's last F into B and W, if the B's gradient is sent to another rank.
 
-    W runs right after B, so the only change is that the gradient is sent in between. 1F1B with p=3, m=4, where
-    a whole B takes as long as B and W:
+    W runs right after B, so the only change is that the gradient is sent between the two. 1F1B with p=3, m=4, where a
+    whole B takes as long as B and W:
 
     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- B2 -- B3 --
     rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 W2 B3 W3 ..
     rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 W3 .. ..
 
     In 1F1B and GPipe rank 0 then idles for (p-1)(F+B) instead of (p-1)(F+B+W), as long as W <= F, and no rank keeps
-    more microbatches of activations. It is the first step of a zero bubble schedule (Qi et al. 2023,
-    arXiv:2401.10241); Megatron-LM does it only for the weight of the head.
+    more microbatches of activations. This is the first step toward a zero bubble schedule (Qi et al. 2023,
+    arXiv:2401.10241); Megatron-LM does this only for the weight of the head.
     """
     ranks = (tuple(_with_weights(actions, after=_last_forward(actions), sent=program)) for actions in program.ranks)
     return dataclasses.replace(program, ranks=tuple(ranks))
 
 
 def split_backwards(program: Program) -> Program:
-    """`program` with each whole B split into B and W right after it. This helps with many small backwards: W
-    accumulates into the weight's gradient within the matrix multiplication, while a whole B first writes the product
-    to memory and then adds it."""
+    """Split each whole B into a B and, right after it, a W. This is faster for many small backwards: W accumulates into
+    the weight's gradient within the matrix multiplication, while a whole B first writes the product to memory and then
+    adds it to the gradient."""
     return dataclasses.replace(program, ranks=tuple(tuple(_with_weights(actions)) for actions in program.ranks))
 
 
@@ -105,8 +106,8 @@ def _last_forward(actions: Sequence[Action]) -> int:
 
 
 def _with_weights(actions: Sequence[Action], after: int = -1, sent: Program | None = None) -> Iterator[Action]:
-    """These actions with W right after each whole B behind number `after`, or only after those whose gradient crosses
-    ranks in the program `sent`."""
+    """Yield `actions` with a W right after each whole B whose index exceeds `after`; with `sent`, a program, only after
+    those whose gradient is sent to another rank."""
     split = {action[1:] for action in actions if action.kind is Kind.W}
     for k, action in enumerate(actions):
         kind, i, stage = action

@@ -1,4 +1,4 @@
-"""Program: for each rank, the list of actions that it runs. Each schedule is one pure function."""
+"""Program: the list of actions that each rank runs. A schedule is a pure function that returns a Program."""
 
 import csv
 import enum
@@ -21,7 +21,7 @@ class Kind(enum.StrEnum):
     RECV_B = "RecvB"
     SEND_B = "SendB"
 
-    __hash__ = str.__hash__  # enum's own is written in Python; programs of a million actions are looked up by kind
+    __hash__ = str.__hash__  # enum's own runs in Python: too slow for programs with a million actions
 
     @property
     def is_compute(self) -> bool:
@@ -32,16 +32,16 @@ class Kind(enum.StrEnum):
         return self in (Kind.RECV_F, Kind.RECV_B)
 
 
-AFTER = {Kind.B: Kind.F, Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}  # what the stage does first
-RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}  # what brings an input from another rank
-SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}  # what takes a result to another rank
-PARTNER = {  # the other end of a message, and how far from this end its stage is
+AFTER = {Kind.B: Kind.F, Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}  # must run before, on the stage
+RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}  # the message that brings an input from another rank
+SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}  # the message that takes a result to another rank
+PARTNER = {  # the other end of a message, and the offset of its stage
     Kind.SEND_F: (Kind.RECV_F, +1),
     Kind.RECV_F: (Kind.SEND_F, -1),
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, +1),
 }
-StageStep = tuple[Kind, int]  # what is done for each microbatch alike: (kind, stage)
+StageStep = tuple[Kind, int]  # (kind, stage): an action of every microbatch
 
 
 class Action(NamedTuple):
@@ -60,7 +60,8 @@ class Action(NamedTuple):
 
     @property
     def partner(self) -> "Action":
-        """The other end of a message: `SendF(i, s)` and `RecvF(i, s+1)`, `SendB(i, s)` and `RecvB(i, s-1)`."""
+        """The other end of a message: the partners are `SendF(i, s)` and `RecvF(i, s+1)`, `SendB(i, s)` and `RecvB(i,
+        s-1)`."""
         kind, step = PARTNER[self.kind]
         return Action(kind, self.microbatch, self.stage + step)
 
@@ -80,12 +81,13 @@ class Program:
 
     @staticmethod
     def from_csv(path: str | Path) -> "Program":
-        """The order of actions in a file in the format of torch.distributed.pipelining ("compute_only").
+        """Read a program from a file in torch.distributed.pipelining's format "compute_only".
 
-        One line per rank has cells such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward), I
-        (input gradients) and W; empty cells are idle time; the two actions of `(0F1;3B0)OVERLAP_F_B` run in turn.
+        Each line has the cells of one rank, such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward),
+        I (input gradients) and W; empty cells are idle time; the two actions of `(0F1;3B0)OVERLAP_F_B` run in turn.
 
-        Raises ConfigurationError for other cells, and for a stage on several ranks; `program_of` checks the rest.
+        Raises ConfigurationError for other cells, a stage that is missing or on several ranks, and inconsistent B, I
+        and W; `program_of` checks all other rules.
         """
         path = Path(path)
         with path.open(newline="") as file:
@@ -114,7 +116,7 @@ class Program:
 
     @property
     def has_weight(self) -> bool:
-        """Whether a B computes only input gradients, with a W for the gradients of the weights."""
+        """Whether any backward is split into a B for the input gradients and a W for the weight gradients."""
         return Kind.W in self.kinds
 
     def splits(self, stage: int) -> frozenset[int]:
@@ -127,12 +129,14 @@ class Program:
         return not self.kinds.isdisjoint(PARTNER)
 
     def crosses(self, kind: Kind, stage: int) -> bool:
-        """Whether the other end of messages of `kind` for `stage` is on another rank, so that they must be sent."""
+        """Whether the other end of a message of `kind` for `stage` is on another rank, so that the message must be
+        sent."""
         other = stage + PARTNER[kind][1]
         return 0 <= other < len(self.placement) and self.placement[stage] != self.placement[other]
 
     def needs(self, kind: Kind, stage: int) -> list[StageStep]:
-        """The steps that the rank must have completed (for a receive: received) for a microbatch before this one."""
+        """The steps that must be complete for a microbatch before its step (`kind`, `stage`), all on the same rank; a
+        receive is complete once the message has arrived."""
         needed = [(AFTER[kind], stage)] if kind in AFTER else []
         if kind in RECEIVE:
             receive = RECEIVE[kind]
@@ -143,7 +147,7 @@ class Program:
 
 
 def forward_only(program: Program) -> Program:
-    """Evaluation: only the forwards of `program`, keeping nothing for a backward. 1F1B with p=3, m=4:
+    """The forwards of `program`, for an evaluation. 1F1B with p=3, m=4:
 
     rank 0  F0 F1 F2 F3 .. ..
     rank 1  .. F0 F1 F2 F3 ..
@@ -154,11 +158,11 @@ def forward_only(program: Program) -> Program:
 
 
 def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
-    """The actions of a cell, in torch's letters for their kinds."""
+    """The actions of a cell, each with torch's letter for its kind."""
     overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
     found = []
     for text in filter(None, map(str.strip, overlapped[1].split(";") if overlapped else [cell])):
-        if re.fullmatch(r"\d+REDUCE_GRAD", text):  # gradients of a stage are reduced when its last backward is through
+        if re.fullmatch(r"\d+REDUCE_GRAD", text):  # pipeshard reduces a stage's gradients after its last backward
             continue
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
         if match is None:

@@ -1,4 +1,4 @@
-"""Schedules: one pure function each, from p ranks, m microbatches and v chunks per rank to a `Program`."""
+"""Schedules: pure functions from p ranks, m microbatches and v chunks per rank to a `Program`."""
 
 import difflib
 import itertools
@@ -19,7 +19,7 @@ def gpipe(p: int, m: int, v: int = 1) -> Program:
     Bubble (p-1)(F+B) on each rank; m microbatches of activations alive at the peak.
     """
     # Backwards run in the order 0..m-1, not reversed: gradients are then summed in the order of plain
-    # gradient accumulation, and of the other schedules, so that all of them agree to the bit.
+    # gradient accumulation, and of the other schedules, so that all results agree bit for bit.
     return _program("gpipe", m, range(p), ([(Kind.F, r)] * m + [(Kind.B, r)] * m for r in range(p)))
 
 
@@ -43,8 +43,9 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
     rank 1  .... F0@1 F1@1 F2@1 F0@4 F1@4 F2@4 B0@4 .... B1@4 .... B2@4 B0@1 B1@1 B2@1 ....
     rank 2  .... .... F0@2 F1@2 F2@2 F0@5 B0@5 F1@5 B1@5 F2@5 B2@5 B0@2 B1@2 B2@2 .... ....
 
-    A rank runs p microbatches through one chunk, then through its next one. F and B are those of all chunks of a rank.
-    If p divides m the bubble is (p-1)(F+B)/v; rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a stage, at most vm.
+    A rank runs p microbatches through one chunk, then through its next one. F and B are the times of all chunks of a
+    rank together. If p divides m the bubble is (p-1)(F+B)/v; rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a stage,
+    at most vm.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -82,9 +83,9 @@ def zbv(p: int, m: int, v: int = 2) -> Program:
     rank 0  F0@0 F1@0 F2@0 F0@3 B0@3 W0@3 F1@3 B1@3 W1@3 B0@0 W0@0 F2@3 B2@3 W2@3 B1@0 W1@0 B2@0 W2@0 ....
     rank 1  .... F0@1 F0@2 F1@1 F1@2 B0@2 W0@2 F2@1 B0@1 W0@1 F2@2 B1@2 W1@2 B1@1 B2@2 B2@1 W1@1 W2@2 W2@1
 
-    F, B and W are those of both chunks of a rank. Bubble (p-1)max(B/2, B-W) for m >= 2p-2 and max(F, W) <= B: that is
-    (p-1)(F+B-W)/2 if F = B = W, and no more if W <= F <= B <= F+W. Every rank keeps 2p activations of a stage
-    (fewer if m < 2p-1), as much as the first rank of 1F1B with stages twice as large.
+    F, B and W are the times of both chunks of a rank together. Bubble (p-1)max(B/2, B-W) for m >= 2p-2 and max(F, W) <=
+    B: that is (p-1)(F+B-W)/2 if F = B = W, and at most that if W <= F <= B <= F+W. Every rank keeps 2p activations of a
+    stage (fewer if m < 2p-1), as much as the first rank of 1F1B with stages twice as large.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -116,18 +117,19 @@ def v_min(p: int, m: int, v: int = 2) -> Program:
     rank 0  F0@0 .... .... F0@3 B0@3 W0@3 F1@0 B0@0 W0@0 F1@3 B1@3 W1@3 F2@0 B1@0 W1@0 F2@3 B2@3 W2@3 .... B2@0 W2@0
     rank 1  .... F0@1 F0@2 .... .... B0@2 B0@1 F1@1 F1@2 W0@2 W0@1 B1@2 B1@1 F2@1 F2@2 W1@2 W1@1 B2@2 B2@1 W2@2 W2@1
 
-    A rank keeps at most 2((p+4)//3) activations of a stage, while zbv keeps 2p. Bubble at most 2/3 (p-1)(F+B+W) if
-    F = B = W. If they differ, each microbatch adds to it.
+    A rank keeps at most 2((p+4)//3) activations of a stage, while zbv keeps 2p. Bubble at most 2/3 (p-1)(F+B+W) if F =
+    B = W. If they differ, each microbatch adds to the bubble.
     """
     return _v("v-min", p, m, 1, (1, 1, 1) if p % 3 else (3, 1, 3))
 
 
 def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Program:
-    """Each microbatch repeats the steps of the one before it in a V, 6 units of time later: a rank has 6 actions for
-    it.
+    """A program in a V in which each microbatch repeats the steps of the previous one 6 units of time later, since a
+    rank has 6 actions per microbatch.
 
-    Stages follow after 1 unit down the ranks, and after `up` units on the way back. `turns` are the units from F to F
-    on the last rank, from F to B on the first, and from B to B on the last. W takes the earliest free time.
+    A stage follows the previous one after 1 unit down the ranks, and after `up` units on the way back. `turns` are the
+    units from F to F on the last rank, from F to B on the first, and from B to B on the last. Each W takes the earliest
+    free time.
     """
     bottom = p - 1 + turns[0]
     top = bottom + up * (p - 1) + turns[1]
@@ -151,12 +153,12 @@ def _next(time: int, x: int) -> int:
 
 
 def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterable[StageStep]]) -> Program:
-    """The program in which each step of a rank takes its next microbatch, up to the m-th.
+    """The program in which each occurrence of a step in a rank's list runs the step's next microbatch, up to the m-th.
 
-    So microbatches come in ascending order, and additional steps do no harm: a program stays legal, and free of
-    deadlock, if all actions of some microbatches are omitted.
+    So the microbatches of a step are in ascending order, and a list may contain too many steps: a program stays legal,
+    and free of deadlocks, if all actions of some microbatches are omitted.
     """
-    microbatches = tuple(range(m))  # the same objects everywhere: cheaper to look up
+    microbatches = tuple(range(m))  # shared objects are cheaper to look up
 
     def rank(steps: Iterable[StageStep]) -> Iterator[Action]:
         left: defaultdict[StageStep, Iterator[int]] = defaultdict(lambda: iter(microbatches))
@@ -184,10 +186,10 @@ def make_program(name: str, p: int, m: int, v: int = 1) -> Program:
 
 
 def num_chunks(name: str, v: int = 1) -> int:
-    """The chunks of the model that a rank holds under schedule `name`; 1 requests the schedule's own number.
+    """The number of model chunks per rank under schedule `name`; v = 1 requests the schedule's own number.
 
-    This number is 2 for "interleaved" (which accepts any number above 1) and for the schedules in a V, and 1 for all
-    others. Raises ConfigurationError for another `v`, or an unknown name.
+    This number is 2 for "interleaved" (which accepts any number above 1) and for the V schedules, and 1 for all others.
+    Raises ConfigurationError for another `v`, or an unknown name.
     """
     if name not in SCHEDULES:
         close = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1)

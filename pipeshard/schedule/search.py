@@ -1,8 +1,8 @@
-"""Search: an order of F, B and W for stages of any costs, within the memory of each rank.
+"""Search: the search for a fast order of F, B and W for stages of any costs, within the memory of each rank.
 
-The schedules in `schedules.py` are made for stages of equal costs. Here a list scheduler follows the clock of
-`simulate`: a rank that is free takes the best action that can run. A `Rule` selects this action, and `climb` changes
-the rule and the cuts of the model as long as this helps. Everything is deterministic.
+The schedules in `schedules.py` are designed for stages of equal costs. Here a list scheduler uses the clock of
+`simulate`: a free rank runs the best action that can start. A `Rule` selects this action, and `climb` changes the rule
+and the cuts of the model, and keeps the changes that do not make the step slower. Everything is deterministic.
 """
 
 import heapq
@@ -23,9 +23,10 @@ F, B, W = Kind.F, Kind.B, Kind.W
 
 
 class Work(NamedTuple):
-    """Stages, one entry each: the rank, the costs of F, B and W, the memory that a microbatch takes from F to its last
-    action, and the times of the messages to the stage and of the gradients that it sends back. `room` has the memory of
-    each rank for microbatches, which is enough for at least one. A stage without weight gradients has no W."""
+    """The stages of a pipeline. All fields but `room` have one entry per stage: its rank, the costs of its F, B and W,
+    the memory that a microbatch takes from F to its last action, and the durations of the messages to the stage and of
+    the gradients that it sends back. `room` is the memory of each rank for microbatches; `scheduled` requires enough
+    for at least one. A stage whose weight cost is 0 has no W."""
 
     placement: tuple[int, ...]
     forward: tuple[float, ...]
@@ -38,16 +39,17 @@ class Work(NamedTuple):
 
 
 def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
-    """An estimate of the time of a step of m microbatches on the slowest rank, and the sum of squares over the ranks.
+    """Estimate the time of a step of m microbatches; returns the time of the slowest rank, and the sum of the squared
+    times of all ranks.
 
-    A rank idles until its first input arrives, then, once other work is done, until the input of a later stage or the
-    first gradient arrives, and from its last B to the end. Memory limits this other work and the number of microbatches
-    in flight: `tightness` is the memory that these take, relative to a step in which nothing waits. If a rank has no
-    memory for one microbatch, the time is infinite, and the second number is the missing memory.
+    A rank idles until its first input arrives; again, once its other work is done, until the input of a later stage or
+    the first gradient arrives; and from its last B to the end of the step. Memory limits this other work and the number
+    of microbatches in flight: `tightness` is the memory that these take, relative to a step in which nothing waits. If
+    ranks have too little memory for one microbatch, the time is infinite, and the second number is the missing memory.
     """
     _, forward, backward, weight, sizes, rooms, latency, returned = work
-    starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # of a microbatch's F's
-    ends = list(itertools.accumulate(map(operator.add, returned, (0.0, *backward))))  # from the end of its B's
+    starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # when a microbatch's F can start
+    ends = list(itertools.accumulate(map(operator.add, returned, (0.0, *backward))))  # from its B's end to the step's
     there_and_back = starts[-1] + forward[-1] + ends[-1] + backward[-1]
     times, short = [], 0.0
     for stages, room in zip(_of_ranks(work.placement, len(rooms)), rooms, strict=True):
@@ -68,12 +70,13 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
 
 
 class Rule(NamedTuple):
-    """What a free rank takes: a B before an F, unless it `alternates` and has just run a B or a W, and a W if neither
-    can run. Of several, that of the latest stage (`deep`) or that of the earliest microbatch.
+    """The choice of a free rank's next action: a B before an F, unless the rank `alternates` and has just run a B or a
+    W, and a W if neither can run. Of several actions, the one of the latest stage (`deep_forward`, `deep_backward`), or
+    of the earliest microbatch.
 
-    A rank starts no W if something else can run within `patience` times its duration, unless an F waits for memory.
-    `alive` is the most microbatches of each stage between F and B. No F takes the memory that the other F's of the
-    `reserved` earliest unfinished microbatches still need; with at least one reserved, a program always ends.
+    A rank starts no W if an F or a B can start within `patience` times the W's duration, unless an F waits for memory.
+    `alive` is the largest number of microbatches between F and B on each stage. No F takes the memory that other F's of
+    the `reserved` earliest unfinished microbatches still need; with at least one reserved, a program always terminates.
     """
 
     deep_forward: bool
@@ -85,8 +88,8 @@ class Rule(NamedTuple):
 
 
 def rules(work: Work, m: int) -> Iterator[Rule]:
-    """Rules to start from. They differ most in how many microbatches a stage has alive: as many as are in flight in a
-    step without idle time, some more, or as many as fit in memory."""
+    """The rules from which a search starts. They differ most in the number of microbatches that a stage keeps alive: as
+    many as are in flight in a step without idle time, some more, or as many as fit in memory."""
     stages = range(len(work.placement))
     busy = [0.0] * len(work.room)
     for s in stages:
@@ -101,7 +104,7 @@ def rules(work: Work, m: int) -> Iterator[Rule]:
 
 
 def changed(rule: Rule, m: int, draws: random.Random) -> Rule:
-    """A rule that differs in one thing."""
+    """A copy of the rule with one random change."""
     match draws.randrange(9):
         case 0:
             return rule._replace(patience=draws.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
@@ -127,8 +130,8 @@ def _of_ranks(placement: tuple[int, ...], p: int) -> list[list[int]]:
 
 
 def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T], tries: int) -> tuple[V, T]:
-    """A hill climb of so many tries from `start`, whose value is `best`. A change is kept unless its value is worse.
-    Returns the best value and its argument. `value(found, best)` may be inexact where it is worse than `best`."""
+    """Hill climbing with `tries` changes from `start`, whose value is `best`. A change is kept unless it increases the
+    value. Returns the best value and its argument. `value(found, best)` need not be exact if it exceeds `best`."""
     for _ in range(tries):
         found = change(start)
         if (now := value(found, best)) <= best:
@@ -139,15 +142,15 @@ def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T
 def scheduled(
     work: Work, m: int, rule: Rule, most: float = math.inf
 ) -> tuple[float, list[list[tuple[Kind, int, int]]]]:
-    """The time of a step of m microbatches by this rule, and the actions of each rank; infinite as soon as it is
-    certain to be more than `most`."""
+    """Schedule a step of m microbatches with this rule; returns its time, and the actions of each rank. If the step
+    cannot finish, or certainly takes longer than `most`, the time is infinite, and the actions are incomplete."""
     placement, forward, backward, weight, sizes, room, latency, returned = work
     stages = range(len(placement))
     of_rank = _of_ranks(placement, len(room))
     done: dict[Kind, list[int]] = {kind: [0 for _ in stages] for kind in (F, B, W)}
-    forwards, backwards, weights = done[F], done[B], done[W]  # how many microbatches of each stage
-    arrives = [[math.inf] * m for _ in stages]  # the input of F
-    comes_back = [[math.inf] * m for _ in stages]  # that of B
+    forwards, backwards, weights = done[F], done[B], done[W]  # the number of completed microbatches of each stage
+    arrives = [[math.inf] * m for _ in stages]  # when the input of each F arrives
+    comes_back = [[math.inf] * m for _ in stages]  # when the gradient for each B arrives
     arrives[0] = [0.0] * m
     left, free, earliest = list(room), [0.0] * len(room), 0
     latest = [most * (1 + 1e-9) - m * sum(forward[s] + backward[s] + weight[s] for s in mine) for mine in of_rank]
@@ -159,8 +162,8 @@ def scheduled(
 
     def takes_kept(rank: int, s: int, i: int) -> bool:
         """Whether this F takes memory that is reserved for the first microbatch whose F's on this rank are not all
-        done: room for a whole microbatch, besides those behind it, since it gets the memory that earlier ones free when
-        they end."""
+        done. This microbatch must fit in memory together with all later microbatches; earlier ones do not count, since
+        they free their memory first."""
         mine = of_rank[rank]
         first = min([forwards[other] for other in mine])
         if i == first:
@@ -248,7 +251,7 @@ def scheduled(
 
 @dataclass(frozen=True)
 class Searched:
-    """A schedule that was found for these stages, as a function of (p, m, v)."""
+    """A schedule that the search found for these stages, as a function of (p, m, v)."""
 
     work: Work
     rule: Rule
@@ -256,7 +259,8 @@ class Searched:
     __name__ = "auto"
 
     def __call__(self, p: int, m: int, v: int = 1) -> Program:
-        """The program of m microbatches; for a different number than in the search, it uses the best starting rule."""
+        """The program for m microbatches. If the search was for another number, the program uses the best starting
+        rule."""
         return _program(self.work, m, self.rule if m == self.num_microbatches else None)
 
 

@@ -1,4 +1,4 @@
-"""Simulation: the timeline of a program under given costs, or the proof that it deadlocks."""
+"""Simulation: the timeline of a program for given costs, or the proof that the program deadlocks."""
 
 import gc
 import itertools
@@ -42,14 +42,16 @@ class Simulation:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """The largest number of microbatches, counted once per stage, that are alive at the same time on each rank."""
+        """For each rank, the largest number of activations that are alive at the same time; a microbatch counts once
+        per stage."""
         return tuple(map(int, self.peak_memory(1)))
 
     def peak_memory(self, size: ActionCost) -> tuple[float, ...]:
-        """The largest sum of sizes that are alive at the same time on each rank, in the unit of `size`.
+        """For each rank, the largest total size of activations that are alive at the same time, in the unit of `size`.
 
-        `size` is the memory that one microbatch keeps on a stage: one number, or one per stage. It is alive from its F
-        to its last compute action (W, otherwise B, otherwise F itself). Raises ConfigurationError as `simulate` does.
+        `size` is the memory of one microbatch's activations on a stage: one number, or one per stage. They are alive
+        from the microbatch's F to its last compute action there (W, otherwise B, otherwise F itself). Raises
+        ConfigurationError for sizes that are negative or not one per stage.
         """
         sizes = _per_stage("size", size, len(self.program.placement))
         return tuple(_peak(row, sizes) for row in self.spans)
@@ -66,12 +68,13 @@ def simulate(
 ) -> Simulation:
     """Simulate `program`, with communication added if it has none.
 
-    `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one per stage. In a program with
-    W, a B without its own W costs `backward` and `weight` together. A rank computes one action at a time, in
-    order, once its input has arrived. Messages never block the rank that posts them, but they are rendezvous: a
-    transfer begins when both ends are posted and the earlier transfers of its directed edge are complete. `latency` is
-    the time that it then takes to bring a stage its input, and `returned` the time for the gradients that a stage sends
-    back (by default `latency`): one number, or one per stage. `sizes` has a factor for the costs of each microbatch.
+    `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one per stage. In a program with W, a
+    B without its own W costs `backward` and `weight` together. A rank computes one action at a time, in order, once the
+    action's input has arrived. Messages never block the rank that posts them, but they are rendezvous: a transfer
+    begins when both ends are posted and the earlier transfers of its directed edge are complete. `latency` is the
+    duration of the transfer of a stage's input, and `returned` that of the gradients that a stage sends back (by
+    default `latency`): one number, or one per stage. `sizes` has one factor per microbatch, which scales the
+    microbatch's costs.
 
     Raises DeadlockError, which lists the waiting ranks and their messages, if the program cannot finish or if the two
     ends of an edge disagree on the order of messages; ConfigurationError for costs that are negative or not one per
@@ -89,8 +92,8 @@ def simulate(
     with _collector_paused():
         spans = None
         if not any(map(any, transfers.values())) and not program.has_communication:
-            # Messages that take no time and are posted in time are there when they are sent, so they need not be run;
-            # but if something waits forever, they tell for what.
+            # Messages that take no time arrive when they are sent, so they need not be simulated, unless the program
+            # cannot finish: they then show what each rank waits for.
             spans = _Run(program, costs | transfers, sizes).finish()
         if spans is None:
             program = program if program.has_communication else add_communication(program)
@@ -114,7 +117,7 @@ def simulate_parts(
     returned: ActionCost | None = None,
     sizes: Sequence[float] = (),
 ) -> Simulation:
-    """`simulate` with separate costs of B and W: B takes both in a program without W, too."""
+    """`simulate` with separate costs of B and W; in a program without W, a B costs both."""
     if not program.has_weight:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
     return simulate(program, forward, backward, weight, latency, returned, sizes)
@@ -122,7 +125,8 @@ def simulate_parts(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which would scan over a million new actions, none of them garbage."""
+    """Context manager that pauses the garbage collector, which would scan more than a million actions, none of them
+    garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -155,21 +159,21 @@ def _peak(row: Sequence[Span], sizes: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class _Edge:
-    """A directed edge: the messages, with their times, that only one end has posted so far."""
+    """A directed edge between two ranks: the messages that only one end has posted so far, with their times."""
 
     source: int
     target: int
     sends: Posts = field(default_factory=deque)
     receives: Posts = field(default_factory=deque)
     transfers: int = 0
-    free: float = 0.0  # when the last transfer was done
+    free: float = 0.0  # the end of the last transfer
 
 
 class _Run:
-    """The state of a simulation: each rank is a coroutine that runs until something that it needs is missing.
+    """The state of a simulation: each rank is a generator that runs until a step that it needs is missing.
 
-    The order in which ranks are visited does not matter, so no clock orders the events: every time follows from the
-    times of the steps that an action needed. On each edge the k-th send matches the k-th receive.
+    The order in which ranks run does not matter, so no clock orders the events: every time follows from the times of
+    the steps that an action needs. On each edge the k-th send matches the k-th receive.
     """
 
     def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], sizes: Sequence[float]) -> None:
@@ -177,8 +181,8 @@ class _Run:
         self.has_communication = program.has_communication
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
         self.edges = {ends: _Edge(*ends) for ends in itertools.permutations(range(len(program.ranks)), 2)}
-        # All by kind and stage, nested, which is looked up in half the time of a tuple. `times` also by microbatch:
-        # when the compute was done, or the receive had arrived; infinite until then.
+        # Nested by kind and stage: a lookup takes half as long as with a tuple key. `times` is also nested by
+        # microbatch, and has the end of a compute action, or the arrival of a message; infinite until then.
         stages, m = range(len(program.placement)), program.num_microbatches
         self.times = {kind: [[math.inf] * m for _ in stages] for kind in Kind}
         self.split = {action[1:] for actions in program.ranks for action in actions if action.kind is Kind.W}
@@ -186,15 +190,15 @@ class _Run:
         self.routes = {kind: [self._route(kind, stage) for stage in stages] for kind in PARTNER}
 
     def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[StageStep, Times]], Times, list[float] | None]:
-        """For an action: the steps that it needs, with their times; its own times; its costs, or None for a message."""
+        """For a step: the steps that it needs, with their times; its own times; its costs, or None for a message."""
         needed = self.program.needs(kind, stage)
-        if not self.has_communication:  # what would be received is there once it is made
+        if not self.has_communication:  # an input is available once it is computed
             needed = [(kind, at + PARTNER[k][1]) if k.is_receive else (k, at) for k, at in needed]
         needs = [((k, at), self.times[k][at]) for k, at in needed]
         return needs, self.times[kind][stage], self._costs(kind, stage) if kind.is_compute else None
 
     def _costs(self, kind: Kind, stage: int) -> list[float]:
-        """The costs by microbatch."""
+        """The cost of a step for each microbatch."""
         cost = self.costs[kind][stage]
         if kind is not Kind.B or not self.split:
             return [cost * size for size in self.sizes]
@@ -202,8 +206,8 @@ class _Run:
         return [(cost if (i, stage) in self.split else whole) * size for i, size in enumerate(self.sizes)]
 
     def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, StageStep, Times, float] | None:
-        """For a message: its edge, the posts of its two ends, the step of the other end, the times of arrival, and how
-        long a transfer takes."""
+        """For one end of a message: its edge, the posts of this end and of the other end, the step of the other end,
+        the times of arrival, and the duration of a transfer. None if the other end is not on another rank."""
         if not self.program.crosses(kind, stage):
             return None
         other, at = PARTNER[kind][0], stage + PARTNER[kind][1]
@@ -216,7 +220,7 @@ class _Run:
         return edge, edge.sends, edge.receives, (other, at), self.times[other][at], took
 
     def finish(self) -> tuple[tuple[Span, ...], ...] | None:
-        """The spans of each rank; None if the program cannot finish."""
+        """Run the simulation; returns the spans of each rank, or None if the program cannot finish."""
         ranks = [self._rank(rank) for rank in range(len(self.program.ranks))]
         self.waits = waits = [next(actions, None) for actions in ranks]
         while runnable := [rank for rank, wait in enumerate(waits) if wait and self._has(wait[1])]:
@@ -226,7 +230,7 @@ class _Run:
         return None if left or any(waits) else tuple(map(tuple, self.spans))
 
     def stuck(self) -> list[str]:
-        """After `finish`: which rank waits for which message of which rank, and the messages with only one end."""
+        """After `finish`: a line for each rank that waits, and for each message that only one end has posted."""
         stuck = [self._stuck(rank, *wait) for rank, wait in enumerate(self.waits) if wait]
         for edge in self.edges.values():
             for send, _ in edge.sends:
@@ -239,7 +243,7 @@ class _Run:
         return self.times[action.kind][action.stage][action.microbatch] < math.inf
 
     def _rank(self, rank: int) -> Iterator[tuple[Action, Action]]:
-        """Run one rank; yield an action and the step that is missing, each time that it must wait."""
+        """Run one rank; whenever it must wait, yield its next action and the missing action."""
         clock, never, spans, steps, post = 0.0, math.inf, self.spans[rank], self.steps, self._post
         for action in self.program.ranks[rank]:
             kind, i, stage = action

@@ -1,4 +1,4 @@
-"""Slices: a program for microbatches that are cut along the sequence, each into n slices.
+"""Slices: programs for microbatches that are split along the sequence into n slices each.
 
 A slice needs the cache entries of the slices before it, and its backward needs the gradients of its own entries from
 the slices after it. So the forwards of a microbatch run from the first slice to the last, its backwards from the
@@ -17,25 +17,25 @@ from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.simulate import simulate
 
-NEAR = 1.05  # times the shortest step: more slices than that takes are not worth their overhead
-SLICED = ("1f1b", "gpipe", "zb-h1")  # schedules with one stage a rank
+NEAR = 1.05  # relative to the shortest step: more slices are not worth their overhead
+SLICED = ("1f1b", "gpipe", "zb-h1")  # schedules with one stage per rank
 
 
 def refuse_unsliced(name: str) -> None:
-    """Raise ConfigurationError for a schedule that has no program for slices."""
+    """Raise ConfigurationError for a schedule that does not support slices."""
     if name not in SLICED:
         raise ConfigurationError(f"schedule {name!r} does not support slices: use one of {', '.join(SLICED)}")
 
 
 def sliced(name: str, p: int, m: int, n: int) -> Program:
-    """Schedule `name` for m microbatches of n slices. 1F1B with p=2, m=2, n=2:
+    """The program of schedule `name` for m microbatches of n slices. 1F1B with p=2, m=2, n=2:
 
     rank 0  F0 F1 F2 .. B1 F3 B0 .. B3 B2
     rank 1  .. F0 F1 B1 F2 B0 F3 B3 B2 ..
 
-    It is the program of m * n microbatches with n - 1 more forwards before the first backward, as the last slice's
-    backward is the first one. Bubble (p-1)(F+B)/n, where F and B are those of a microbatch; rank r of 1F1B keeps
-    min(m * n, p - r + n - 1) slices. Raises ConfigurationError for a schedule with several stages per rank.
+    It is the program of m * n microbatches with n - 1 more forwards before the first backward, which is the backward of
+    the last slice. Bubble (p-1)(F+B)/n, where F and B are the times of a microbatch; rank r of 1F1B keeps min(m * n, p
+    - r + n - 1) slices. Raises ConfigurationError for a schedule with several stages per rank.
     """
     if n > 1:
         refuse_unsliced(name)
@@ -56,8 +56,8 @@ def sliced(name: str, p: int, m: int, n: int) -> Program:
 
 @lru_cache
 def number_of_slices(name: str, p: int, m: int, most: int) -> int:
-    """The number of slices for "auto": of 1, 2, 4, ... up to `most`, the fewest that are within 5 % of the shortest
-    step, if a backward takes twice as long as a forward."""
+    """The number of slices for "auto": of 1, 2, 4, ... up to `most`, the smallest number whose step is within 5 % of
+    the shortest, if a backward takes twice as long as a forward."""
     numbers = [2**k for k in range(max(1, most).bit_length())]
     times = {n: simulate(sliced(name, p, m, n), 1 / n, 2 / n).makespan for n in numbers}
     return next(n for n in numbers if times[n] <= NEAR * min(times.values()))

@@ -1,11 +1,11 @@
-"""Streams: whether a program ends if its messages are kernels on the streams of GPUs, and an order in which it does.
+"""Streams: the check that a program with messages on GPU streams terminates, and an order that always does.
 
-A host queues all actions of a step on its GPU and does not wait. With NCCL a message is a kernel on both ranks: it
-waits on its communicator's stream for earlier messages, then for the kernel of the other rank. So ranks that post
-messages in different orders may deadlock, although no host waits. And an operation that waits for the whole device
-(`cudaFree`, a kernel that is loaded late, an autotuner) waits for messages whose other ends may be posted only after
-it. torch.distributed.pipelining and Megatron-LM order messages by hand, schedule by schedule. Here the waits of a GPU
-form a graph, built from the program, and a program ends if its graph has no cycle.
+A host queues all actions of a step on its GPU and does not wait. With NCCL a message is a kernel on both ranks: the
+kernel waits on its communicator's stream for earlier messages, then for the kernel of the other rank. So ranks that
+post messages in different orders may deadlock, although no host waits. An operation that waits for the device
+(`cudaFree`, a kernel that is loaded late, an autotuner) also waits for messages whose other ends may be posted only
+after it. torch.distributed.pipelining and Megatron-LM order messages by hand for each schedule. Here the waits of the
+GPUs form a graph, built from the program, and the program terminates if the graph has no cycle.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from pipeshard.schedule.passes import crossing
 from pipeshard.schedule.program import RECEIVE, SEND, Action, Program
 from pipeshard.schedule.simulate import simulate
 
-Node = tuple[str, Action]  # "starts" or "ends"; of a message, which both ends end together, "ends" is its send's
+Node = tuple[str, Action]  # "starts" or "ends"; both ends of a message end together, as ("ends", its send)
 
 
 class Lanes(NamedTuple):
@@ -43,13 +43,13 @@ class Lanes(NamedTuple):
 
 
 class Device(NamedTuple):
-    """Other things that a GPU may wait for.
+    """Additional waits of a GPU.
 
     Attributes:
         in_order: kernels start in the order in which the host queued them, on all streams
             (CUDA_DEVICE_MAX_CONNECTIONS=1).
-        resident: how many message kernels fit at the same time; each kernel waits for the one that is `resident` places
-            before it.
+        resident: the number of message kernels that fit on the GPU at the same time; each kernel waits for the end of
+            the kernel that is `resident` messages before it. None means any number.
         synchronizes: the host waits for the whole device in each compute action.
     """
 
@@ -62,8 +62,8 @@ PLAIN, WORST = Device(), Device(in_order=True, resident=1, synchronizes=True)
 
 
 def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> None:
-    """Raise DeadlockError if a program with messages does not end on streams, with the cycle of waits; or if the ends
-    of its messages do not match. The result does not depend on how long anything takes."""
+    """Raise DeadlockError if a program with messages deadlocks on streams, with the cycle of waits, or if the ends of
+    its messages do not match. The result does not depend on any durations."""
     _check_ends(program, lanes)
     try:
         TopologicalSorter(_graph(program, lanes, device)).prepare()
@@ -73,11 +73,11 @@ def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> Non
 
 
 def add_ordered_communication(program: Program) -> Program:
-    """`program` with messages, both ends of each posted at one place in a global order of all ranks' actions.
+    """Add messages, both ends of each at the same position in a global order of all ranks' actions.
 
-    Each rank runs its part of that order. So for all lanes, and even if an action waits for the device, the earliest
+    Each rank runs its part of this order. So for all lanes, and even if an action waits for the device, the earliest
     unfinished action can always complete. `add_communication` does not guarantee this: it posts receives early, so an
-    action that waits for the device waits for them. Actions are ordered by time, assuming F = B = W and messages that
+    action that waits for the device also waits for these. Actions are ordered by time, with F = B = W and messages that
     take no time: a receive is placed where its message is sent, after the rank's computation at that time. Rank 1 of
     1F1B, p=3:
 
@@ -87,7 +87,7 @@ def add_ordered_communication(program: Program) -> Program:
     """
     if program.has_communication:
         raise ConfigurationError(f"program {program.name!r} already has communication")
-    events: list[tuple[float, bool, int, Action]] = []  # messages before what is computed from the same time on
+    events: list[tuple[float, bool, int, Action]] = []  # at equal times, messages come first
     for rank, row in enumerate(simulate(program, 1, 1, 1).spans):
         for action, start, end in row:
             kind, i, stage = action
@@ -120,28 +120,29 @@ def _check_ends(program: Program, lanes: Lanes) -> None:
         for number, (here, there) in enumerate(zip_longest(ends[a], ends[b])):
             if here is None or there is None or here.partner != there:
                 raise DeadlockError(
-                    f"program {program.name!r} with {lanes}: message {number} between ranks {a} and {b} is "
-                    f"{here or 'none'} on rank {a}, but {there or 'none'} on rank {b}, which do not match"
+                    f"program {program.name!r} with {lanes}: message {number} between ranks {a} and {b} does not "
+                    f"match: rank {a} has {here or 'none'}, rank {b} has {there or 'none'}. List the messages between "
+                    "two ranks in the same order on both"
                 )
 
 
 def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[Node]]:
-    """The nodes that each end of a message, each message and each compute action waits for."""
+    """The nodes that each node (one end of a message, a full message or a compute action) waits for."""
     place = program.placement
     receive = crossing(program, RECEIVE)
     graph: defaultdict[Node, list[Node]] = defaultdict(list)
     for actions in program.ranks:
-        computed: list[Node] = []  # the last of each, if there is one
+        computed: list[Node] = []  # the last compute action, if any
         streams: dict[tuple[int, ...], Node] = {}
         messages: list[tuple[Node, Node]] = []
-        synchronized = 0  # of these
+        synchronized = 0  # the number of messages that the host has waited for
         for action in actions:
             kind, i, stage = action
             needs = list(computed)
             if kind.is_compute:
                 if (kind, stage) in receive:
                     needs.append(("ends", Action(receive[kind, stage], i, stage).partner))
-                if device.synchronizes:  # (in order, too, others wait for what is computed by later messages alone)
+                if device.synchronizes:  # (not for `in_order`: others wait for a result only through a later message)
                     needs += [ends for _, ends in messages[synchronized:]]
                     synchronized = len(messages)
                 computed = [("ends", action)]
@@ -164,8 +165,8 @@ def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[No
 
 
 def _circle_lines(program: Program, circle: list[Node]) -> list[str]:
-    """A line for each node of a cycle, in which a node comes after the node that it waits for; a message waits at both
-    ends."""
+    """A line for each wait in a cycle, in which a node comes after the node that it waits for. The end of a message has
+    no line, since it only waits for the start of both ends."""
     lines, place = [], program.placement
     for (what, before), (state, action) in pairwise(circle):
         if state == "starts" or action.kind.is_compute:

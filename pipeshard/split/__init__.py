@@ -1,1 +1,1 @@
-"""Split: a model becomes stages, by its graph."""
+"""Split: the division of a model into stages, from its trace."""

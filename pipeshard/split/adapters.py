@@ -1,9 +1,9 @@
-"""Adapters: peft's adapters on a model whose own weights are on meta until each stage has loaded its part.
+"""Adapters: peft adapters on a model whose base weights are on meta until each stage loads its own.
 
     base weights    meta ---- stand-ins ---- meta ---------------- loaded, stage by stage
-    adapters                  drawn by peft, on the CPU ---------- DoRA, PiSSA, OLoRA: computed from a layer's weights
+    adapters                  initialized by peft, on the CPU ---- DoRA, PiSSA, OLoRA: computed from a layer's weights
 
-So no process has more of the model than its stage, and adapters are initialized as in one process.
+No process holds more of the model than its stage, and adapters have the same initial values as in one process.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ from pipeshard.hf import is_of_peft, without_adapters
 from pipeshard.split.initialize import give
 from pipeshard.split.packed import is_quantized
 
-KINDS = ("LORA", "IA3")  # of adapters that need nothing of the model but shapes, or the weights of one layer
-OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # by `init_lora_weights`
+KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
+OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values of `init_lora_weights`
     "pissa": lambda layer, adapter: layer.pissa_init(adapter, "pissa"),
     "olora": lambda layer, adapter: layer.olora_init(adapter),
 }
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
-BEGINNING = "pipeshard_begins"  # the attribute with the adapters that are computed once the weights are there
+BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
 WITH_WEIGHTS = "Load the model with its weights before booster.enable_lora"
 
 
@@ -35,10 +35,11 @@ def is_blank(model: nn.Module) -> bool:
 
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
-    """Apply `put` (peft's `get_peft_model`) to a model on meta: the adapters get the values that they would have on
-    the loaded model, around weights on meta.
+    """Apply `put` (peft's `get_peft_model`) to a model on meta. Its base weights stay on meta; the adapters have the
+    same initial values as on the loaded model, except that `begin` later sets those that depend on weights.
 
-    Raises ConfigurationError for adapters whose initial values need more than the weights of their own layer.
+    Raises ConfigurationError if initial values need more than the weights of the adapter's own layer, or if these
+    weights are quantized.
     """
     refuse_far(config)
     if needs_weights(config) and is_quantized(model):
@@ -49,7 +50,7 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     how, by_weights = getattr(config, "init_lora_weights", True), needs_weights(config)
     drawn = copy(config)
     if isinstance(how, str) and how not in OF_SHAPES:
-        drawn.init_lora_weights = False  # peft draws no more for these
+        drawn.init_lora_weights = False  # `begin` initializes these instead
     with stand_ins(model):
         made = put(model, drawn)
     for wrapper in filter(lambda module: is_of_peft(module, "ModulesToSaveWrapper"), made.modules()):
@@ -64,8 +65,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters on meta are zeros on the CPU that take the memory of one number. peft creates adapters on the
-    device of the weights, and does not initialize any on meta."""
+    """Context manager that replaces meta parameters with CPU zeros that store one element, and puts them back on meta
+    on exit. peft creates adapters on the device of the weights, and does not initialize adapters on meta."""
     blank = [parameter for parameter in model.parameters() if parameter.is_meta]
     for parameter in blank:
         give(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
@@ -77,13 +78,14 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_far(config: Any) -> None:
-    """Raise ConfigurationError for adapters whose initial values need several layers, data, or single rows."""
+    """Raise ConfigurationError for adapters whose initial values need several layers, data, or rows of the
+    embedding."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     how = getattr(config, "init_lora_weights", True)
     is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
     if kind not in KINDS:
         raise ConfigurationError(
-            f"the model is on meta, but peft needs its weights for {kind} adapters. {WITH_WEIGHTS}"
+            f"the model is on meta, but peft needs the weights to initialize {kind} adapters. {WITH_WEIGHTS}"
         )
     if not is_known:
         raise ConfigurationError(
@@ -92,18 +94,19 @@ def refuse_far(config: Any) -> None:
         )
     if getattr(config, "trainable_token_indices", None):
         raise ConfigurationError(
-            f"trainable_token_indices are initialized from the embedding, but the model is on meta. {WITH_WEIGHTS}"
+            f"trainable_token_indices needs the values of the embedding, but the model is on meta. {WITH_WEIGHTS}"
         )
 
 
 def needs_weights(config: Any) -> bool:
-    """Whether the initial values of adapters are computed from the weights of their own layer."""
+    """Whether the adapters' initial values are computed from the weights of their own layer."""
     how = getattr(config, "init_lora_weights", True)
     return bool(getattr(config, "use_dora", False)) or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
 
 
 def begin(model: nn.Module) -> None:
-    """Copy the initialized weights of the original to trained copies (`modules_to_save`), then `begin_with_weights`."""
+    """Copy the original modules' initialized weights to their trained copies (`modules_to_save`), then call
+    `begin_with_weights`."""
     if getattr(model, BEGINNING, None) is None:
         return
     wrappers: list[Any] = [module for module in model.modules() if is_of_peft(module, "ModulesToSaveWrapper")]
@@ -116,8 +119,8 @@ def begin(model: nn.Module) -> None:
 
 
 def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]) -> None:
-    """Compute the initial values of adapters in the layers whose weights are here; `set_value` takes the full name of a
-    parameter, and its value."""
+    """Compute the initial values of adapters that depend on their layer's weights, for the layers whose weights this
+    process has; `set_value` receives each parameter's full name and value."""
     adapters = getattr(model, BEGINNING, None)
     if not adapters or not is_of_peft(model, "PeftModel"):
         return
@@ -130,7 +133,8 @@ def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]
 
 
 def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
-    """The values that peft gives the parameters of a layer; the layer itself is restored."""
+    """The parameters of `layer` that peft changes to initialize the adapter, by name, with their new values; the layer
+    itself is restored."""
     before, vectors = dict(layer.named_parameters()), dict(layer.lora_magnitude_vector.items())
     values = {name: parameter.data for name, parameter in before.items()}
     how = config.init_lora_weights
@@ -149,8 +153,8 @@ def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
 
 
 def base_names(model: nn.Module) -> dict[str, str]:
-    """The architecture's name for each tensor of a model with adapters, by its full name: trained copies
-    (`modules_to_save`) have the name of the original, adapters are omitted. For any other model, all tensors."""
+    """Map the full name of each tensor to its name in the base architecture. Trained copies (`modules_to_save`) have
+    the name of the original; adapters are omitted. In a model without adapters, the two names are equal."""
     prefix, base = without_adapters(model)
     return dict(_named(base, prefix, ""))
 

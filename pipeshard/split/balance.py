@@ -1,4 +1,4 @@
-"""Balance: assigns consecutive unit calls to stages, so that the slowest stage (in a V: the slowest rank) is fast."""
+"""Balance: the assignment of unit calls to stages that makes the slowest stage (in a V, the slowest rank) fastest."""
 
 import itertools
 import math
@@ -17,14 +17,14 @@ def balance(
     ranks: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[int]:
-    """How many consecutive calls each stage gets, minimizing the largest cost of a stage, then the sum of squares.
-    There is never a cut before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls
-    from start to end (exclusive); if a run of calls does not fit, no larger one does. `ranks` has the rank of each
-    stage. If they are in a V, single calls then move between stages as long as this reduces the cost of the most
-    expensive rank, then the sum of squares over the ranks, then that over the stages. `speeds` has the relative speed
-    of each stage's rank, which divides the cost of the stage.
+    """Return the number of consecutive calls per stage that minimizes the largest stage cost, then the sum of squared
+    stage costs. `forbidden` maps the calls before which no cut is allowed to the reasons. `fits(stage, start, end)`
+    says whether a stage can hold the calls from start to end (exclusive); if a range does not fit, no larger range may
+    fit. `ranks` is the rank of each stage; if the ranks form a V, blocks of inseparable calls then move between stages
+    while this reduces the largest cost of a rank, then the sum of squares over ranks, then the sum of squares over
+    stages. `speeds` is the relative speed of each stage's rank; a stage's cost is divided by it.
 
-    Raises PartitionError if there are fewer separable parts than stages, or nothing fits.
+    Raises PartitionError if the calls can be split into fewer parts than stages, or no partition fits.
     """
     if num_stages == 1 and fits is None:
         return [len(costs)]  # no cut, so no unit call is needed either
@@ -39,7 +39,7 @@ def balance(
             remedy += " with schedule='1f1b', which has one stage per rank"
         raise PartitionError(
             f"the model makes {len(costs)} unit calls, which can be split into at most {len(starts)} stages, fewer "
-            f"than {asked}{why}. Use {remedy}, or name modules inside units to cut after, partition=[...]"
+            f"than {asked}{why}. Use {remedy}, or list modules inside units to cut after, partition=[...]"
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]
@@ -72,9 +72,9 @@ def _lowest(edges: Sequence[int], fits: Callable[[int, int], bool]) -> list[int]
 
 
 def _level(cuts: list[int], ranks: Sequence[int], cost: Callable[[int, int, int], float]) -> list[int]:
-    """The cuts after single blocks have moved from one stage to another, best move first, while this helps the ranks.
+    """Return `cuts` after moving single blocks between stages, best move first, as long as a move reduces the cost.
 
-    In a V the last stage shares its rank with the first, so an expensive head leaves little room for the first stage.
+    In a V, the first and the last stage share a rank, so an expensive head requires a small first stage.
     """
 
     def value(cuts: Sequence[int]) -> tuple[float, float, float]:
@@ -86,7 +86,7 @@ def _level(cuts: list[int], ranks: Sequence[int], cost: Callable[[int, int, int]
 
     def moves() -> Iterator[list[int]]:
         for start, end in itertools.combinations(range(1, len(cuts)), 2):
-            for step in (1, -1):  # the cuts between two stages go that way
+            for step in (1, -1):  # shift all cuts between two stages by one block
                 moved = [*cuts[:start], *(cut + step for cut in cuts[start:end]), *cuts[end:]]
                 if all(a < b for a, b in itertools.pairwise(moved)):
                     yield moved
@@ -103,10 +103,11 @@ def _divide(
     combine: Callable[[float, float], float],
     most: float = math.inf,
 ) -> tuple[float, list[int] | None]:
-    """The least value of `combine` over the stages' costs, and the cuts that achieve it: 0, ..., `blocks`.
+    """Return the minimum of the stages' costs, accumulated with `combine`, and the cuts that achieve it (0, ...,
+    `blocks`); (inf, None) if no division is allowed.
 
-    Dynamic programming over (stages, blocks). `cost(stage, start, end)` is infinite if the run is not allowed, grows
-    with the run of blocks, and is at most `most`.
+    Dynamic programming over (stages, blocks). `cost(stage, start, end)` must grow with the range of blocks; a range is
+    not allowed if its cost is infinite or exceeds `most`.
     """
     best: list[float] = [0.0] + [math.inf] * blocks
     choices: list[list[int]] = []

@@ -1,7 +1,7 @@
 """Boundary: the values that enter a stage, and the calls before which no cut is allowed.
 
-Skip connections, masks and labels may be read beyond the next stage. The values that cross a cut follow from what each
-unit call, the loss and the outputs read.
+Skip connections, masks and labels may be read beyond the next stage, so the values that cross a cut follow from the
+reads of each unit call, of the loss and of the outputs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,8 @@ from pipeshard.graph.taint import Value
 
 @dataclass(frozen=True)
 class Boundary:
-    """The values that enter a stage: `values` in the order in which they are sent, `gradients` those whose gradient is
-    sent back."""
+    """The `values` that enter a stage, in the order in which they are sent. `gradients` are the values among them whose
+    gradient is sent back."""
 
     values: tuple[Value, ...]
     gradients: tuple[Value, ...]
@@ -24,9 +24,9 @@ class Boundary:
 def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: Wanted = False) -> list[Boundary]:
     """The values that cross into each stage (none into stage 0).
 
-    A value crosses every boundary between the stage of its call and the stage of its last reader; the last stage reads
-    for the loss, and for requested outputs. A gradient is returned for values that get one from a reader there or
-    later.
+    A value crosses every boundary between the stage of its call and the stage of its last reader; the loss and the
+    requested outputs are read on the last stage. A stage sends back the gradient of a value if a reader on this stage
+    or a later one contributes to the gradient.
     """
     everything = flow.needed(outputs)
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
@@ -34,9 +34,9 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
         for maker in use.hidden:
             if stages[maker] != stage:
                 raise TraceError(
-                    f"with this batch {name} (stage {stage}) uses a value that escapes unit {flow.calls[maker].unit} "
-                    f"(stage {stages[maker]}) untracked, so it cannot be sent to stage {stage}. If it is a requested "
-                    "output (output_attentions, ...), do not request it"
+                    f"with this batch, {name} (stage {stage}) uses a value that escapes unit {flow.calls[maker].unit} "
+                    f"(stage {stages[maker]}) untracked and cannot be sent to stage {stage}. If the value is a "
+                    "requested output (output_attentions, ...), do not request it"
                 )
     for first, last in flow.together:
         if stages[first] != stages[last]:
@@ -47,7 +47,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
 
 
 def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
-    """The values that cross into each stage; `final` are the values read at the end of the last stage."""
+    """The values that cross into each stage; `final` are the reads of the last stage after its last call."""
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
     return _crossing([*readers, (final.values, num_stages - 1)], stages, num_stages)
 
@@ -55,7 +55,7 @@ def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: R
 def _crossing(
     readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
 ) -> list[set[Value]]:
-    """The values that cross into each stage. `readers` pairs the values that are read with the reader's stage."""
+    """The values that cross into each stage. `readers` pairs the values that a reader reads with its stage."""
     crossing: list[set[Value]] = [set() for _ in range(num_stages)]
     for values, reader in readers:
         for value in values:
@@ -65,11 +65,12 @@ def _crossing(
 
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """Calls before which no cut is allowed, each with the reason: a hidden value would have to cross it, or the model
-    has CutPoints, but not at this call. The number of calls stands for the end of the model."""
+    """The calls before which no cut is allowed, each with the reason: a hidden value would have to cross the cut, an
+    earlier unit reads state that a later one left in the previous forward, the model's own checkpoint contains the cut,
+    or the model has CutPoints elsewhere. The key `len(flow.calls)` means the end of the model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
-        reason = f"the model is cut only at its CutPoints, and it calls {len(flow.cut_points)}"
+        reason = f"the model can be cut only at its CutPoints, and it calls {len(flow.cut_points)}"
         allowed = {k + 1 for k in flow.cut_points}
         forbidden.update((k, reason) for k in range(1, len(flow.calls) + 1) if k not in allowed)
 
@@ -96,6 +97,6 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
 def _recomputed_together(flow: Dataflow, first: int, last: int) -> str:
     return (
         f"the model's own torch.utils.checkpoint reruns units {flow.calls[first].unit} to {flow.calls[last].unit} in "
-        "the backward pass, which a single stage must do: checkpoint each of them separately, or remove the checkpoint "
+        "the backward pass, so they must be on one stage: checkpoint each of them separately, or remove the checkpoint "
         "and pass recompute=True to PipelinePlugin"
     )

@@ -1,12 +1,12 @@
-"""Initialize: values for tensors that were built without memory, and modules that are built only where they are held.
+"""Initialize: the initial values of tensors on meta, and the construction of layers only on the ranks that hold them.
 
-`model.init_weights()` of transformers draws from one generator in the order of the modules, so the values of a
-parameter depend on all parameters before it, which a stage does not have. Here every parameter has its own generator,
-seeded with its name.
+transformers' `model.init_weights()` uses one generator for all modules in order, so the values of a parameter depend on
+all parameters before it, which a stage does not have. Here every parameter has its own generator, seeded with the
+parameter's name.
 
-A list of LayerSpecs may describe a model that no process could hold. Each layer is constructed on meta, for its names
-and shapes, and constructed again with memory where it is held; the module that optimizers, hooks and ties know takes
-over the values of the second construction.
+A list of LayerSpecs may describe a model that is too large for any process. Each layer is first built on meta, as a
+skeleton with names and shapes, and built again with allocated tensors on the ranks that hold it. The skeleton, to which
+optimizers, hooks and ties refer, then takes over the values of the second module.
 """
 
 import copy
@@ -32,20 +32,21 @@ from pipeshard.private import DispatchMode
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import kept_tied
 
-# True: by the architecture's own rule; False: not at all; else fn(module) or fn(module, name) for each module that has
-# tensors of its own to be initialised.
+# True: by the architecture's own rule. False: not at all. A function: fn(module) or fn(module, name), called for each
+# module with tensors of its own to initialize.
 InitWeights = bool | Callable[..., Any]
 
 
 def initialize(
     model: nn.Module, parameters: Collection[str], buffers: Mapping[str, bool], rule: InitWeights, seed: int
 ) -> None:
-    """Initialize the parameters with these (first) names and set these buffers, and nothing else of the model.
+    """Initialize the parameters with these (first) names and these buffers, and no other tensor of the model.
 
-    `rule` True stands for the `_init_weights` of the PreTrainedModel around a module, then its `reset_parameters`. The
-    values of a parameter depend only on the seed and its name, not on other parameters. The user's random generators
-    do not change. `buffers` is the result of `allocate`. Packed weights are omitted: a checkpoint has their values.
-    Raises ConfigurationError for a tensor that is left without values.
+    With `rule` True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
+    `reset_parameters` if tensors still have no values. A parameter's values depend only on the seed and the parameter's
+    name. The user's random generators do not change. `buffers` is the result of `allocate`. Quantized weights are
+    skipped: a checkpoint has their values. Raises ConfigurationError for a buffer, or unless `rule` is False a
+    parameter, that is left without values.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
     by_architecture = set(buffers)
@@ -64,15 +65,15 @@ def initialize(
             f"{type(model.get_submodule(first.rpartition('.')[0])).__name__}): "
             f"{'init_weights=fn did not write to it' if callable(rule) else why}. Add a reset_parameters(), pass "
             "PipelinePlugin(init_weights=fn) with an fn(module, name) that fills all of a module's own tensors, or "
-            "init_weights=False to load them all with booster.load_model"
+            "pass init_weights=False and load all weights with booster.load_model"
         )
 
 
 def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
-    """Call `fill` for each module with some of these tensors, in it or below; returns the tensors still without values.
+    """Call `fill` for each module that contains some of these tensors; returns the names of those still without values.
 
-    Children come before the modules around them, as in transformers. With each module, `fill` receives the nearest
-    module around it (or itself) that has `_init_weights`.
+    Children come before their parents, as in transformers. `fill` also receives the module's owner: the module itself
+    or its nearest ancestor that has `_init_weights`, or None.
     """
     if not names:
         return set()
@@ -114,27 +115,30 @@ def _by_function(
 
 
 class _SeededWrites(DispatchMode):
-    """Allow writes only to the named tensors; random ones draw from a generator of that name.
+    """Dispatch mode that allows writes to the model's tensors only for these names. A random write uses a generator
+    seeded with the tensor's name.
 
-    A parameter with several names is written by the module of its first name: the others would initialize it again.
+    A parameter with several names is written only by the module of its first name; other modules would initialize it
+    again.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], seed: int) -> None:
         super().__init__()
         self.seed, self.path = seed, ""
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        self.names = {storage_of(tensor): name for name, tensor in tensors.items()}  # of each, the first
-        self.below: dict[str, set[str]] = {"": set(names)}  # what is to be written, by the modules around it
+        self.names = {storage_of(tensor): name for name, tensor in tensors.items()}  # the first name of each
+        self.below: dict[str, set[str]] = {"": set(names)}  # names to write, by each module that contains them
         for name in names:
             for path in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
                 self.below.setdefault(path, set()).add(name)
         self.written: set[str] = set()
-        self.settled: set[str] = set()  # written, and not to be written again
+        self.settled: set[str] = set()  # already written, not to be overwritten
         self.draws: Counter[str] = Counter()
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """While the module at `path` is initialized."""
+        """Context manager in which only tensors of the module at `path` are written. Torch's CPU generator is seeded
+        with the path, and restored on exit."""
         self.path = path
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number(self.seed, path))
@@ -157,7 +161,7 @@ class _SeededWrites(DispatchMode):
 
 
 def give(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter on meta these values; it stays the same object, of the same class."""
+    """Replace a parameter's data, also on another device; the parameter stays the same object, of the same class."""
     kept = {key: value for key, value in parameter.__dict__.items() if key != "_is_hf_initialized"}
     kind = type(parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
@@ -170,17 +174,16 @@ def number(seed: int, text: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")
 
 
-BLUEPRINT = "pipeshard_blueprint"  # the attribute by which a module is known to be a skeleton
-MODULE_ATTRIBUTES = frozenset(
-    vars(nn.Module())
-)  # what torch itself keeps in a module: its mode, hooks and tables of tensors
+BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module: mode, hooks, parameters, buffers
 
 
 @dataclass
 class Blueprint:
-    """How a module is built, and its state as a skeleton: attributes that the user has changed since then are kept.
+    """The constructor of a skeleton, and the attributes when it was made, so that the user's later changes are kept.
 
-    `place` seeds its values. `before` has its modules by path, each with its plain attributes at that time.
+    `place` is the layer's number, which seeds its values. `before` lists the path, the module and the plain attributes
+    at that time of each of its modules.
     """
 
     place: int
@@ -189,22 +192,23 @@ class Blueprint:
 
 
 def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place: int, name: str) -> nn.Module:
-    """The module that `construct()` returns, on meta: names, shapes and attributes, without memory or random numbers.
+    """The module that `construct()` builds on meta, with names, shapes and attributes. The user's generators do not
+    change.
 
-    `make()` builds it later with memory; its values depend on the seed and on `place`. Raises ConfigurationError if
-    the constructor does not run on meta, or returns no module.
+    `build` later calls `make()` for the values, which depend on the seed and on `place`, the layer's number. Raises
+    ConfigurationError if the constructor does not run on meta, or does not return a module.
     """
     refusal = explained(
         lambda error: ConfigurationError(
             f"layer {place}, {name}, cannot be built on meta, which is required to find its shapes: {summary(error)}. "
-            "Pass device='cpu' for tensors that its constructor reads, or put the module itself into the list"
+            "Pass device='cpu' for tensors whose values its constructor reads, or put the module itself into the list"
         )
     )
     with refusal, Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"), _Unread():
         module = construct()
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"layer {place}, {name}, builds a {type(module).__name__}, not an nn.Module")
-    with kept_tied(module):  # what was made on a device of its own is known by its shape, too
+    with kept_tied(module):  # also tensors that the constructor put on another device
         module.to("meta")
     before = [(path, inner, _plain_attributes(inner)) for path, inner in module.named_modules()]
     module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before)
@@ -219,15 +223,16 @@ def skeletons(model: nn.Module) -> list[nn.Module]:
 def build(module: nn.Module, seed: int) -> None:
     """Build a skeleton with its constructor, on the default device.
 
-    The values depend only on the seed and its place; the user's random generators do not change. Modules and parameters
-    stay the same objects, so that optimizers, hooks and ties keep them; a parameter that has values keeps those, and so
-    does everything that was set since the skeleton was made. Raises ConfigurationError if the built module differs.
+    The values depend only on the seed and the layer's number; the user's random generators do not change. Modules and
+    parameters stay the same objects, so that optimizers, hooks and ties still refer to them. Parameters that already
+    have values, and attributes set since the skeleton was made, are kept. Raises ConfigurationError if the constructor
+    fails, or builds a module with other names or shapes.
     """
     blueprint: Blueprint = vars(module)[BLUEPRINT]
-    with explained(  # of the user's constructor, too
+    with explained(  # also for errors in the user's constructor
         lambda error: ConfigurationError(
-            f"layer {blueprint.place}, a {type(module).__name__}, was built differently on meta than with "
-            f"memory: {summary(error)}"
+            f"layer {blueprint.place}, a {type(module).__name__}, cannot be built with allocated tensors "
+            f"as it was on meta: {summary(error)}"
         )
     ):
         with Randomness(torch.device("cpu")).step(0, 0):
@@ -240,7 +245,7 @@ def build(module: nn.Module, seed: int) -> None:
 
 
 class _Unread(DispatchMode):
-    """Make reading a number from a meta tensor an error everywhere: ColossalAI patches torch to return 0."""
+    """Dispatch mode that raises for reading the value of a meta tensor, since ColossalAI patches torch to return 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -249,8 +254,8 @@ class _Unread(DispatchMode):
 
 
 def blank_buffers(module: nn.Module) -> None:
-    """Allocate the buffers of a skeleton that is not built here, since the trace of a batch and checkpoints need
-    them."""
+    """Allocate zero-filled CPU buffers for a skeleton that this rank does not build: the trace of a batch and
+    checkpoints need them."""
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -259,12 +264,12 @@ def blank_buffers(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
-    """Take the values, buffers and attributes of `built`; references to parts of `built` become references to parts of
-    `module`."""
+    """Copy the values, buffers and attributes of `built` to `module`; references to submodules and tensors of `built`
+    become references to those of `module`."""
     parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, _ in blueprint.before}
     paths, built_paths = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
     if paths != built_paths:
-        raise ValueError(f"the modules differ (the first is {min(paths ^ built_paths)})")
+        raise ValueError(f"the modules differ (the first difference is {min(paths ^ built_paths)})")
     values = dict(built.named_parameters(remove_duplicate=False))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in values:

@@ -1,4 +1,4 @@
-"""Linear in 4 bits: bitsandbytes' layer, packed from the start. Imports bitsandbytes."""
+"""Linear4bit: bitsandbytes' 4-bit linear layer, with a packed weight from the start. Imports bitsandbytes."""
 
 import copy
 from typing import Any
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from pipeshard.split.packed_linear import PackedLinear
 
-with torch.device("cpu"):  # bitsandbytes keeps the one that it makes first, which could be on meta
+with torch.device("cpu"):  # bitsandbytes caches the first map that it creates, which could be on meta
     functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """A parameter that can be copied on meta, too. It has the class name that peft looks for."""
+    """bitsandbytes' 4-bit parameter, which can also be deep-copied on meta. peft looks for this class name."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = self.detach().clone().as_subclass(type(self)).requires_grad_(self.requires_grad)
@@ -24,11 +24,11 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
 
 class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
-    """A linear layer in 4 bits.
+    """A 4-bit linear layer.
 
     Attributes:
-        options: how bitsandbytes packs the values.
-        unloaded: the value of `quant_state` until there are values. Until then, a trace uses temporary weights.
+        options: the keyword arguments of `quantize_4bit`.
+        unloaded: the `quant_state` while the weight has no values; a forward then uses the `quant_state` of zeros.
     """
 
     layer_class, weight_class, mark = bitsandbytes.nn.Linear4bit, Params4bit, "is_loaded_in_4bit"
@@ -67,11 +67,11 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
 
     @torch.no_grad()
     def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
-        """The result of bitsandbytes' packing for a weight of `whole_shape`."""
+        """The quantized values of a weight of `whole_shape`, and their `quant_state`."""
         return quantize_4bit(self.as_computed(value), **self.options)
 
     def _state(self) -> Any:
-        """The `quant_state` of the current weight."""
+        """The `quant_state` of the weight, or of zeros if the weight has no values yet."""
         if self.quant_state is not self.unloaded:
             return self.quant_state
         return self._packed(torch.zeros(self.whole_shape, dtype=self.values_dtype, device=self.weight.device))[1]
@@ -89,14 +89,14 @@ def _layout(state: Any) -> tuple[Any, ...]:
     return tuple(state.shape), state.quant_type, state.blocksize, state.absmax.dtype, sizes
 
 
-CHUNK = 1 << 20  # values, a multiple of every size of a block
+CHUNK = 1 << 20  # elements, a multiple of every block size
 
 
 def quantize_4bit(
     value: Tensor, blocksize: int, compress_statistics: bool, quant_type: str, quant_storage: torch.dtype
 ) -> tuple[Tensor, Any]:
-    """The result of bitsandbytes' function of this name, bit for bit, in chunks: on a CPU that function needs about
-    thirty times the memory of its result."""
+    """Quantize in chunks, with the same result as bitsandbytes' function of this name, bit for bit: on a CPU, that
+    function needs about thirty times the memory of its result."""
     parts = [
         functional.quantize_4bit(chunk, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage)
         for chunk in value.flatten().split(value.numel() if value.is_meta else CHUNK)

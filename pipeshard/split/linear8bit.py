@@ -1,4 +1,4 @@
-"""Linear in 8 bits: bitsandbytes' layer of LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339). Imports bitsandbytes."""
+"""Linear8bit: the linear layer of LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339). Imports bitsandbytes."""
 
 import copy
 from typing import Any
@@ -12,8 +12,8 @@ from pipeshard.split.packed_linear import PackedLinear
 
 
 class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
-    """A linear layer in 8 bits, with one scale per output. The scales are None until there are values; until then, a
-    trace uses temporary weights."""
+    """bitsandbytes' 8-bit linear layer, with one scale per output. While the weight has no values, the scales are None,
+    and a forward uses ones."""
 
     layer_class, weight_class = bitsandbytes.nn.Linear8bitLt, bitsandbytes.nn.Int8Params
     mark = "is_loaded_in_8bit"
@@ -47,12 +47,12 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
         return bitsandbytes.matmul(x, self.weight, bias=bias, state=state)
 
 
-CHUNK = 1 << 20  # values
+CHUNK = 1 << 20  # elements
 
 
 def quantize_8bit(value: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight as bitsandbytes packs it, bit for bit, and its scales. Rows are packed in chunks, since bitsandbytes
-    copies them in higher precision."""
+    """Return the quantized weight and its scales, the same as from bitsandbytes, bit for bit. Rows are quantized in
+    chunks, since bitsandbytes copies its input in higher precision."""
     rows = value.split(len(value) if value.is_meta else max(1, CHUNK // value.shape[1]))
     parts = [functional.int8_vectorwise_quant(some.to(torch.float16)) for some in rows]
     return torch.cat([packed for packed, *_ in parts]), torch.cat([scales for _, scales, _ in parts])

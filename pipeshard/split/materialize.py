@@ -1,8 +1,8 @@
-"""Materialize: a whole model becomes one stage of it, with memory and values for the tensors that the stage holds.
+"""Materialize: the reduction of a model to one stage, with values only for the parameters that the stage holds.
 
 The model keeps its classes and its module tree, so that its own forward can run. A parameter of another stage is
-replaced by a Ghost under every one of its names, and a unit of another stage by a replay. Tensors that were built on
-meta are allocated here, on the stages that hold them.
+replaced by a Ghost under all of its names, and a Replay answers the calls of another stage's units. Parameters on meta
+are allocated here, only on the stages that hold them.
 """
 
 import copy
@@ -26,9 +26,10 @@ from pipeshard.split.ties import names_of, put_parameter
 def shard(
     model: nn.Module, policy: Policy, device: torch.device, init_weights: InitWeights = True, seed: int = 0
 ) -> set[str]:
-    """Keep the part of `model` that this stage holds by `policy`, on the device; `init_weights` fills meta tensors.
+    """Keep the parameters of `model` that `policy` assigns to this stage, on `device`; `init_weights` fills meta
+    tensors.
 
-    Returns the names of the parameters of all stages that were on meta.
+    Returns the names of all parameters, on any stage, that were on meta.
     """
     held = policy.ownership.held[policy.stage]
     on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
@@ -45,13 +46,13 @@ def shard(
         if not is_released(tensor):
             tensor.data = tensor.data.to(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # NCCL takes memory past torch, which keeps that of what was released
+        torch.cuda.empty_cache()  # NCCL allocates outside torch, whose allocator caches released memory
     guard(model)
     return on_meta
 
 
 def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
-    """Free the parameters that this stage does not hold; each stays visible under all of its names, as a Ghost."""
+    """Free the parameters that this stage does not hold: a Ghost replaces each, under all of its names."""
     parameters = dict(model.named_parameters())
     for first, names in names_of(model).items():
         if first not in policy.ownership.held[policy.stage]:
@@ -65,39 +66,41 @@ def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
 
 
 def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
-    """Let torch.compile compile each unit separately; units of one class share the compiled code.
+    """Compile each unit separately with torch.compile; units of one class share the compiled code.
 
-    A unit with a single operation is not compiled: there is nothing to fuse, and calling compiled code takes longer.
+    Linear and embedding layers are not compiled: a single operation has nothing to fuse, and calling compiled code
+    takes longer.
     """
-    single = (nn.Linear, nn.Embedding)  # themselves: a class made of them may do more
+    single = (nn.Linear, nn.Embedding)  # not their subclasses, which may do more
     fusible = {name: u for name, u in units.items() if type(u) not in single and not isinstance(u, CutPoint)}
     for interception in intercept(fusible):
         interception.compiled = torch.compile(interception.original, **options)
 
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
-    """Refuse options of torch.compile that units of a pipeline cannot support; `by_whole_batch` says that units are
-    compiled although batch norm is to use the whole batch."""
+    """Raise ConfigurationError for torch.compile options that pipeline units cannot support; `by_whole_batch` says that
+    units are to be compiled with deferred_batch_norm=True."""
     if by_whole_batch:
         raise ConfigurationError(
-            "deferred_batch_norm=True does not support compile: the inputs of batch norm in a compiled unit are hidden"
+            "deferred_batch_norm=True does not support compile, which hides the inputs of batch norm in a unit. "
+            "Use only one of the two"
         )
     if "units" in options:
         raise ConfigurationError(
-            f'compile={options!r}: consecutive units are no longer compiled as one function. Remove "units", '
-            "and combine layers that should be fused into one module of the model"
+            f"compile={options!r}: consecutive units can no longer be compiled as one function. "
+            'Remove "units", and put layers that should be fused into one module of the model'
         )
     modes = ("reduce-overhead", "max-autotune")
     graphs = options.get("mode") in modes or "triton.cudagraphs" in options.get("options", {})
     if graphs and pp_size > 1:
         raise ConfigurationError(
             f"compile={options!r}: CUDA graphs overwrite the results of the previous microbatch, whose backward pass "
-            "has not run yet. Turn them off, or use mode='max-autotune-no-cudagraphs'"
+            "has not run yet. Turn CUDA graphs off, for example with mode='max-autotune-no-cudagraphs'"
         )
 
 
 def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
-    """Build the skeletons in held units; the others stay, with buffers of zeros."""
+    """Build the skeletons in held units; other skeletons keep their meta parameters and receive zero-filled buffers."""
     inside = {module for unit in policy.get_held_layers() for module in unit.modules()}
     for module in skeletons(model):
         if module in inside:
@@ -107,11 +110,11 @@ def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
 
 
 def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> dict[str, bool]:
-    """Allocate these meta parameters on the device, and all meta buffers with their values.
+    """Allocate these meta parameters on the device, without values, and all meta buffers.
 
-    A parameter stays the same object, so that optimizers, hooks and ties keep it. Buffers, including persistent ones,
-    get the values that the architecture's constructor gives them. Returns the names of these buffers, and whether they
-    could be computed.
+    A parameter stays the same object, so that optimizers, hooks and ties still refer to it. Buffers, including
+    persistent ones, have the values that the architecture's constructor computes. Returns, for the name of each of
+    these buffers, whether its values are known.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
@@ -130,8 +133,8 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
 
 
 def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Models rebuilt from the configurations of the outermost PreTrainedModels in `model`, and the prefix of the names
-    of each; their parameters take no memory and no time. The models have this dtype, if one is given."""
+    """Rebuild each outermost PreTrainedModel in `model` from its config, with `dtype` if given; yields the prefix of
+    its names, and the new model. Its parameters are on meta, its buffers have values."""
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
 
@@ -148,9 +151,9 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         empty = no_init_weights(), init_empty_weights(include_buffers=False), torch.random.fork_rng(devices=[])
         refusal = explained(
             lambda error: ConfigurationError(
-                f"the buffers of {type(module).__name__} are on meta, and the model cannot be built again to get their "
-                f"values ({summary(error)}). Build it under accelerate's init_empty_weights(), which keeps "
-                "the values of buffers, instead of torch.device('meta')"
+                f"the buffers of {type(module).__name__} are on meta, and the model cannot be built again to compute "
+                f"their values ({summary(error)}). Build the model under accelerate's init_empty_weights(), which "
+                "keeps the values of buffers, instead of torch.device('meta')"
             )
         )
         with refusal, torch.device("cpu"), empty[0], empty[1], empty[2], _default(dtype, module.config) as config:
@@ -162,7 +165,8 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
 
 @contextmanager
 def _default(dtype: torch.dtype | None, config: Any) -> Iterator[Any]:
-    """Inside, this is the default dtype of tensors, and of configurations that name it."""
+    """Context manager that sets torch's default dtype, and yields a copy of `config` with this dtype; with None, yields
+    `config` itself."""
     from transformers import PretrainedConfig
 
     if dtype is None:
@@ -181,7 +185,7 @@ def _default(dtype: torch.dtype | None, config: Any) -> Iterator[Any]:
 
 
 def storageless(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    """A tensor of the same shape that takes the memory of one number."""
+    """A zero tensor of the same shape that stores only one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
 
 

@@ -1,13 +1,13 @@
-"""Packed: weights of a frozen base in 4 or 8 bits, which a stage packs as it loads them.
+"""Packed: 4-bit and 8-bit weights of a frozen base model, which a stage quantizes as it loads them.
 
     in the checkpoint          in the stage
-    (out, in), 16 bits   --->  (out * in / 2, 1), uint8, and a scale for every 64 values
+    (out, in), 16-bit    --->  (out * in / 2, 1), uint8, and a scale for every 64 values
                          --->  (out, in), int8, and a scale for every row
 
-A packed weight is a frozen parameter of its own shape from the beginning, also on meta: it is traced, released and
-allocated like any other, and a process unpacks one layer at a time. The packing and the products are those of
-bitsandbytes (Dettmers et al. 2022 and 2023, arXiv:2208.07339, arXiv:2305.14314), which is imported only if it is
-used.
+A packed weight is a frozen parameter that has its quantized shape from the start, also on meta. It is traced, released
+and allocated like any other parameter, and a process dequantizes one layer at a time. bitsandbytes (Dettmers et al.
+2022 and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products; it is imported only
+if needed.
 """
 
 from abc import ABC, abstractmethod
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 UNWRITTEN = (
     "the base weights of this model are quantized, and cannot be saved as a model folder. "
     "Save the adapters with booster.save_lora_as_pretrained, or the training state with "
-    "pipeshard.save_training_state. To merge them, load the checkpoint in one process without "
+    "pipeshard.save_training_state. To merge the adapters, load the base model in one process without "
     "quantization_config, then call PeftModel.from_pretrained(model, <folder>) and merge_and_unload()"
 )
 
 
 class Packed(nn.Module, ABC):
-    """A layer whose weight is packed.
+    """A layer with a quantized weight.
 
     Attributes:
-        mark: the attribute by which peft recognizes a model with such layers.
-        whole_shape: the shape that the weight has in a checkpoint.
+        mark: the model attribute by which peft recognizes a model with such layers.
+        whole_shape: the shape of the weight in a checkpoint.
     """
 
     mark: ClassVar[str]
@@ -39,11 +39,11 @@ class Packed(nn.Module, ABC):
     @property
     @abstractmethod
     def scales(self) -> int:
-        """The bytes of the scales of the weight, also on meta."""
+        """The size of the weight's scales in bytes, also on meta."""
 
     @abstractmethod
     def pack(self, value: Tensor) -> None:
-        """Store the packed values of a weight of `whole_shape`, on any device."""
+        """Quantize `value`, of `whole_shape` and on any device, and store it as the weight."""
 
     @abstractmethod
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
@@ -54,11 +54,11 @@ class Packed(nn.Module, ABC):
 
     @abstractmethod
     def like(self, linear: nn.Module) -> "Packed":
-        """A layer with the values of another linear layer, packed like this one."""
+        """A layer with the values of `linear`, quantized like this one."""
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, Packed]]:
-    """Each packed layer, and the full name of its weight."""
+    """The full name of each quantized weight, and its layer."""
     for path, module in model.named_modules():
         if isinstance(module, Packed):
             yield f"{path}.weight" if path else "weight", module
@@ -69,8 +69,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def quantize_as(model: nn.Module, built: Any, names: Mapping[str, str]) -> None:
-    """Pack the layers of `built` (with values) that are packed in `model`; `names` maps the tensors of `model` to their
-    names in `built`."""
+    """Quantize the layers of `built` that are quantized in `model`; `built` has values, and `names` maps the tensor
+    names of `model` to those of `built`."""
     for name, layer in packed_layers(model):
         path = names[name].removesuffix(".weight")
         built.set_submodule(path, layer.like(built.get_submodule(path)))

@@ -1,6 +1,7 @@
-"""Packed linear: the common base of the 4-bit and 8-bit linear layers; each is bitsandbytes' own, packed from the
-start. A layer computes what bitsandbytes' layer computes, but does not modify itself in a forward: bitsandbytes' layers
-cast their bias in place, and some replace their weight.
+"""PackedLinear: the common base class of the 4-bit and 8-bit linear layers.
+
+Each subclass computes the same as the bitsandbytes layer that it extends, but does not modify itself in a forward:
+bitsandbytes' layers cast their bias in place, and some replace their weight.
 """
 
 from abc import abstractmethod
@@ -15,13 +16,13 @@ from pipeshard.split.packed import Packed
 
 
 class PackedLinear(Packed):
-    """A layer of bitsandbytes whose weight is packed.
+    """A linear layer of bitsandbytes with a quantized weight.
 
     Attributes:
-        layer_class: the bitsandbytes class that it is made from.
-        weight_class: the class of its weight, which can be copied on meta.
-        is_transposed: whether a checkpoint has the weight as (in, out).
-        values_dtype: the dtype of the values before they are packed.
+        layer_class: the bitsandbytes class of the layers that `take_over` converts.
+        weight_class: the class of the weight, which can be deep-copied on meta.
+        is_transposed: whether a checkpoint stores the weight as (in, out).
+        values_dtype: the dtype of the values before quantization.
     """
 
     layer_class: ClassVar[type[nn.Module]]
@@ -32,8 +33,8 @@ class PackedLinear(Packed):
 
     @abstractmethod
     def blank(self, *sizes: Any) -> Any:
-        """A bitsandbytes layer on meta that packs like this one, with these numbers of inputs and outputs, and with or
-        without a bias."""
+        """A bitsandbytes layer on meta with the same quantization options. `sizes` are the numbers of inputs and
+        outputs, and whether the layer has a bias."""
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
@@ -43,15 +44,15 @@ class PackedLinear(Packed):
         return nn.functional.linear(x, self._shaped(x.dtype), self.bias) if self.weight.is_meta else self.product(x)
 
     def _shaped(self, dtype: torch.dtype) -> Tensor:
-        """A weight on meta with its unpacked shape, in the packed storage: a trace counts its flops, but no memory for
-        it."""
+        """A view of the packed meta weight with the unquantized shape: a trace counts the flops of the product, but no
+        memory for the weight."""
         one = self.weight.data.flatten().view(torch.uint8)[: dtype.itemsize].view(dtype)
         return one.expand(self.whole_shape[:: -1 if self.is_transposed else 1])
 
     @classmethod
     def take_over(cls, module: nn.Module, dtype: torch.dtype) -> None:
-        """Turn a bitsandbytes layer on meta, whose values have this dtype before they are packed, into a layer of this
-        class. The module stays the same object."""
+        """Convert `module`, if it is a `layer_class` on meta, into a layer of this class, in place; `dtype` is the
+        dtype of the values before quantization."""
         if type(module) is not cls.layer_class:
             return
         layer: Any = module
@@ -65,10 +66,10 @@ class PackedLinear(Packed):
             give(layer.bias, layer.bias.data.to(dtype))
 
     def begin(self) -> None:
-        """Record what packing needs."""
+        """Record the options that `pack` needs."""
 
     def like(self, linear: nn.Module) -> Self:
-        """A layer with the values of another linear layer, which has values, packed like this one."""
+        """A layer with the values of `linear`, quantized like this one."""
         values: Any = linear
         sizes = tuple(values.weight.shape)[:: 1 if isinstance(linear, Conv1D) else -1]
         made: Any = self.blank(*sizes, values.bias is not None)
@@ -81,7 +82,7 @@ class PackedLinear(Packed):
         return made.requires_grad_(False)
 
     def as_computed(self, value: Tensor) -> Tensor:
-        """A weight of `whole_shape` as (out, in)."""
+        """A weight of `whole_shape` as a contiguous (out, in) tensor of `values_dtype`."""
         return (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

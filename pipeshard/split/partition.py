@@ -1,7 +1,7 @@
 """Partition: the assignment of unit calls to stages, and its criteria.
 
-Cutting a list of layers into equal parts balances neither embeddings nor heads. Here the calls of a Dataflow are cut so
-that the most expensive stage costs as little as possible.
+Splitting a list of layers into equal parts ignores the cost of embeddings and heads. Here the calls of a Dataflow are
+divided so that the most expensive stage costs as little as possible.
 """
 
 import itertools
@@ -19,14 +19,15 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.units import CutPoint
 from pipeshard.hf import recomputes
 
-Cuts = str | Sequence[int] | Sequence[str]  # a rule by name, the unit calls of each stage, or modules to cut after
-# What moving one number costs, in floating-point operations: about 5 per byte on a CPU core.
+Cuts = str | Sequence[int] | Sequence[str]  # a rule's name, the unit calls per stage, or the modules to cut after
+# The cost of moving one element, in floating-point operations: about 5 per byte on a CPU core.
 ELEMENT = 20.0
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The stage of every unit call, by unit and occurrence, so that it holds for every batch structure."""
+    """The stage of every unit call. Calls are keyed by unit and occurrence, so that a partition applies to every batch
+    structure; `calls` is the number of calls of each unit."""
 
     num_stages: int
     stages: Mapping[tuple[str, int], int]
@@ -34,16 +35,16 @@ class Partition:
 
     @classmethod
     def of(cls, flow: Dataflow, counts: Sequence[int]) -> Self:
-        """The first counts[0] calls of `flow` on stage 0, the next counts[1] on stage 1, ..."""
+        """Assign the first counts[0] calls of `flow` to stage 0, the next counts[1] to stage 1, ..."""
         stages = itertools.chain.from_iterable([stage] * count for stage, count in enumerate(counts))
         calls = Counter(call.unit for call in flow.calls)
         return cls(len(counts), dict(zip(flow.occurrences, stages, strict=True)), calls)
 
     def of_calls(self, flow: Dataflow) -> tuple[int, ...]:
-        """The stage of each call of `flow`; a unit that is called more often than planned runs on the stage of its last
-        planned call.
+        """The stage of each call of `flow`. If `flow` calls a unit more often than the partition, the additional calls
+        are on the stage of the unit's last call.
 
-        Raises TraceError if `flow` does not run the units in the planned order.
+        Raises TraceError if `flow` calls a unit that the partition does not contain, or its stages are out of order.
         """
         known = [(unit, min(k, self.calls.get(unit, 0) - 1)) for unit, k in flow.occurrences]
         new = [unit for unit, k in known if k < 0]
@@ -51,14 +52,14 @@ class Partition:
         if new or list(stages) != sorted(stages):
             what = f"calls {new[0]}, which the partition does not contain" if new else "calls units out of order"
             raise TraceError(
-                f"with this batch the model {what}. Pass dry_run_input=<a batch of this kind> to PipelinePlugin, "
+                f"with this batch, the model {what}. Pass dry_run_input=<a batch of this kind> to PipelinePlugin, "
                 "or use one kind of batch per boost"
             )
         return stages
 
 
 def named_modules_of(partition: Cuts) -> list[str]:
-    """The modules that a partition lists."""
+    """The names of modules in a partition that is a list; otherwise []."""
     return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
 
 
@@ -70,7 +71,7 @@ def is_profile(partition: Cuts) -> TypeGuard[str]:
 def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
     """The relative speed of each rank in "speed:1.0,0.6"; None for other partitions.
 
-    Raises ConfigurationError if they are not positive numbers, or not as many as `ranks`.
+    Raises ConfigurationError if the speeds are not positive, finite numbers, or their number differs from `ranks`.
     """
     name, _, listed = partition.partition(":") if isinstance(partition, str) else ("", "", "")
     if name != "speed":
@@ -80,17 +81,19 @@ def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
     except ValueError:
         speeds = []
     if not speeds or not all(0 < speed < math.inf for speed in speeds):
-        raise ConfigurationError(f"partition={partition!r}: write the speed of each rank, such as 'speed:1.0,0.6'")
+        raise ConfigurationError(
+            f"partition={partition!r}: speeds must be positive numbers, one per rank, such as 'speed:1.0,0.6'"
+        )
     if ranks not in (None, len(speeds)):
         raise ConfigurationError(
-            f"partition={partition!r} has {len(speeds)} speeds: write one for each of {ranks} ranks"
+            f"partition={partition!r} has {len(speeds)} speeds for {ranks} ranks: pass one speed per rank"
         )
     return speeds
 
 
 class Cost(NamedTuple):
-    """Times of one unit call: forward, backward without the weight gradients that can be deferred, and these weight
-    gradients."""
+    """The times of one unit call: `weight` is the time of the weight gradients that can be deferred, `backward` that of
+    the rest of the backward."""
 
     forward: float
     backward: float
@@ -106,12 +109,13 @@ def cost_of(
     frozen_flops: float = 0.0,
     recomputed: bool = False,
 ) -> Cost:
-    """Relative time of a unit call, in floating-point operations, from the `flops` and `elements` of one forward.
+    """The relative times of a unit call, in floating-point operations, from the `flops` and computed `elements` of one
+    forward.
 
     Both count three times (forward, input gradient, weight gradient), four times if the forward is recomputed. An
-    element computed counts as `ELEMENT` operations, and so does each trainable parameter, whose gradient is written
-    and accumulated: this accounts for embeddings. `waiting` is for layers whose weight gradient can be deferred,
-    `frozen` for parameters without a gradient.
+    element counts as `ELEMENT` operations, and a trainable parameter as twice that, since its gradient is written and
+    accumulated; this accounts for embeddings. The `waiting_` arguments are the part of layers whose weight gradient can
+    be deferred; `frozen_flops` are the operations saved by parameters without a gradient.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
@@ -120,7 +124,8 @@ def cost_of(
 
 
 def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
-    """Relative time of forward and backward of each call; `scale` is the size of a microbatch relative to the trace."""
+    """The relative time of each call, forward plus backward; `scale` is the size of a microbatch relative to the traced
+    batch."""
     costs = []
     for call in flow.calls:
         unit = units[call.unit]
@@ -133,9 +138,11 @@ PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:
 
 
 def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]], num_stages: int) -> list[float]:
-    """The weight of each unit call; `units` has the unit of each, and `costs` their times.
+    """The weight of each unit call in the balance; `by` is the name of a rule, `units` has the unit of each call, and
+    `costs` returns the calls' times.
 
-    Raises ConfigurationError for an unknown name, PartitionError for a type with too few units.
+    Raises ConfigurationError for an unknown name or an invalid regular expression, PartitionError for a type with fewer
+    unit calls than stages.
     """
     check_partition(by)
     if by == "auto" or is_profile(by) or speeds_of(by):
@@ -148,18 +155,18 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
 
 
 def check_partition(by: Cuts) -> None:
-    """Raise ConfigurationError for an unknown name."""
+    """Raise ConfigurationError if `by` is an unknown name."""
     if isinstance(by, str) and by not in PARTITIONS[:4] and not re.fullmatch("(profile|type|speed):.+", by):
         raise ConfigurationError(f"partition={by!r} is unknown: use one of {PARTITIONS}, or a list")
 
 
 def type_name(unit: nn.Module) -> str:
-    """The name of a unit's class, or of the function or the module that it stands for (`pipeshard_type`)."""
+    """The name of a unit's class, or of the function or module that the unit wraps (`pipeshard_type`)."""
     return str(getattr(unit, "pipeshard_type", type(unit).__name__))
 
 
 def _of_type(pattern: str, units: Sequence[nn.Module], num_stages: int) -> list[float]:
-    """1 for each unit whose class the pattern matches, 0 for the others."""
+    """1 for each unit whose type name matches the pattern, 0 for all other units."""
     try:
         matches = [bool(re.search(pattern, type_name(unit), re.IGNORECASE)) for unit in units]
     except re.error as error:
@@ -167,7 +174,7 @@ def _of_type(pattern: str, units: Sequence[nn.Module], num_stages: int) -> list[
     if sum(matches) < num_stages:
         classes = ", ".join(sorted(set(map(type_name, units))))
         raise PartitionError(
-            f"partition='type:{pattern}' matches {sum(matches)} unit calls, too few for {num_stages} stages: "
-            f"the units' classes are {classes}"
+            f"partition='type:{pattern}' matches {sum(matches)} unit calls, too few for {num_stages} stages. "
+            f"Choose from the classes of the units: {classes}"
         )
     return [float(match) for match in matches]

@@ -1,12 +1,12 @@
-"""Policy: the four questions a stage asks about its part of a model, answered from the Dataflow.
+"""Policy: the units and parameters that a stage holds, shares and runs, derived from the Dataflow.
 
-A framework that cuts models by hand needs one class per architecture that lists layers, ties and forwards. Here the
-trace finds all of them, so the base class serves every model. A custom policy overrides only the answers that a trace
-cannot give: the time that units take, and the place of the cuts.
+If models are split by hand, each architecture needs a class that lists its layers, ties and forwards. Here the trace
+finds all of these, so the base class works for every model. A custom policy overrides only decisions that a trace
+cannot make: the costs of units, and the positions of the cuts.
 
 The model's glue runs on every stage, but each stage has only some of the activations, parameters and generators. Glue
-that branches on an activation, changes a parameter, or listens to a gradient would behave differently on each stage.
-The Dataflow shows such glue, and it is refused at boost and for every new kind of batch.
+that branches on an activation, changes a parameter, or hooks a gradient would behave differently on each stage. At
+boost and for every new kind of batch, the functions below find such glue in the Dataflow and raise an error.
 """
 
 import importlib
@@ -30,25 +30,25 @@ from pipeshard.split.ties import Ownership, refuse_overlaps
 
 
 class Policy:
-    """The units and parameters that one stage of a model holds, shares and runs. The four questions are
-    `distribute_layers`, `get_held_layers`, `get_shared_params` and `replace_forward`; `costs` determines the first
-    answer.
+    """The units and parameters that one stage of a model holds, shares and runs. Its four methods are
+    `distribute_layers`, `get_held_layers`, `get_shared_params` and `replace_forward`; the first balances `costs`.
 
     Args:
-        stage: this process's place among `num_stages`, its rank in the pipeline.
-        partition: "auto" (by cost), "uniform" (equally many units), "parameters", "profile" (by measured cost),
-            "type:REGEX" (equally many units whose class name matches, in any case), "speed:1.0,0.6" (by cost over the
-            relative speed of each rank), how many unit calls each stage gets, or the units to cut after.
-        scale: the size of a microbatch relative to the batch of the trace.
-        placement: the process of each part of the model, if a process runs several; by default one part each.
-        costs: costs of the unit calls, if better ones than the trace's are known.
+        stage: this process's rank in the pipeline, below `num_stages`.
+        partition: "auto" (balances costs), "uniform" (numbers of units), "parameters" (numbers of parameters),
+            "profile" (measured costs), "type:REGEX" (numbers of units whose class name matches, ignoring case),
+            "speed:1.0,0.6" (costs divided by each rank's relative speed), a list of the number of unit calls per stage,
+            or of the modules to cut after.
+        scale: the size of a microbatch relative to the traced batch.
+        placement: the process of each part of the model; by default, each process runs one part.
+        costs: the costs of the unit calls, if known more exactly than from the trace.
 
     Attributes:
-        tp_plan: the tensor-parallel plan (`tp_size`) for a base model without its own: styles by module names, * for
-            numbers.
-        chunks: the parts of the model that this process runs, by their place in the model.
-        partition: the part that runs each unit call; `stages` has the same as one number per call of `flow`.
-        ownership: which processes hold and own each parameter.
+        tp_plan: the tensor-parallel plan for a base model that has none; maps module names, with * for numbers, to
+            styles.
+        chunks: the numbers of the parts of the model that this process runs.
+        partition: the Partition; `stages` lists the part that runs each call of `flow`.
+        ownership: the processes that hold and own each parameter.
     """
 
     tp_plan: ClassVar[Mapping[str, str] | None] = None
@@ -78,7 +78,7 @@ class Policy:
         refuse_overlaps(model, self.ownership.held)
 
     def distribute_layers(self, num_layers: int, num_stages: int) -> list[int]:
-        """How many of the `num_layers` unit calls, in their order, each stage runs."""
+        """The number of consecutive unit calls, of `num_layers` in total, that each stage runs."""
         by = self.partition_by
         if isinstance(by, str):
             weights, forbidden = self.weights(num_stages), forbidden_cuts(self.flow)
@@ -86,7 +86,7 @@ class Policy:
             speeds = self.speeds if ranks else None
             if not self.flow.ends_in_cut:
                 return balance(weights, num_stages, forbidden, ranks=ranks, speeds=speeds)
-            # The last stage may run no unit, only what the model does after the last CutPoint.
+            # The last stage may run no unit, only the glue after the last CutPoint.
             tail = self.scale * 3 * self.flow.tail if by == "auto" and self.known_costs is None else 0.0
             *counts, last = balance([*weights, tail], num_stages, forbidden, ranks=ranks, speeds=speeds)
             return [*counts, last - 1]
@@ -100,7 +100,8 @@ class Policy:
         return list(self.held_units.values())
 
     def shares(self, by: str | None = None) -> list[float]:
-        """The share of each stage in the bytes of the model's parameters, under the partition named `by`."""
+        """The fraction of the model's parameter bytes that each stage holds, in this partition or in the one named
+        `by`."""
         sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
         held, parts = self.ownership.held, len(self.placement)
         if by is not None:
@@ -110,26 +111,27 @@ class Policy:
         return [sum(sizes[name] for name in names) / max(1, sum(sizes.values())) for names in held]
 
     def get_shared_params(self) -> list[dict[int, nn.Parameter]]:
-        """One entry per parameter that several stages hold: stage -> parameter, in the same order on every rank."""
+        """For each parameter that several stages hold, a dict from these stages to the parameter; in the same order on
+        every rank."""
         parameters = dict(self.model.named_parameters())
         return [dict.fromkeys(holders, parameters[name]) for name, holders in self.ownership.shared().items()]
 
     def replace_forward(self) -> None:
-        """Make held units run, and all other units replay.
+        """Let `replay` answer unit calls: held units run, and all other units return received values.
 
-        A module that was not called as a unit at boost never is later: a head whose weights only glue read stays with
-        the glue of the stage that holds them.
+        Modules that the trace did not call as units are not intercepted: a head whose weights only glue reads remains
+        part of the glue.
         """
         called = {call.unit for call in self.flow.calls}
         for interception in intercept({name: unit for name, unit in self.units.items() if name in called}):
             interception.handler = self.replay
 
     def costs(self) -> list[float]:
-        """Relative time of each unit call."""
+        """The relative time of each unit call."""
         return call_costs(self.flow, self.units, self.scale) if self.known_costs is None else list(self.known_costs)
 
     def weights(self, num_stages: int) -> list[float]:
-        """The weight of each unit call, which a partition given by name balances over the stages."""
+        """The weight of each unit call that a named partition balances across the stages."""
         if str(self.partition_by).startswith("profile") and self.known_costs is None:
             raise ConfigurationError("partition='profile' requires measured costs: pass costs=profile.costs(flow)")
         units = [self.units[call.unit] for call in self.flow.calls]
@@ -137,7 +139,7 @@ class Policy:
 
     @property
     def speeds(self) -> list[float] | None:
-        """The relative speed of each stage's rank, if the partition names the ranks' speeds."""
+        """The relative speed of each stage's rank, if the partition lists speeds; otherwise None."""
         speeds = speeds_of(self.partition_by, self.num_stages)
         return speeds and [speeds[rank] for rank in self.placement]
 
@@ -149,7 +151,7 @@ class Policy:
         return self.units[name]
 
     def calls_of(self, name: str) -> list[int]:
-        """The numbers of the calls of this unit, or of all units inside the module of this name.
+        """The numbers of the calls of this unit, or of all units inside the module with this name.
 
         Raises PartitionError with similar names if the model calls no such unit.
         """
@@ -163,7 +165,7 @@ class Policy:
 
     @cached_property
     def replay(self) -> Replay:
-        """Answers the unit calls of this stage."""
+        """The Replay that answers unit calls on this stage."""
         return Replay(self.model, self.units, frozenset(self.held_units), self.stage, self.device)
 
     def _partition(self) -> Partition:
@@ -196,20 +198,20 @@ class Policy:
 
 
 def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int], placement: Sequence[int]) -> None:
-    """Refuse a model that stages could not run exactly. `stages[k]` is the part of the model that runs call k, and
-    `placement` the process of each part.
+    """Raise TraceError for a model that stages cannot run exactly. `stages[k]` is the part of the model that runs call
+    k, and `placement` the process of each part.
 
-    No stage has all values that glue may branch on. Of the activations, a stage has only its own; the last one also has
-    the inputs of the loss and the outputs, so it may branch on these after the last unit. Nor does a stage have all
-    state that a forward carries to the next: parameters that glue changes; generators, counters and buffers (of a
-    shared batch norm) that several stages advance.
+    Glue must not branch on activations, since each stage has only its own. The last stage also has the inputs of the
+    loss and the outputs, so glue after the last unit may branch on these. Nor may a forward leave state to the next
+    that no single stage can update: parameters that glue changes; generators, counters and buffers (of a shared batch
+    norm) that several stages advance.
     """
     if len(placement) == 1:
         return
     decisions = [*flow.decisions, *(() if _last_stage_can_decide(model, flow) else flow.late_decisions)]
     if decisions:
         raise TraceError(
-            f"{type(model).__name__} decides in Python on a value of a unit, which only the stage of the unit has: "
+            f"{type(model).__name__} decides in Python on a value of a unit that only the stage of the unit has: "
             f"{'; '.join(decisions)}. Compute the decision with tensor operations (torch.where), or in the forward of "
             "a separate module (including gradients that forward computes with autograd.grad), or use one stage "
             "(pp_size=1)"
@@ -223,15 +225,15 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
         if place.kind in ("parameter", "settled") and -1 in writers and (sources or is_repeated):
             raise TraceError(
                 f"the forward of {type(model).__name__} changes the parameter {place.name} outside its unit"
-                f"{f', based on {sources[0]}' if sources else ''}, which no stage can do for all: do it after "
-                "optimizer.step(), or inside the unit, or use one stage (pp_size=1)"
+                f"{f', based on {sources[0]}' if sources else ''}, but no stage can update it for all stages: change "
+                "the parameter after optimizer.step() or inside the unit, or use one stage (pp_size=1)"
             )
         is_moved = place.name in place.uses.kept and "_buffers" in [step.key for step in place.path[-2:]]
         if (is_moved or place.kind in ("generator", "number")) and len(writers) > 1:
             raise TraceError(
                 f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} "
-                f"{place.name}, but are on several stages, which have separate copies of it: give each layer its "
-                "own, or move this out of all layers into the model's forward, or use one stage (pp_size=1)"
+                f"{place.name}, but run on several stages, which have separate copies of it: give each layer its "
+                "own, move this code out of all layers into the model's forward, or use one stage (pp_size=1)"
             )
 
 
@@ -245,8 +247,8 @@ def _last_stage_can_decide(model: nn.Module, flow: Dataflow) -> bool:
 
 
 def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:
-    """Refuse a gradient hook of glue that would not receive the whole gradient exactly once: every stage that reads the
-    tensor runs that glue, and so may the stage that computed it."""
+    """Raise TraceError for a gradient hook of glue that would not receive the full gradient exactly once: every stage
+    that reads the tensor runs this glue, and the stage that computed the tensor may also run it."""
     ends = {stage: k for k, stage in enumerate(stages)}
     for number, hook in enumerate(flow.hooks):
         readers = {stage for call, stage in zip(flow.calls, stages) if number in call.reads.hooks}
@@ -256,8 +258,8 @@ def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None
         if len(readers | (passing if hook.home is not None else set())) > 1:
             raise TraceError(
                 f"the model registers a gradient hook on a tensor that several stages use ({hook.line}), and each of "
-                "them has only a part of its gradient. Register the hook on a tensor inside a layer, or cut elsewhere "
-                "(partition=[...])"
+                "these stages has only a part of the tensor's gradient. Register the hook on a tensor inside a layer, "
+                "or cut elsewhere (partition=[...])"
             )
 
 
@@ -269,8 +271,8 @@ def refuse_backward_hooks(
     partition: Partition,
     outputs: Wanted,
 ) -> None:
-    """Refuse a module's backward hook if no stage has all gradients that it receives: on a module `around` units, or on
-    a unit with a result that gets a gradient and crosses a cut. Raises UsageError."""
+    """Raise UsageError for a module's backward hook if no stage has all of the hook's gradients: if the module contains
+    units (`around`), or is a unit with a result that has a gradient and crosses a cut."""
     hooked = {m for m in (*around, *units.values()) if m._backward_hooks or m._backward_pre_hooks}
     if not hooked or partition.num_stages == 1:
         return
@@ -287,16 +289,16 @@ def refuse_backward_hooks(
             )
 
 
-SHIPPED = "pipeshard.policies"  # the folder with the plans of tensor parallelism
+SHIPPED = "pipeshard.policies"  # the package with the tensor-parallel plans
 ENTRY_POINTS = "pipeshard.policies"  # the group; an entry point's name is a model type, its value a Policy
 _REGISTRY: dict[str | type[nn.Module], type[Policy]] = {}
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
 
 def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], PolicyClass]:
-    """Class decorator: use this Policy for models of these classes or with these `config.model_type`s.
+    """Class decorator that registers a Policy for models of these classes or with these `config.model_type`s.
 
-    It overrides entry points, and the policies in the folder policies/.
+    A registered policy takes precedence over those of entry points and of the folder policies/.
     """
 
     def register(policy: PolicyClass) -> PolicyClass:
@@ -308,10 +310,10 @@ def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], Pol
 
 def find_policy(model: nn.Module) -> type[Policy]:
     """The policy registered for the model's class, one of its bases, or its `config.model_type`; otherwise the policy
-    of an installed package's entry point, then the one in the folder policies/, then Policy. For a PeftModel, it is the
-    policy of the model inside, unless one is registered for the PeftModel itself.
+    of an installed package's entry point, of the folder policies/, or Policy itself, in this order. For a PeftModel,
+    the policy of its base model, unless one is registered for the PeftModel.
 
-    Raises ConfigurationError for an entry point that does not load.
+    Raises ConfigurationError if several entry points match, or the entry point does not load.
     """
     model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
     _, base = without_adapters(model)
@@ -343,7 +345,7 @@ def _advertised(model_type: str) -> type[Policy] | None:
 
 @cache
 def _shipped(model_type: str) -> type[Policy] | None:
-    """The policy from the folder policies/, which is missing in a source tree that is not installed."""
+    """The policy from the folder policies/, or None. Without an installation, the folder is missing."""
     plans = importlib.import_module(SHIPPED).TP_PLANS if util.find_spec(SHIPPED) else {}
     if model_type not in plans:
         return None

@@ -1,4 +1,4 @@
-"""Quantized: a model on meta whose linear layers are packed, by a `quantization_config`."""
+"""Quantized: a model on meta whose linear layers are quantized by a `quantization_config`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), or 
 
 
 def quantize_blank(model: Any, config: Any) -> None:
-    """Pack the linear layers of a transformers model on meta; transformers decides which layers.
+    """Replace linear layers of a transformers model on meta with quantized ones; transformers selects the layers.
 
-    Raises ConfigurationError for any quantization other than 4 or 8 bits with bitsandbytes, if bitsandbytes is missing,
-    and for layers whose weight is tied to another one.
+    Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit and 8-bit, if bitsandbytes cannot be
+    imported, and if a weight to quantize is tied to another parameter.
     """
     refuse_other_ways(config)
     from transformers.quantizers import AutoHfQuantizer
@@ -38,19 +38,19 @@ def quantize_blank(model: Any, config: Any) -> None:
         for kind in (Linear4bit, Linear8bit):
             kind.take_over(module, model.dtype)
     quantizer.postprocess_model(model)
-    quantizer.is_serializable = refuse_to_save  # which save_pretrained asks
-    model.hf_quantizer = quantizer  # Trainer asks it whether the model can be trained
+    quantizer.is_serializable = refuse_to_save  # called by save_pretrained
+    model.hf_quantizer = quantizer  # Trainer reads from it whether the model can be trained
 
 
 def refuse_other_ways(config: Any) -> None:
-    """Raise ConfigurationError for any quantization config except 4 or 8 bits with bitsandbytes."""
+    """Raise ConfigurationError for any quantization config except bitsandbytes' 4-bit and 8-bit."""
     if not isinstance(config, QuantizationConfigMixin):
-        raise ConfigurationError(f"quantization_config is a {type(config).__name__}. {ADVICE}")
+        raise ConfigurationError(f"quantization_config has the unsupported type {type(config).__name__}. {ADVICE}")
     method = getattr(config.quant_method, "value", config.quant_method)
     if method != METHOD:
         raise ConfigurationError(f"quantization_config: the method {method} is not supported. {ADVICE}")
     if not (config.load_in_4bit or config.load_in_8bit):
-        raise ConfigurationError(f"quantization_config: load_in_4bit and load_in_8bit are False. {ADVICE}")
+        raise ConfigurationError(f"quantization_config: load_in_4bit and load_in_8bit are both False. {ADVICE}")
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigurationError(
             "quantization_config: llm_int8_has_fp16_weight=True keeps the weights in 16 bits. Omit this option"
@@ -58,19 +58,19 @@ def refuse_other_ways(config: Any) -> None:
 
 
 def refuse_to_save() -> bool:
-    """Raise CheckpointError: a state_dict of stages does not contain the scales."""
+    """Raise CheckpointError, since a stage's state_dict does not contain the scales."""
     raise CheckpointError(UNWRITTEN)
 
 
 def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Raise ConfigurationError if a tensor was tied to another one before its layer was packed; each argument is a
-    mapping of names to first names."""
+    """Raise ConfigurationError if quantization has broken a tie; `before` and `after` map each parameter name to its
+    first name."""
     for name, first in before.items():
         if after[name] != first:
             layer = name.rpartition(".")[0]
             raise ConfigurationError(
-                f"quantization_config packs {layer}, but {name} is the same tensor as {first}, and shared tensors "
-                f"cannot be packed. Add {layer!r} to llm_int8_skip_modules, or omit quantization_config"
+                f"quantization_config quantizes {layer}, but {name} is tied to {first}, and tied parameters "
+                f"cannot be quantized. Add {layer!r} to llm_int8_skip_modules, or omit quantization_config"
             )
 
 

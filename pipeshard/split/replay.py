@@ -1,9 +1,9 @@
-"""Replay: on a stage, held units run, and the other units return values that other stages have sent.
+"""Replay: a stage's run of the model's forward, in which the units of other stages return received values.
 
-Frameworks that cut a model by hand rewrite its forward for every stage. Here the model's own forward runs on every
-stage, and a Replay answers each call of a unit: a unit of this stage computes; a unit of another stage returns received
-activations, or blanks if nothing on this stage depends on them. The results of held units are checked against the
-trace, which tells the other stages what they receive.
+If a model is split by hand, its forward is rewritten for every stage. Here the model's own forward runs on every stage,
+and a Replay answers each call of a unit: a held unit computes; any other unit returns received activations, or blanks
+if nothing on this stage depends on its result. The results of held units are checked against the trace, which defines
+the shapes and types that other stages receive.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,44 +41,44 @@ from pipeshard.split.route import Blank, Route, Save, Step, recomputes_itself, r
 from pipeshard.split.zeros import Zeros
 
 UNFROZEN = (
-    "Freeze or unfreeze parameters between steps, turn activation recompute on before booster.boost, and detach the "
-    "result of a layer always or never"
+    "Freeze or unfreeze parameters only between steps, turn activation recomputation on before booster.boost, and "
+    "detach a layer's result either always or never"
 )
 SHAPES = (
     "Shapes and dtypes must depend only on the batch's sizes, not on values of activations, or of parameters and "
     "buffers that training changes (nonzero, unique, boolean masks, int(parameter)): return a tensor of a fixed size "
-    "and a mask, or cut before the unit (partition=[...]), because the last stage supports any sizes. If they do "
-    "depend only on sizes, pass dry_run_input=<a batch like this one>, and remove any hook or autocast around "
-    "execute_pipeline that changes them"
+    "and a mask, or cut before the unit (partition=[...]) to run it on the last stage, which supports any sizes. If "
+    "they depend only on sizes, pass dry_run_input=<a batch like this one>, and remove any hook, or autocast around "
+    "execute_pipeline, that changes them"
 )
-PLACE = "Other stages would see a stale value. Return it as a tensor, or update it identically in every forward"
-PLAIN_TENSOR = "Other stages get only its values: return the rest as a tensor, or cut elsewhere (partition=[...])"
+PLACE = "Other stages would see a stale value. Return the value as a tensor, or update it identically in every forward"
+PLAIN_TENSOR = "Other stages receive only its values: return other data as a tensor, or cut elsewhere (partition=[...])"
 CONSTANT = (
-    "Other stages use the non-tensor results of a unit from the trace, so these results must not depend "
+    "Other stages take the non-tensor results of a unit from the trace, so these results must not depend "
     "on the values of tensors: return a tensor (x.max(), not x.max().item()), or cut before the unit "
-    "(partition=[...]), because the last stage may decide on values"
+    "(partition=[...]) to run it on the last stage, which may decide on values"
 )
 
 
 WRITES, OF_A_LEAF = "changes an argument in place", "a leaf Variable that requires grad"
 WRITTEN = (
-    "Other stages, and readers of that tensor, do not see the change: modify a copy in the unit (x = x.clone()), "
+    "Other stages and other readers of the tensor do not see the change: modify a copy in the unit (x = x.clone()), "
     "or modify the argument in every forward, regardless of its values"
 )
-WITH_CACHE = "It returns a different structure with a cache than without: generate without a cache (use_cache=False)"
+WITH_CACHE = "The unit returns a different structure with a cache: generate without a cache (use_cache=False)"
 Listener = Callable[[Any, Any], None]
-ZEROS = -2  # among what is proven of a route
+ZEROS = -2  # the entry in Route.proven for zeros
 
 
 class StageDone(BaseException):
-    """Leaves the model's forward after the last unit of the stage, or once everything for the next forward is kept."""
+    """Raised to leave the forward after the stage's last unit, or once the state for the next forward is kept."""
 
 
 @dataclass(slots=True)
 class Run:
-    """The state of one forward: values received and `leaving`, and the next call; `inside` while a unit runs. A run
-    with a `listener` has a cache, so units may return other sizes than in the trace, and write to their arguments; the
-    listener receives the arguments of every call."""
+    """The state of one forward: the values `received` by the stage and `leaving` it, and the number of the next call;
+    `inside` is set while a unit runs. A `listener` receives the arguments of every call; a run with a listener uses a
+    cache, so units may return other sizes than in the trace, and write to their arguments."""
 
     route: Route
     received: Mapping[Value, Tensor]
@@ -91,8 +91,8 @@ class Run:
 
 
 class Again:
-    """Around every further run of a unit; a unit that calls `autograd.grad` itself has several. Units that are called
-    inside it belong to it, as in the first run."""
+    """Context manager for every recomputation of a unit; there are several if the unit itself calls `autograd.grad`.
+    Units called inside are part of this unit, as in the first run."""
 
     def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
         self.replay, self.draw = replay, draw
@@ -108,7 +108,7 @@ class Again:
 
 
 class Replay:
-    """Answers the unit calls of one stage's model; `held` are the units this stage has parameters of."""
+    """Answers the unit calls of one stage's model; `held` are the names of the units that this stage runs."""
 
     def __init__(
         self, model: nn.Module, units: Mapping[str, nn.Module], held: frozenset[str], stage: int, device: torch.device
@@ -118,24 +118,24 @@ class Replay:
         self.units, self.held, self.stage, self.device = units, held, stage, device
         self.randomness = Randomness(device)
         self.active: Run | None = None
-        self.outside: Handler | None = None  # what answers calls that are made outside of forwards
-        self.recomputing, self.proves = False, True  # whether what units leave at places is compared with the trace
+        self.outside: Handler | None = None  # the handler of calls outside of forwards
+        self.recomputing, self.proves = False, True  # proves: compare the state that units leave with the trace
         self.repeats = Repeats(self.randomness)
-        self.save: Save | None = None  # where recomputed units save their arguments
-        self._blanks: dict[tuple[Any, Blank], Tensor] = {}  # of the last step
-        self._used: dict[tuple[Any, Blank], Tensor] = {}  # of this one
-        self._zeros: Zeros | None = None  # while they are followed
+        self.save: Save | None = None  # moves away the arguments of recomputed units
+        self._blanks: dict[tuple[Any, Blank], Tensor] = {}  # used in the last step
+        self._used: dict[tuple[Any, Blank], Tensor] = {}  # used in this step
+        self._zeros: Zeros | None = None  # while zeros are tracked
 
     def end(self) -> None:
-        """After a step: keep the blanks that the next step may need, and discard blanks of other lengths."""
+        """End a step: keep the blanks that were used in the step, and discard all others."""
         self.repeats.clear()
         self._blanks, self._used = (self._used or self._blanks), {}
 
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
-        """Around a microbatch on a route: track the zeros in place of values that were not sent. Only the first
-        microbatch is tracked, unless the route's glue depends on activations: then any microbatch may read unit results
-        that the trace did not."""
+        """Context manager for a microbatch on a route that tracks the zeros in place of unsent values, and yields the
+        tracker or None. Only the first microbatch is tracked, unless the route's glue branches on activations: then any
+        microbatch may read unit results that the trace did not read."""
         has_branches = route.flow.has_branches and route.stop is None
         if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None
@@ -155,14 +155,14 @@ class Replay:
         batch: Batch | SliceCall,
         listener: Listener | None = None,
     ) -> tuple[Any, dict[Value, Tensor]]:
-        """Run this stage's part of the model on a microbatch; returns its output (None before the last stage) and the
-        values that leave."""
+        """Run this stage's part of the model on a microbatch; returns the model's output (None before the last stage)
+        and the values that leave the stage."""
         self.active = run = Run(route, received, route.sizes(deltas), listener=listener)
         self.repeats.stage = route.stage
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
-            # `stop` calls are made before the stage leaves the forward: all if it is None, and no forward at all if 0.
+            # The stage leaves the forward after `stop` calls; None means all of them, 0 that no forward runs.
             output = batch.call(self.model) if route.stop != 0 else None
         except StageDone:
             output = None
@@ -171,7 +171,7 @@ class Replay:
         if run.next < (len(route.steps) if route.stop is None else route.stop):
             raise self._lost(run, "the forward ended")
         return output, {
-            # A value that this stage has received for later ones is passed on.
+            # Values that this stage has received for later stages are forwarded.
             value: run.leaving[value] if value in run.leaving else received[value]
             for value in route.leaves.values
         }
@@ -182,7 +182,7 @@ class Replay:
             return self.outside(unit, original, args, kwargs)
         if run is None:  # recomputation during backward, or a user's own call
             return original(*args, **kwargs) if self.recomputing else self._repeated(unit, original, args, kwargs)
-        if run.inside:  # called by another unit: part of that one
+        if run.inside:  # called by another unit, and part of it
             return original(*args, **kwargs)
         number, steps = run.next, run.route.steps
         if number >= len(steps) or steps[number].unit != unit:
@@ -200,11 +200,12 @@ class Replay:
         if run.next == run.route.stop:
             raise StageDone
         if run.route.flow.glue_random:
-            repeat.after = self.randomness.at(2 * run.next)  # the glue after this call, on whichever stages it runs
+            repeat.after = self.randomness.at(2 * run.next)  # for the glue after this call, on every stage
         return result
 
     def _answer(self, step: Step, run: Run, sizes: list[Any], args: Any, kwargs: Any) -> Any:
-        """The result of a unit of another stage; also writes the values that it left at other places in the trace."""
+        """The result of another stage's unit; also writes the values that the unit leaves at other places in the
+        trace."""
         if step.plain:
             return self._leaf(step.leaves[0], sizes[0], run)
         of_result = step.parts[0].tree.num_leaves
@@ -213,12 +214,13 @@ class Replay:
         return answer(self.units[step.unit], step.parts, leaves, (args, kwargs))
 
     def _repeated(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a call in the backward pass, made by a checkpoint around the unit or by the user's own code."""
+        """Answer a call outside of a forward: from a checkpoint that contains the unit, in the backward pass, or from
+        user code."""
         repeat = self.repeats.pop(unit)
         if unit not in self.held and repeat is None:
             raise UsageError(
                 f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly. Use "
-                "booster.execute_pipeline(...), or model.generate(...) of the model that boost returned to generate"
+                "booster.execute_pipeline(...), or to generate, model.generate(...) of the model that boost returned"
             )
         repeat = repeat or Repeat()
         repeat.before()
@@ -245,7 +247,7 @@ class Replay:
     def _called(
         self, step: Step, run: Run, forward: Callable[..., Any], arguments: Any
     ) -> tuple[Any, list[tuple[Source, Any]]]:
-        """The result of a held unit, and the values that it leaves at other places for other stages."""
+        """Run a held unit; returns its result, and the values that it leaves at other places for other stages."""
         args, kwargs = arguments
         run.inside = True
         try:
@@ -264,9 +266,10 @@ class Replay:
 
     @contextmanager
     def _proving(self, step: Step, run: Run, arguments: Any) -> Iterator[None]:
-        """Around a unit's first run on a route: check that it changes exactly what it changed in the trace."""
+        """Context manager for a unit's first run on a route: checks that the unit changes the same state as in the
+        trace."""
         number, unit, proven = run.next - 1, self.units[step.unit], run.route.proven
-        # What hooks inside are called with is repeated by `answer`.
+        # For a unit with hooks inside, `answer` repeats the hooks' calls instead.
         if not self.proves or run.listener is not None or number in proven or listened(unit):
             yield
             return
@@ -279,8 +282,8 @@ class Replay:
         proven.add(number)
 
     def _prove(self, step: Step, before: Snapshot, arguments: Any, run: Run) -> None:
-        """On the first run on a route, check that a unit leaves the same at places as in the trace, except numbers and
-        other constants that no other code could read."""
+        """Raise TraceError unless a unit leaves the same tensors and constants at places as in the trace; constants
+        that no other code could read may differ."""
         unit, traced, start = self.units[step.unit], {}, 0
         sizes = run.sizes[run.next - 1]  # a count follows from the batch's sizes
         expected = [leaf if size is None else size for leaf, size in zip(step.leaves, sizes)]
@@ -301,12 +304,12 @@ class Replay:
                 raise self._differs(step, run, place, "no such change", None, PLACE)
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
-        """The leaves of a held unit's result; raises TraceError if they are not of the kinds in the trace."""
+        """The leaves of a held unit's result; raises TraceError if their kinds differ from those in the trace."""
         kind = step.tensor
         if kind is not None and isinstance(result, Tensor) and result.dtype is kind.dtype:
             is_alike = kind.requires_grad or not result.requires_grad
             if is_alike:
-                return [result]  # as almost always, and at once
+                return [result]  # the most frequent case
         is_tuple = step.tensors and type(result) is tuple and len(result) == len(step.tensors)
         if is_tuple and all(map(_is_like, result, step.tensors)):
             return list(result)
@@ -348,7 +351,7 @@ class Replay:
             return tensor.clone() if leaf in run.route.flow.written else tensor
         if not isinstance(leaf, Blank):
             return leaf if shape is None else shape  # a constant, or a number that follows from the batch's sizes
-        # Nobody writes to what leaves other than as a result, so that takes no memory: attentions may be large.
+        # Values other than the result are never written to, so one element is enough: attentions may be large.
         blank = self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
         if self._zeros is not None and (leaf.is_zero or self._zeros.has_branches):
             self._zeros.add(blank, run.route.steps[run.next - 1].unit)
@@ -359,10 +362,10 @@ class Replay:
         if blank is None:
             blank = torch.full(shape, kind.fill, dtype=kind.dtype, device=self.device)
         self._used[shape, kind] = blank
-        return blank.detach()  # glue may write to it, and must not leave its graph in ours
+        return blank.detach()  # glue may write to it, which must not add to the graph of the kept blank
 
     def _keep(self, step: Step, of_result: list[Any], asides: list[tuple[Source, Any]], run: Run) -> None:
-        """Keep the activations that later stages or the boundary need."""
+        """Store the values that leave the stage in `run.leaving`, after checking them."""
         contents = {source: tree_leaves(content) for source, content in asides}
         leaves = list(of_result)
         for source, tree in step.parts[1:]:
@@ -377,12 +380,12 @@ class Replay:
             run.leaving[value] = tensor.clone() if value in run.route.flow.written else tensor
 
     def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, step: Step, run: Run) -> None:
-        """Refuse results that differ from those in the trace: the next stage would misread them, or its connection
-        would break."""
+        """Raise TraceError if a value's type, dtype or shape differs from the trace: the next stage would misread the
+        value, or fail to receive it."""
         shape = run.sizes[value.call][value.leaf]
         if isinstance(tensor, Tensor) and (type(tensor) not in (Tensor, nn.Parameter) or _has_more(tensor)):
             more = ", ".join(_added(tensor)) or type(tensor).__name__
-            raise self._differs(step, run, f"has {more}", "a tensor", value.leaf, PLAIN_TENSOR)
+            raise self._differs(step, run, f"has {more}", "a plain tensor", value.leaf, PLAIN_TENSOR)
         is_like = isinstance(tensor, Tensor) and tensor.dtype == spec.dtype and tensor.ndim == len(shape)
         if not is_like or (tensor.shape != shape and run.listener is None):
             raise self._differs(step, run, f"is {_described(tensor)}", f"{shape} {spec.dtype}", value.leaf, SHAPES)
@@ -397,10 +400,10 @@ END = "the end"
 
 
 def other_way(what: str, expected: str) -> TraceError:
-    """The error to raise if a forward takes a different path than its trace."""
+    """The error for a forward that takes a different path than its trace."""
     return TraceError(
         f"{what} where the trace has {expected}: the code between units takes a different path than in the trace, by "
-        "chance (layerdrop), depending on a counter (a depth that grows with each forward), or depending on the batch. "
+        "chance (layerdrop), or because of a counter (a depth that grows with each forward) or of the batch. "
         "Turn layerdrop off, set a depth in an attribute of the model between steps, or pass dry_run_input=<a batch "
         "of this kind>"
     )
@@ -417,7 +420,7 @@ def _versions(arguments: Any) -> dict[Tensor, int]:
 
 
 def _has_more(tensor: Tensor) -> bool:
-    """Whether a tensor that a unit returned has been given attributes."""
+    """Whether a tensor that is not a parameter has additional attributes."""
     return bool(vars(tensor)) and not isinstance(tensor, nn.Parameter) and bool(_added(tensor))
 
 
@@ -434,7 +437,7 @@ def _constant(leaf: Any) -> str:
 
 
 def _is_as(leaf: Any, seen: Any) -> bool:
-    """Whether a constant equals the one in the trace, as far as they can be compared."""
+    """Whether a constant equals the one in the trace, or has its type if the two cannot be compared."""
     if isinstance(seen, Known):
         return True
     if not is_comparable(seen):

@@ -1,11 +1,11 @@
-"""Route: one stage's path through a Dataflow: which unit calls run, which are recomputed, and what they keep.
+"""Route: one stage's path through a Dataflow: the unit calls that it runs and recomputes, and the values that it keeps.
 
 torch.utils.checkpoint restores the global random state and assumes that arguments are unchanged. In a pipeline the
-microbatches of one stage interleave, so each run restores the random state of its own microbatch, and lists or objects
-among the arguments are restored to their contents; a tensor changed in place is refused.
+microbatches of one stage interleave, so each recomputation restores the random state of its own microbatch, and the
+contents of lists and objects among the arguments; it raises an error if a tensor was changed in place.
 
 The calls that a stage runs, the values that it receives for other calls, and the values that it keeps for later stages
-follow from the Dataflow and the partition. A Route computes them once, so that a microbatch only looks them up.
+follow from the Dataflow and the partition. A Route computes these once, so that a microbatch only looks them up.
 """
 
 import bisect
@@ -37,11 +37,11 @@ from pipeshard.split.boundary import Boundary
 
 @dataclass(frozen=True)
 class Recompute:
-    """The unit calls to recompute: the share `ratios[s]` of stage s, and every `interval`-th call of the model (0:
+    """The unit calls to recompute: the fraction `ratios[s]` of stage s, or every `interval`-th call of the model (0:
     none).
 
-    A share is rounded up to whole calls. It takes repeated layers first, in the order of the model: the first layers
-    are recomputed when the memory of later ones is free. Units that occur once (an embedding, a head) keep few
+    A fraction is rounded up to full calls. Repeated layers are chosen first, in model order: when the first layers are
+    recomputed, the memory of later layers has been freed. Units that occur once (an embedding, a head) keep few
     activations, so they come last. With `classes`, only units whose class has one of these names are recomputed.
     """
 
@@ -51,8 +51,8 @@ class Recompute:
 
     @classmethod
     def of(cls, recompute: bool | float | Sequence[float], interval: int, num_stages: int) -> Self:
-        """Create it from the plugin's arguments, for a model of `num_stages` parts; raises ConfigurationError if
-        invalid."""
+        """Create a Recompute from the plugin's arguments, for a model of `num_stages` parts; raises ConfigurationError
+        for invalid arguments."""
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
             raise ConfigurationError(
                 f"activation_checkpoint_interval must be 0, or k > 0 to recompute every k-th unit, got {interval!r}"
@@ -78,7 +78,7 @@ class Recompute:
     def calls(
         self, flow: Dataflow, stages: Sequence[int], stage: int, units: Mapping[str, nn.Module]
     ) -> frozenset[int]:
-        """The numbers of the calls of `stage` that are recomputed; `stages[k]` is that of call k."""
+        """The numbers of the calls of `stage` that are recomputed; `stages[k]` is the stage of call k."""
         here = [k for k, s in enumerate(stages) if s == stage and not flow.calls[k].is_cut]
         able = [k for k in here if can_run_again(flow.calls[k], units[flow.calls[k].unit])]
         if self.classes is not None:
@@ -92,17 +92,17 @@ class Recompute:
 
 
 def can_run_again(call: Call, unit: nn.Module) -> bool:
-    """Whether a second run gives the same result as the first: it writes to no argument, and changes no state."""
+    """Whether a second run gives the same result as the first: the call writes to no argument, and changes no state."""
     statistics = any(getattr(module, "track_running_stats", False) for module in unit.modules())
     return not (call.writes or call.moves or statistics)
 
 
 def recomputes_itself(unit: nn.Module) -> bool:
-    """Whether transformers' activation checkpointing recomputes this unit, or something inside it, in this mode."""
+    """Whether transformers' activation checkpointing now recomputes this unit, or a module inside it."""
     return unit.training and any(map(recomputes, unit.modules()))
 
 
-Save = Callable[[Tensor], Callable[[], Tensor]]  # takes a tensor away until what it returns is called
+Save = Callable[[Tensor], Callable[[], Tensor]]  # moves a tensor away; returns a function to get it back
 
 
 def run_again(
@@ -112,12 +112,13 @@ def run_again(
     second: Callable[[], AbstractContextManager[None]],
     save: Save | None = None,
 ) -> Callable[..., Any]:
-    """The forward of `unit`, keeping only its arguments for the backward pass; `save` may move tensors among these
-    elsewhere.
+    """Wrap the forward of `unit` so that it keeps only its arguments and is recomputed in the backward pass; in
+    between, `save` may move tensor arguments elsewhere.
 
-    `second` is a context around the second run; it must restore the random numbers of the first run. The contents of
-    lists, mappings and objects among the arguments are restored, and so are tensors that glue had put in place of
-    parameters (torch.func.functional_call). The second run raises UsageError if a tensor has been changed in place.
+    `second` returns a context manager for the second run, which must restore the random state of the first run. The
+    contents of lists, mappings and objects among the arguments are restored, as are tensors with which glue had
+    replaced parameters (torch.func.functional_call). The second run raises UsageError if a tensor argument has been
+    modified in place.
     """
 
     def run(*given: Any, **named: Any) -> Any:
@@ -132,7 +133,7 @@ def run_again(
         before = Snapshot({"": (args, kwargs)})
         parameters = dict(unit.named_parameters(remove_duplicate=False))
         first = [(given, named)]
-        del given, named  # which the first run alone keeps
+        del given, named  # only the first run keeps these alive
 
         def checked() -> Any:
             if first:
@@ -169,19 +170,19 @@ def run_again(
     return run
 
 
-LENGTHS = 64  # batch shapes whose sizes a route keeps
+LENGTHS = 64  # the most batch shapes whose sizes a route caches
 
 
 class Blank(NamedTuple):
-    """Stands in for an activation that no result depends on; the value `fill` reveals a result that does."""
+    """A placeholder for an activation on which no result should depend; its value `fill` reveals a result that does."""
 
     dtype: torch.dtype
     fill: float
 
     @classmethod
     def of(cls, dtype: torch.dtype, is_touched: bool) -> Self:
-        """NaN, or a number that is not a valid index or size; 0 if glue computes with it and discards the result (see
-        `Zeros`)."""
+        """A blank of NaN, or for integers, of a number that is not a valid index or size; of 0 for booleans, and for
+        integers with which glue computes (see `Zeros`)."""
         if dtype.is_floating_point or dtype.is_complex:
             return cls(dtype, float("nan"))
         return cls(dtype, 0 if is_touched or dtype is torch.bool else torch.iinfo(dtype).max - 1)
@@ -195,12 +196,13 @@ class Blank(NamedTuple):
 class Step:
     """The behavior of one unit call on this stage.
 
-    `leaves` has one entry for each leaf that leaves the unit, at the places `numbers` among all leaves: for a held unit
-    its spec or constant; otherwise a constant, the received Value, or a Blank. `plain` is a replayed unit that
-    leaves only its result, one tensor. For a held unit, `keeps` are the leaves that later stages or the boundary
-    need, `modules` the modules inside it that compute some of them, `places` the places where it leaves others. `again`
-    says that it is recomputed in its backward, `alone` that no other stage's forward reaches it, and `tensor` or
-    `tensors` is the spec of a result that is a tensor, or a tuple of tensors.
+    `leaves` has one entry per leaf that leaves the unit. For a held unit, an entry is a spec or a constant. For a
+    replayed unit, it is a constant, the received Value, or a Blank, and `numbers` has its index among all leaves of the
+    call; `plain` marks a replayed unit that leaves only its result, one tensor. For a held unit, `keeps` are the values
+    that leave the stage; `modules` are the modules inside the unit that compute some of these values, and `places` the
+    places where the unit leaves others. `again` marks a call that is recomputed in the backward pass, `alone` a call
+    that no other stage's forward reaches. `tensor` or `tensors` has the specs of a result that is a tensor, or a tuple
+    of tensors.
     """
 
     unit: str
@@ -219,17 +221,17 @@ class Step:
 
     @property
     def aside(self) -> bool:
-        """Whether a kept value leaves the unit other than as its result."""
+        """Whether the unit leaves a kept value in another way than in its result."""
         return bool(self.modules or self.places)
 
 
 @dataclass(frozen=True)
 class Route:
-    """One stage's path through one Dataflow: a step per unit call, the step after which the stage is done, the leaves
-    of the batch whose values it needs (or the `whole` batch), and the state that its glue keeps for the next forward
-    although the stage lacks its inputs. `proven` are the numbers of the held steps whose results have been checked (-1
-    for the forward as a whole, -2 for the zeros in it), and `passing` the places that are restored by glue which this
-    stage does not run."""
+    """One stage's path through one Dataflow. `steps` has a step per unit call; the stage is done after `stop` steps
+    (None: at the end of the forward). `inputs` are the leaves of the batch whose values the stage needs (with `whole`,
+    it needs all), `spoiled` the state that its glue keeps for the next forward although the stage lacks the inputs.
+    `proven` has the numbers of the held steps whose results have been checked (-1 for the full forward, -2 for its
+    zeros), and `passing` the places that are restored by glue that this stage does not run."""
 
     stage: int
     steps: tuple[Step, ...]
@@ -242,7 +244,7 @@ class Route:
     whole: bool = False
     proven: set[int] = field(default_factory=set, compare=False)
     passing: dict[str, Path] = field(default_factory=dict, compare=False)
-    zeros: bool = False  # whether a blank in it is a 0
+    zeros: bool = False  # whether any blank is 0
     _sizes: dict[Sequence[int], list[list[Any]]] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -258,7 +260,7 @@ class Route:
         enters = crossing[stage]
         leaves = crossing[stage + 1] if stage + 1 < len(crossing) else Boundary(values=(), gradients=())
         received, leaving = set(enters.values), set(leaves.values)
-        # The glue before a call is through when it comes.
+        # All glue before a call has run when the call is made.
         settled = [None if place.until is None else place.until + 1 for place in flow.carried]
         others = [k + 1 for k, at in enumerate(stages) if at != stage]
         reached = max([*others, *(len(stages) if end is None else end for end in settled)], default=0)
@@ -289,12 +291,13 @@ class Route:
 
     @cached_property
     def reached(self) -> dict[tuple[int, Value], bool]:
-        """The places of the inputs that should get a gradient, if all of them get one."""
+        """The values whose gradients this stage sends back, keyed by (flow, value), each True: its gradient is
+        computed."""
         return {(id(self.flow), value): True for value in self.enters.gradients}
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
-        """For each unit call, the shapes of the tensors that leave it, and numbers that follow from the batch's sizes;
-        None for a leaf that is a constant."""
+        """For each leaf of each unit call, a tensor's shape or a number that follows from the batch's sizes; None for a
+        constant."""
         if deltas not in self._sizes:
             if len(self._sizes) >= LENGTHS:
                 del self._sizes[next(iter(self._sizes))]
@@ -305,9 +308,9 @@ class Route:
         return self._sizes[deltas]
 
     def feed(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on the stage's device; images and similar leaves that the stage does not need are replaced by their
-        shape. If all outputs are requested, the user's function receives them with the batch, and may read any of
-        it."""
+        """The batch on the stage's device. Floating-point leaves (images) that the stage does not need become NaN
+        tensors of the same shape that store one element, unless all outputs are requested: the user's function, which
+        receives these with the batch, may read any leaf."""
 
         def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             if self.whole or path in self.inputs or not leaf.is_floating_point():
@@ -318,7 +321,7 @@ class Route:
 
 
 def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: bool, alone: bool) -> Step:
-    """A call of a unit that this stage runs."""
+    """The step of a unit call that this stage runs."""
     call = flow.calls[index]
     keeps = tuple(value for k in range(len(call.leaves)) if (value := Value(index, k)) in leaving)
     ends = list(itertools.accumulate(part.tree.num_leaves for part in call.parts))
@@ -339,7 +342,7 @@ def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: boo
 
 
 def _in_a_tuple(call: Call) -> tuple[TensorSpec, ...]:
-    """The tensors of a unit that returns a tuple of tensors; otherwise ()."""
+    """The specs of a result that is a tuple of tensors; otherwise ()."""
     tree = call.parts[0].tree
     leaves = call.leaves[: tree.num_leaves]
     is_tuple = tree.type is tuple and tree.num_children == tree.num_leaves
@@ -347,7 +350,8 @@ def _in_a_tuple(call: Call) -> tuple[TensorSpec, ...]:
 
 
 def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> Step:
-    """A call of a unit that is on another stage: leaves that nothing needs are not written into tensors."""
+    """The step of a unit call on another stage. It repeats an in-place write only if this stage receives the written
+    value."""
     parts: list[Part] = []
     leaves: list[Any] = []
     numbers: list[int] = []
@@ -369,7 +373,7 @@ def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> St
 
 
 def _is_spoiled(place: Carried, stages: Sequence[int], stage: int, is_last: bool, received: Container[Value]) -> bool:
-    """Whether this stage lacks an input of the value at this place; nothing on the stage then reads the value."""
+    """Whether this stage cannot compute the value at this place, and does not read it."""
     is_read = any(stages[call] == stage if call >= 0 else is_last for call in place.readers)
     absent = any(stages[value.call] != stage and value not in received for value in place.uses.values)
     return not is_read and (absent or any(stages[call] != stage for call in place.unseen))

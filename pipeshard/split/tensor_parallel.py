@@ -1,9 +1,9 @@
-"""Tensor parallelism: the parameters of a stage's units sharded over ranks, by the model's `tp_plan` or `ep_plan`.
+"""Tensor parallelism: the parameters of a stage's units, sharded across ranks by the model's `tp_plan` or `ep_plan`.
 
-transformers slices a model as it loads it, on every rank of the world. Here a stage is sliced after it was cut, so that
-the trace sees whole modules, and only the parameters of the stage are sharded. The parallel layers are transformers'
-own, plus two more styles for models without a plan in transformers: GPT-2's Conv1D, and modules that know their number
-of heads. Expert parallelism is the same with another plan: the slice of a rank is some of the experts of each layer.
+transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
+split, so that the trace sees full modules, and only the stage's parameters are sharded. The parallel layers are those
+of transformers, plus two styles for models without a plan in transformers: GPT-2's Conv1D, and modules with attributes
+for numbers of heads. Expert parallelism uses another plan: each rank holds some of the experts of each layer.
 """
 
 import copy
@@ -22,7 +22,7 @@ from pipeshard.hf import DROPOUTS, HEADS, without_adapters
 from pipeshard.private import StridedShard
 from pipeshard.split.ties import first_names, kept_tied, names_of
 
-DIVIDE = "divide:"  # and names of attributes: numbers of heads or features that a forward takes from its module
+DIVIDE = "divide:"  # followed by attributes that a module's forward reads: numbers of heads or features
 CONV1D: dict[str, dict[str, Any]] = {
     "conv1d_colwise": {"by": "outputs"},
     "conv1d_qkv": {"by": "outputs", "blocks": 3},
@@ -43,10 +43,10 @@ def plan_of(
     ep_size: int = 1,
     ep_plan: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The style of every module and parameter that is sliced over the ranks of a stage: by the user's plan, by the
-    model's own `tp_plan` (with `ep_size` its `ep_plan`), or by the plan of its policy for the base model.
+    """The style of every module and parameter that is sharded across the ranks of a stage, from the user's plan, the
+    model's own `tp_plan` (with `ep_size`, its `ep_plan`), or its policy's plan for the base model, in this order.
 
-    Raises ConfigurationError for a model that cannot be sliced, and for a plan that does not fit it.
+    Raises ConfigurationError for a model that cannot be sharded, and for a plan that does not fit the model.
     """
     by, size, of_user = ("ep", ep_size, ep_plan) if ep_size > 1 else ("tp", tp_size, tp_plan)
     prefix, base = without_adapters(model)
@@ -55,8 +55,8 @@ def plan_of(
         from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
     except ImportError as error:
         raise ConfigurationError(
-            f"{by}_size={size}: {name} has no {by}_plan: this requires transformers 5. Use {by}_size=1, and "
-            "more stages or fsdp=True"
+            f"{by}_size={size}: {name} has no {by}_plan in this version of transformers. Install transformers 5, or "
+            f"use {by}_size=1 and more stages or fsdp=True"
         ) from error
     plan = dict(of_user or getattr(base, f"{by}_plan", None) or _rooted(base, (by == "tp" and of_policy) or {}))
     plan = {rule if rule.startswith(prefix) else prefix + rule: style for rule, style in plan.items()}
@@ -74,7 +74,7 @@ def plan_of(
         if whole is not None and type(module).__module__.startswith("peft."):
             of_adapters |= _of_adapters(path, module, whole, by, size)
             continue
-        for key, _ in module.named_parameters(recurse=False):  # before the module, whose forward goes by them
+        for key, _ in module.named_parameters(recurse=False):  # before the module, whose forward depends on them
             parameter = f"{path}.{key}" if path else key
             if style := plan.get(generic.get(parameter, parameter), whole):
                 expanded[parameter] = style
@@ -92,18 +92,18 @@ def plan_of(
 
 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
-    """Refuse numbers of experts that `size` does not divide, and a plan that leaves weights of sliced experts whole, or
-    slices them for a module that runs all experts."""
+    """Raise ConfigurationError if `size` does not divide a number of experts, the plan does not shard all weights of
+    sharded experts, or it shards weights of a module that runs all experts."""
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int) or count % size:
             raise ConfigurationError(
-                f"{by}_size={size} does not divide num_experts={count} of {path}: choose one that does"
+                f"{by}_size={size} does not divide num_experts={count} of {path}: choose a size that does"
             )
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
             raise ConfigurationError(
                 f"{by}_size={size}: {path} runs its experts with experts_implementation='eager', which not every "
-                "architecture supports for a subset of them. Call model.set_experts_implementation('grouped_mm')"
+                "architecture supports for a subset of its experts. Call model.set_experts_implementation('grouped_mm')"
             )
     for name, _ in model.named_parameters(remove_duplicate=False):
         within = next((path for path in dispatching if name.startswith(f"{path}.")), None)
@@ -132,9 +132,10 @@ def style_of(name: str, by: str = "tp") -> Any:
 
 
 def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[str, str]:
-    """The styles inside of a sliced layer with LoRA: B computes the outputs of a slice, or A reads its inputs.
+    """The styles inside a sharded layer with LoRA: a colwise layer shards lora_B, a rowwise layer shards lora_A.
 
-    Raises ConfigurationError for other adapters, and for variants such as DoRA, which need whole matrices.
+    Raises ConfigurationError for other adapters, for variants such as DoRA, which need full matrices, and for dropout
+    before a rowwise layer.
     """
     matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style, "")
     adapters = getattr(layer, matrix, {})
@@ -150,7 +151,7 @@ def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[
 
 
 def _rooted(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan of the base model, with the names that this model has."""
+    """A plan of the base model, with its names translated to those of `model`."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     return {f"{prefix}.{rule}" if prefix and hasattr(model, prefix) else rule: style for rule, style in plan.items()}
 
@@ -164,9 +165,9 @@ def _check_config(model: nn.Module, size: int) -> None:
         heads = getattr(text, field, None)
         if isinstance(heads, int) and heads % size:
             raise ConfigurationError(
-                f"tp_size={size} does not divide {field}={heads} of {type(model).__name__}: choose one that does"
+                f"tp_size={size} does not divide {field}={heads} of {type(model).__name__}: choose a size that does"
             )
-    for field in DROPOUTS:  # drawn for the heads or features of a slice: other ones on each rank, but by one generator
+    for field in DROPOUTS:  # each rank has other heads or features, but the same random numbers
         if isinstance(share := getattr(text, field, None), float) and share > 0:
             raise ConfigurationError(
                 f"tp_size={size}: {field}={share} of {type(model).__name__} would drop heads or features at the "
@@ -175,7 +176,7 @@ def _check_config(model: nn.Module, size: int) -> None:
 
 
 class Divided:
-    """A module whose forward reads sizes from its own attributes: inside, they are those of a slice."""
+    """The style of a module whose forward reads sizes from its attributes, which are divided by `tp_size` meanwhile."""
 
     def __init__(self, attributes: list[str]) -> None:
         self.attributes = attributes
@@ -190,7 +191,10 @@ class Divided:
         for name in self.attributes:
             if not isinstance(value := getattr(module, name, None), int) or value % size:
                 kind = type(module).__name__
-                raise ConfigurationError(f"tp_plan cannot divide {name}={value!r} of {kind} by tp_size={size}")
+                raise ConfigurationError(
+                    f"tp_plan cannot divide {name}={value!r} of {kind} by tp_size={size}: it must name attributes that "
+                    "are multiples of tp_size"
+                )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with _set(module, {name: getattr(module, name) // size for name in self.attributes}):
@@ -200,8 +204,9 @@ class Divided:
 
 
 class Experts:
-    """Some of the experts of a layer on each rank, all of which route every token: each computes the outputs of its own
-    experts, and the outputs are summed over the ranks, as are the gradients of the tokens and of their weights."""
+    """The style of experts, of which each rank holds some. All ranks route every token, and each rank computes the
+    outputs of its own experts. The outputs are summed over the ranks, as are the gradients of the tokens and of their
+    routing weights."""
 
     def validate_param(self, module: nn.Module, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
         pass
@@ -230,7 +235,8 @@ class Experts:
 
 @contextmanager
 def _set(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a module has these attributes. A trace or a copy of the model sees the module's own attributes."""
+    """Context manager that sets attributes of a module, and restores them on exit, so that a trace or a copy of the
+    model sees the module's own values."""
     own = {name: vars(module)[name] for name in values}
     vars(module).update(values)
     try:
@@ -240,10 +246,10 @@ def _set(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 class Conv1DSlice:
-    """A Conv1D of GPT-2, whose weight is (inputs, outputs), with a slice of one of the two on each rank.
+    """The style of GPT-2's Conv1D, whose weight is (inputs, outputs), sharded along one of these two dimensions.
 
-    For outputs, it is a slice of each of the equal `blocks` that are computed together; for inputs, the products of
-    the slices are summed over the ranks.
+    If outputs are sharded, each of their equal `blocks` (query, key, value) is; if inputs are sharded, the products are
+    summed over the ranks.
     """
 
     def __init__(self, by: str, blocks: int = 1) -> None:
@@ -254,14 +260,15 @@ class Conv1DSlice:
         if size is None or size % (self.blocks * mesh.size()):
             has = "is not a Conv1D" if size is None else f"has {size} {self.by}"
             raise ConfigurationError(
-                f"tp_plan slices {parameter_name} of {type(module).__name__} as a Conv1D of {self.blocks} blocks of "
-                f"{self.by}, each in tp_size={mesh.size()} equal parts, but the layer {has}"
+                f"tp_plan shards {parameter_name} of {type(module).__name__} as a Conv1D of {self.blocks} blocks of "
+                f"{self.by}, each into tp_size={mesh.size()} equal parts, but the layer {has}: change the plan or "
+                "tp_size"
             )
 
     def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:
         whole = module.get_parameter(key)
         dim = whole.ndim - 1 if self.by == "outputs" else whole.ndim - 2
-        if dim >= 0:  # the bias is of the outputs
+        if dim >= 0:  # the bias has no dimension of inputs
             place = StridedShard(dim, split_factor=self.blocks) if self.blocks > 1 else Shard(dim)
             sliced = distribute_tensor(whole, mesh, [place], src_data_rank=None)
             module._parameters[key] = nn.Parameter(sliced, requires_grad=whole.requires_grad)
@@ -285,20 +292,19 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-# Of a module between sliced ones, whose own gradients are parts of a sum: transformers adds them up after every
-# backward pass, which is once too often for gradients accumulated before; here it is done once a step.
+# The style of a module between sharded ones, whose gradients are partial sums. transformers sums them over the ranks
+# after every backward pass, which counts accumulated gradients several times; here this is done once per step.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
 def slice_parameters(
     model: nn.Module, held: Collection[str], units: Mapping[str, nn.Module], mesh: DeviceMesh, plan: Mapping[str, str]
 ) -> set[str]:
-    """Slice the parameters that are both in `held` (names) and in the plan over the ranks of `mesh`.
+    """Shard the parameters that are both in `held` (names) and in the plan across the ranks of `mesh`.
 
-    The parameters become DTensors, each rank's slice cut from its own values, and the forwards of the
-    modules become those of parallel layers, which communicate activations. A parameter with several names is sliced
-    once; if the plan slices it in two ways, it stays whole. Returns the names of whole parameters whose gradients the
-    ranks must sum.
+    The parameters become DTensors; each rank takes its shard from its own values. The modules' forwards become those of
+    parallel layers, which communicate activations. A parameter with several names is sharded once; if the plan shards
+    it in two ways, it is not sharded. Returns the names of unsharded parameters whose gradients the ranks must sum.
     """
     first = first_names(model)
     modules = dict(model.named_modules())
@@ -316,8 +322,8 @@ def slice_parameters(
 def sliced_sizes(
     model: nn.Module, units: Collection[str], size: int, plan: Mapping[str, str]
 ) -> dict[nn.Parameter, int]:
-    """The number of elements of each sliced parameter on the first of `size` ranks, which has the most. Needs no
-    process group."""
+    """The number of elements of each parameter in the plan on the first of `size` ranks, whose shards are the largest.
+    Requires no process group."""
     mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     sizes: dict[nn.Parameter, int] = {}
@@ -335,7 +341,7 @@ def sliced_sizes(
 
 
 def _sliced(model: nn.Module, units: Collection[str], plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The parameters and modules of these units that the plan slices, each with its style."""
+    """The names of the parameters and modules of these units that the plan shards, each with its style."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     whole = {path for names in names_of(model).values() for path in _disagreeing(names, plan)}
     for name, style in plan.items():
@@ -345,15 +351,15 @@ def _sliced(model: nn.Module, units: Collection[str], plan: Mapping[str, str]) -
 
 
 def _slice(layer: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Slice the parameter `name` of `module`."""
+    """Shard the parameter with the full name `name`, which belongs to `module`, in the style `layer`."""
     key = name.rpartition(".")[2]
     layer.validate_param(module, key, mesh, parameter_name=name)
     layer.shard_param(module, key, mesh)
 
 
 def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
-    """Install the layer inside the interception of a unit, which must see the same calls and results as the unit's
-    callers."""
+    """Replace the forward of `module` with that of a parallel layer. If `module` is a unit, its interception still
+    wraps the new forward: it must see the same calls and results as the unit's callers."""
     interception = module.__dict__.get("forward")
     if isinstance(interception, Interception):
         module.forward = interception.original
@@ -370,7 +376,8 @@ def _is_in_unit(name: str, units: Collection[str]) -> bool:
 
 
 def _disagreeing(names: tuple[str, ...], plan: Mapping[str, str]) -> set[str]:
-    """The modules with a parameter that the plan slices along different dimensions, or only under some of its names."""
+    """The modules that have a parameter under these names, if the plan shards the names along different dimensions, or
+    only some of them."""
     ways = {_dimension(plan.get(name)) for name in names}
     return {name.rpartition(".")[0] for name in names} if len(ways) > 1 else set()
 
@@ -379,6 +386,6 @@ def _dimension(style: str | None) -> str:
     kinds = ("colwise", "rowwise")
     if style is None or style.startswith("packed"):
         return str(style)
-    if style.startswith("embedding"):  # whose rows are the features that a linear layer of the same weight makes
+    if style.startswith("embedding"):  # its features are the inputs of a tied linear layer
         return "rows" if style == "embedding_rowwise" else "columns"
     return next(("rows" if kind == "colwise" else "columns" for kind in kinds if style.startswith(kind)), style)

@@ -1,11 +1,11 @@
-"""Ties: parameters that are one tensor under several names, and which stages hold and own each parameter.
+"""Ties: parameters with several names, and the stages that hold and own each parameter.
 
-Architectures list their tied weights under their own names, or not at all, and on meta or under adapters the lists
-are out of date. Two names of one object are trained as one parameter, so only the identity of objects counts here.
+Architectures list their tied weights in different ways, or not at all, and on meta or with adapters the lists are out
+of date. Two names of one object are trained as one parameter, so only object identity counts here.
 
-A parameter is on every stage that runs one of its units or whose glue reads it, so a tied weight is on several stages,
-and one process may run several parts of the model. To save, compare or broadcast values, every rank must pick the same
-one of these stages.
+A stage holds a parameter if it runs one of the parameter's units, or if its glue reads the parameter. So several stages
+may hold a tied weight, and one process may run several parts of the model. To save, compare or broadcast values, every
+rank must choose the same one of these stages.
 """
 
 import itertools
@@ -26,7 +26,7 @@ logger = logging.getLogger("pipeshard")
 
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Every name of each parameter, by its first name, in the order of registration."""
+    """All names of each parameter, keyed by its first name, in the order of registration."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -34,13 +34,14 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of the parameter that each name stands for."""
+    """Map each parameter name to the first name of the same parameter."""
     return {name: names[0] for names in names_of(model).values() for name in names}
 
 
 @contextmanager
 def kept_tied(model: nn.Module) -> Iterator[None]:
-    """If a parameter is replaced inside under one of its names, all of its names refer to the new one afterwards."""
+    """Context manager that keeps ties: if a parameter is replaced under one of its names, all its names refer to the
+    new parameter on exit."""
     before = dict(model.named_parameters(remove_duplicate=False))
     groups = names_of(model).values()
     yield
@@ -59,9 +60,9 @@ def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie parameters on meta that share storage; returns the replacement of each parameter but the first. accelerate's
-    `init_empty_weights` creates a separate Parameter on the same storage for every name when it is assigned, so a tie
-    would be lost.
+    """Tie meta parameters that are the same view of one storage; returns the replacement of each replaced parameter.
+    accelerate's `init_empty_weights` creates a new Parameter on the same storage for every name to which a parameter is
+    assigned, so ties would be lost.
     """
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, p in model.named_parameters():
@@ -74,11 +75,12 @@ def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 def share_weights(
     model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True, argument: str = "shared_weights"
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie the parameters of each group of names to the first one; returns the replacement of each other one.
+    """Tie the parameters of each group of names to its first parameter; returns the replacement of each replaced
+    parameter.
 
-    Groups that have a parameter in common are merged. If values differ, the first ones are kept; `warns` logs it.
-    Raises ConfigurationError that names the `argument`, for a name that no parameter has (with similar names),
-    and for shapes or dtypes that differ.
+    Groups that have a parameter in common are merged. If values differ, those of the first parameter are kept, with a
+    warning if `warns`. Raises ConfigurationError for an invalid group, an unknown name (with similar names), and
+    different shapes or dtypes; `argument` is the argument to name in errors.
     """
     became: dict[nn.Parameter, nn.Parameter] = {}
     for names in groups:
@@ -97,7 +99,7 @@ def share_weights(
                 continue
             if (first.shape, first.dtype) != (other.shape, other.dtype):
                 raise ConfigurationError(
-                    f"{argument}: {names[0]} is {tuple(first.shape)} {first.dtype}, {name} {tuple(other.shape)} "
+                    f"{argument}: {names[0]} is {tuple(first.shape)} {first.dtype}, but {name} is {tuple(other.shape)} "
                     f"{other.dtype}: only parameters of the same shape and dtype can be tied"
                 )
             if warns and not (first.is_meta or other.is_meta) and not torch.equal(first.detach(), other.detach()):
@@ -121,8 +123,9 @@ def analyze_tied_weights(
 ) -> list[tuple[tuple[str, int], ...]]:
     """The groups of tied names, each a sorted tuple of (name, stage), sorted.
 
-    `stages` gives the stage of a module (or parameter) by name; a name takes the stage of its nearest ancestor there,
-    or stage 0 without an ancestor. Works on meta, before `to_empty` loses the ties, and gives the same on every rank.
+    `stages` maps names of modules (or parameters) to stages; a parameter that it does not contain has the stage of its
+    nearest ancestor there, or else stage 0. Works on meta, before `to_empty` loses the ties; the result is the same on
+    every rank.
     """
 
     def stage(name: str) -> int:
@@ -135,7 +138,8 @@ def analyze_tied_weights(
 
 
 class Ownership:
-    """The stages of each parameter, under its first name. `placement` is the stage (process) of each part of the model.
+    """The stages that hold and own each parameter, given its first name. `placement` is the stage (process) of each
+    part of the model.
 
     Attributes:
         held: the names of the parameters that each stage holds.
@@ -161,16 +165,18 @@ class Ownership:
         return [stage for stage, held in enumerate(self.held) if name in held]
 
     def shared(self) -> dict[str, list[int]]:
-        """The stages of every parameter that several stages hold, in the same order on every rank."""
+        """The stages that hold each parameter, for parameters that several stages hold; in the same order on every
+        rank."""
         return {name: stages for name in sorted(set().union(*self.held)) if len(stages := self.holders(name)) > 1}
 
     def owner(self, name: str) -> int:
         """The stage that has the current value of a parameter or buffer.
 
-        It is the first stage that holds the tensor or runs its unit. For a buffer outside of all units it is the last
-        stage that has the inputs of the buffer, or else the last stage of the model, the only one that runs all glue.
+        It is the first stage that holds the tensor, or else runs its unit. For a buffer that glue computes from results
+        of units, it is the stage of the last unit that reads the buffer; for any other buffer outside of all units, it
+        is the last stage, the only one that runs all glue.
         """
-        prefix = name.removesuffix(".") + "."  # of what a module has, too
+        prefix = name.removesuffix(".") + "."  # also matches state inside a module
         updates = [place for place in self.flow.carried if place.makers and f"{place.name}.".startswith(prefix)]
         readers = {call for place in updates for call in place.readers}
         last = -1 if -1 in readers or not readers else self.partition.of_calls(self.flow)[max(readers)]
@@ -180,7 +186,7 @@ class Ownership:
         """The stage from which all holders of a parameter copy its initial value.
 
         This is the holder that runs the unit of the parameter's first name, or else the first holder. The first holder
-        need not be the first in the model, since a rank may hold several chunks.
+        need not run the first of the units, since a rank may hold several chunks.
         """
         holders = self.holders(name)
         return next((stage for stage in self._running(name) if stage in holders), min(holders))
@@ -192,8 +198,8 @@ class Ownership:
 
 
 def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
-    """Raise ConfigurationError for two parameters that share storage, if a stage holds only one of them: writes of one
-    stage would be invisible to another."""
+    """Raise ConfigurationError for two parameters that overlap in memory, if a stage holds only one of them: other
+    stages would not see its writes."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
@@ -213,9 +219,9 @@ def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
 def held_parameters(
     model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], num_stages: int
 ) -> list[set[str]]:
-    """The parameters that each stage holds, by their first name. A stage holds the parameters of the units that it runs
-    and those that its glue reads; an unused parameter stays with the one registered before it. A name on several stages
-    is a tie between them.
+    """The first names of the parameters that each stage holds: those of the units that it runs, and those that its glue
+    reads. An unused parameter is on the last stage that holds the previously registered parameter. A name on several
+    stages is a tie between these stages.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     held: list[set[str]] = [set() for _ in range(num_stages)]

@@ -1,10 +1,10 @@
-"""Zeros: integers and booleans that a stage has in place of values that were not sent, followed through its glue.
+"""Zeros: placeholders of integers and booleans that were not sent to a stage, tracked through its glue.
 
-A blank of floating-point numbers is NaN, which no result hides. An integer has no such value: if glue
-computes with it and discards the result, it must be a valid index, so it is 0. If the trace were wrong and a result
-depended on it, that result would be silently wrong. So the first microbatch on a route follows these zeros from
-operator to operator, as the trace has followed the values that they stand for. If glue depends on activations, which
-a trace does not have, all blanks of all microbatches are followed.
+A floating-point blank is NaN, which every result that depends on it shows. Integers have no such value: if glue
+computes with an unsent integer and discards the result, the blank must be a valid index, so it is 0. If the trace were
+wrong and a result depended on this 0, the result would be silently wrong. So the first microbatch on a route tracks
+these zeros from operator to operator, as the trace has tracked the original values. If glue branches on activations,
+which a trace does not have, all blanks of all microbatches are tracked.
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ class Zeros(DispatchMode):
     def __init__(self, stage: int, has_branches: bool = False) -> None:
         super().__init__()
         self.stage, self.has_branches = stage, has_branches
-        self._units: dict[int, str] = {}  # by storage: the unit in the place of whose result a zero was
-        self._alive: list[Tensor] = []  # that no address is used again
+        self._units: dict[int, str] = {}  # by storage: the unit whose result was replaced
+        self._alive: list[Tensor] = []  # so that no storage address is reused
 
     def add(self, blank: Tensor, unit: str) -> None:
         self._units[storage_of(blank)] = unit
@@ -44,15 +44,15 @@ class Zeros(DispatchMode):
         unit = self._unit(tree_tensors(values))
         if unit is not None and self.has_branches:
             raise TraceError(
-                f"{reader} (stage {self.stage}) reads a result of unit {unit}, which another stage has and did not "
-                "send: the code after the last unit branches on values of activations, and took a different path than "
-                "in the trace. Compute both branches and select with torch.where, or cut elsewhere (partition=[...])"
+                f"{reader} (stage {self.stage}) reads a result of unit {unit} that another stage did not send: the "
+                "code after the last unit branches on values of activations, and took a different path than in the "
+                "trace. Compute both branches and select with torch.where, or cut elsewhere (partition=[...])"
             )
         if unit is not None:
             raise TraceError(
-                f"{reader} (stage {self.stage}) reads a value computed from integers or booleans of unit {unit}, which "
-                "another stage has and did not send, because the trace recorded nothing here that depends on them. "
-                "Return them from the unit as floating-point numbers, cut elsewhere (partition=[...]), or pass "
+                f"{reader} (stage {self.stage}) reads a value computed from integers or booleans of unit {unit} that "
+                "another stage did not send, because nothing on this stage depends on them in the trace. Return "
+                "floating-point tensors from the unit instead, cut elsewhere (partition=[...]), or pass "
                 "dry_run_input=<a batch like this one>"
             )
 

@@ -328,9 +328,9 @@ def blank(folder: Path, config: Any, name: str = "causal-lm/llama") -> Any:
     [
         (BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True), "keeps the weights in 16 bits. Omit"),
         (GPTQConfig(bits=4, dataset=["a"], tokenizer="none"), "the method gptq is not supported"),
-        (BitsAndBytesConfig(), "load_in_4bit and load_in_8bit are False. Pass BitsAndBytesConfig"),
-        ({"load_in_4bit": True}, "quantization_config is a dict"),
-        (True, "quantization_config is a bool. Pass BitsAndBytesConfig"),
+        (BitsAndBytesConfig(), "load_in_4bit and load_in_8bit are both False. Pass BitsAndBytesConfig"),
+        ({"load_in_4bit": True}, "quantization_config has the unsupported type dict"),
+        (True, "quantization_config has the unsupported type bool. Pass BitsAndBytesConfig"),
     ],
 )
 def test_other_ways_to_quantize_are_refused(tmp_path: Path, config: Any, message: str) -> None:
@@ -346,7 +346,7 @@ def test_a_tied_layer_is_not_packed(tmp_path: Path) -> None:
     model = build(LLAMA, tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["q_proj"])
-    with pytest.raises(ConfigurationError, match=r"lm_head\.weight is the same tensor as .* Add 'lm_head' to llm_int8"):
+    with pytest.raises(ConfigurationError, match=r"lm_head\.weight is tied to .* Add 'lm_head' to llm_int8"):
         PipelinePlugin.from_pretrained(type(model), tmp_path, quantization_config=config)
 
 

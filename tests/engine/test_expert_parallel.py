@@ -105,7 +105,12 @@ def test_what_is_wrong_is_seen(pool: Pool, wrong: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "plan", "message"),
     [
-        ("qwen3_moe", 3, None, "ep_size=3 does not divide num_experts=4 of model.layers.0.mlp.experts: choose one"),
+        (
+            "qwen3_moe",
+            3,
+            None,
+            "ep_size=3 does not divide num_experts=4 of model.layers.0.mlp.experts: choose a size that does",
+        ),
         (
             "llama4_text",
             2,

@@ -236,7 +236,12 @@ def test_a_user_s_own_target() -> None:
         (2, {"target": "torch", "chunks": 2}, ConfigurationError, r"takes Torch\(num_model_chunks: int \| None"),
         (2, {"target": "torch"}, ConfigurationError, "no process group"),
         (2, {"target": "deepspeed"}, ConfigurationError, ", but is 0: call deepspeed.init_distributed first"),
-        ("model", {}, ConfigurationError, "cuts='model': pass the names"),
+        (
+            "model",
+            {},
+            ConfigurationError,
+            "cuts must be a list of module names to cut after, .* or a positive number of stages, got 'model'",
+        ),
         (["modle.norm"], {}, PartitionError, "modle.norm, which is not one of the modules.*did you mean model.norm"),
         ([""], {}, PartitionError, "names the whole LlamaForCausalLM"),
     ],
@@ -250,7 +255,7 @@ def test_what_cannot_be_built_is_refused(cuts: Any, options: Any, error: type[Pi
 def test_a_stage_says_what_it_takes() -> None:
     data = zoo.batch("llama")
     split = build(zoo.build("llama"), 2, batch=data)
-    with pytest.raises(UsageError, match=r"stage 1 got 0 tensors, but takes 1: pass what stage 0 returned"):
+    with pytest.raises(UsageError, match=r"stage 1 got 0 tensors, but takes 1: pass the tensors that stage 0 returned"):
         split.stages[1](**data)
     assert not dist.is_initialized()
 

@@ -258,7 +258,7 @@ REMEDIES = {
     ),
     "parameters that the forward changes": Remedy(
         ("parameters that the forward itself changes",),
-        r"do it after optimizer.step\(\)",
+        r"change the parameter after optimizer.step\(\)",
         Training(nets.Momentum, UNVERIFIED),
         (Training(nets.MomentumAfter, UNVERIFIED, between=momentum), momentum_encoder),
     ),

@@ -109,7 +109,7 @@ def test_check_refuses_what_is_missing_doubled_or_misplaced() -> None:
         check(replace_rank(program, 0, first[:1] + first))
     with pytest.raises(ValueError, match="rank 0 has F0@1 1 times, not 0"):
         check(replace_rank(program, 0, (*first, Action(F, 0, 1))))
-    with pytest.raises(ValueError, match=r"placed on ranks \[5\], but there are only 2 ranks"):
+    with pytest.raises(ValueError, match=r"placed on ranks \[5\], but the program has only 2 ranks"):
         check(dataclasses.replace(program, placement=(0, 5)))
 
 
