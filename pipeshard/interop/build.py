@@ -46,7 +46,7 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.num_stages, self.whole = index, len(policy.placement), whole
-        # In a tuple, the model, with modules that this stage does not hold, is not registered as a submodule.
+        # A tuple, so that the model, which contains the modules of all stages, is not registered as a submodule.
         self._source = (model, policy, criterion)
         self._traces = Traces(policy, Recompute.of(False, 0, self.num_stages))
         self._forwards = 0

@@ -1,4 +1,4 @@
-"""Passes: transformations of programs, which add sends and receives, split backwards and shorten the cooldown."""
+"""Passes: transformations of programs that add sends and receives, split backwards and shorten the cooldown."""
 
 import dataclasses
 import math
@@ -70,8 +70,8 @@ def _one_early(actions: tuple[Action, ...], k: int) -> int:
 
 
 def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Kind]:
-    """The kind of message of each (kind, stage) that receives its input from another rank (with `messages` RECEIVE), or
-    sends its result to another rank (SEND)."""
+    """Map each (kind, stage) that has a message from or to another rank to the message's kind; `messages` is RECEIVE or
+    SEND."""
     stages = range(len(program.placement))
     return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}
 

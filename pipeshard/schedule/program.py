@@ -60,8 +60,8 @@ class Action(NamedTuple):
 
     @property
     def partner(self) -> "Action":
-        """The other end of a message: the partners are `SendF(i, s)` and `RecvF(i, s+1)`, `SendB(i, s)` and `RecvB(i,
-        s-1)`."""
+        """The other end of a message, such as `RecvF(i, s+1)` for `SendF(i, s)`, or `RecvB(i, s-1)` for `SendB(i,
+        s)`."""
         kind, step = PARTNER[self.kind]
         return Action(kind, self.microbatch, self.stage + step)
 

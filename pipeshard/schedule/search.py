@@ -71,8 +71,8 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
 
 class Rule(NamedTuple):
     """The choice of a free rank's next action: a B before an F, unless the rank `alternates` and has just run a B or a
-    W, and a W if neither can run. Of several actions, the one of the latest stage (`deep_forward`, `deep_backward`), or
-    of the earliest microbatch.
+    W, and a W if neither can run. Of several F's, the rank runs that of the latest stage with `deep_forward`, otherwise
+    that of the earliest microbatch; the same for B's with `deep_backward`.
 
     A rank starts no W if an F or a B can start within `patience` times the W's duration, unless an F waits for memory.
     `alive` is the largest number of microbatches between F and B on each stage. No F takes the memory that other F's of

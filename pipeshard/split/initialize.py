@@ -45,8 +45,8 @@ def initialize(
     With `rule` True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
     `reset_parameters` if tensors still have no values. A parameter's values depend only on the seed and the parameter's
     name. The user's random generators do not change. `buffers` is the result of `allocate`. Quantized weights are
-    skipped: a checkpoint has their values. Raises ConfigurationError for a buffer, or unless `rule` is False a
-    parameter, that is left without values.
+    skipped: a checkpoint has their values. Raises ConfigurationError if a buffer, or (unless `rule` is False) a
+    parameter, is left without values.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
     by_architecture = set(buffers)
@@ -137,8 +137,8 @@ class _SeededWrites(DispatchMode):
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """Context manager in which only tensors of the module at `path` are written. Torch's CPU generator is seeded
-        with the path, and restored on exit."""
+        """Context manager that allows writes only to tensors of the module at `path`. It seeds torch's CPU generator
+        with the path, and restores it on exit."""
         self.path = path
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number(self.seed, path))

@@ -1,4 +1,4 @@
-"""Linear4bit: bitsandbytes' 4-bit linear layer, with a packed weight from the start. Imports bitsandbytes."""
+"""Linear4bit: bitsandbytes' 4-bit linear layer, with a quantized weight from the start. Imports bitsandbytes."""
 
 import copy
 from typing import Any

@@ -30,8 +30,8 @@ from pipeshard.split.ties import Ownership, refuse_overlaps
 
 
 class Policy:
-    """The units and parameters that one stage of a model holds, shares and runs. Its four methods are
-    `distribute_layers`, `get_held_layers`, `get_shared_params` and `replace_forward`; the first balances `costs`.
+    """The units and parameters that one stage of a model holds, shares and runs. Its main methods are
+    `distribute_layers`, which balances `costs`, `get_held_layers`, `get_shared_params` and `replace_forward`.
 
     Args:
         stage: this process's rank in the pipeline, below `num_stages`.

@@ -176,7 +176,8 @@ def _check_config(model: nn.Module, size: int) -> None:
 
 
 class Divided:
-    """The style of a module whose forward reads sizes from its attributes, which are divided by `tp_size` meanwhile."""
+    """The style of a module whose forward reads sizes from attributes: a forward sees the attributes divided by
+    `tp_size`."""
 
     def __init__(self, attributes: list[str]) -> None:
         self.attributes = attributes
