@@ -571,7 +571,7 @@ def hooked(module: nn.Module) -> nn.Module:
         (
             [TiedLayerSpec("t", nn.Linear, 2, n) for n in (2, 3)],
             {},
-            r"TiedLayerSpec\('t'\): 0.weight is \(2, 2\) .* 1.weight \(3, 2\)",
+            r"TiedLayerSpec\('t'\): 0.weight is \(2, 2\) .*, but 1.weight is \(3, 2\)",
         ),
         (
             [TiedLayerSpec("t", Mixer, tied_weight_attr=names) for names in (BOTH, BOTH[:1])],
