@@ -1,1 +1,1 @@
-"""Checkpoints: weights, adapters, optimizers and whole runs, as files that any number of stages reads and writes."""
+"""Checkpoints: weights, adapters, optimizers and training states, which any number of stages reads and writes."""

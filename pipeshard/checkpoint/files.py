@@ -1,4 +1,4 @@
-"""Files: written atomically, and by all ranks together."""
+"""Files: written atomically, by all ranks together."""
 
 import contextlib
 import logging
@@ -21,51 +21,53 @@ from pipeshard.errors import CheckpointError, PipeshardError, of_all, summary
 
 @contextmanager
 def together(group: dist.ProcessGroup) -> Iterator[None]:
-    """All ranks leave together: an error that one of them raised inside is raised on all, as CheckpointError."""
+    """Context manager that all ranks exit together: if one rank raises an error, every rank raises CheckpointError."""
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # of any type, since the other ranks must not wait for this one
         failure = error
     mine = str(failure) if isinstance(failure, PipeshardError) else failure and summary(failure)
     messages = gather_objects(mine, group)
     first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is not None:
         message, rank = str(messages[first]), dist.get_process_group_ranks(group)[first]
-        own = len(set(messages)) == 1 or message.startswith("rank ")  # of all ranks, or of one that is named
+        own = len(set(messages)) == 1 or message.startswith("rank ")  # the same on all ranks, or already names its rank
         shared = CheckpointError(message if own else f"{named(rank)}: {message}")
         raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
 
 
 @contextmanager
 def writes(path: Path) -> Iterator[None]:
-    """Raise CheckpointError with the path and the remaining space for an error while this file is written."""
+    """Context manager that turns errors in writing `path` into CheckpointError, with the path and the free space."""
     try:
         yield
     except PipeshardError:
         raise
-    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
+    except Exception as error:  # torch and safetensors have their own errors for a full disk
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(path.parent).free
             raise CheckpointError(
                 f"{path} cannot be written ({reason(error)}; {free / 1e6:,.0f} MB are free on this disk): free some "
                 "space, or save to another disk. Earlier checkpoints are unchanged"
             ) from error
-        raise CheckpointError(f"{path} cannot be written ({reason(error)})") from error
+        raise CheckpointError(
+            f"{path} cannot be written ({reason(error)}): check that its folder exists and is writable"
+        ) from error
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:
-    """An empty folder for all ranks to write in, which at the end replaces `target`.
+    """Context manager that yields an empty folder shared by all ranks; on exit, this folder replaces `target`.
 
-    At every moment `existing(target)` is the complete previous folder or the complete new one. `mark` is as for
-    `make_way`.
+    At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is as
+    for `make_way`.
     """
     return _written_folder(target, group, lambda: make_way(target, mark), lambda writing: place(writing, target))
 
 
 def make_way(target: Path, mark: str) -> None:
-    """Prepare to replace `target` by a folder. `mark` is a file that each such folder has: a folder
-    without it holds something else, and is refused, not replaced."""
+    """Prepare to replace `target` with a folder. Raises CheckpointError if `target` is a file, or a non-empty folder
+    without the file `mark`, which every saved folder contains."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
     if target.exists() and any(target.iterdir()) and not (target / mark).exists():
@@ -74,7 +76,7 @@ def make_way(target: Path, mark: str) -> None:
 
 
 def place(writing: Path, target: Path) -> None:
-    """Rename a folder that is complete and on disk to its name, replacing the existing one."""
+    """Rename the complete folder `writing`, which is synced to disk, to `target`, replacing an existing folder."""
     old = hidden(target, "old")
     if target.exists():
         os.rename(target, old)
@@ -84,8 +86,8 @@ def place(writing: Path, target: Path) -> None:
 
 
 def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[Path]:
-    """An empty folder for all ranks, in which the first rank leaves a file with the name of `target`; at the end this
-    file replaces `target`."""
+    """Context manager that yields an empty folder shared by all ranks. The first rank writes a file named `target.name`
+    into it; on exit, that file replaces `target`."""
 
     def prepare() -> None:
         if target.is_dir():
@@ -98,8 +100,8 @@ def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[P
 def _written_folder(
     target: Path, group: dist.ProcessGroup, prepare: Callable[[], None], place: Callable[[Path], None]
 ) -> Iterator[Path]:
-    """A hidden folder next to `target`; the first rank calls `prepare` before, and `place` after all ranks have
-    written."""
+    """Context manager that yields a hidden folder next to `target`. The first rank calls `prepare` on entry, and
+    `place` with the folder once all ranks have written to it."""
     writing = hidden(target, "writing")
     first = group.rank() == 0
     try:
@@ -121,13 +123,13 @@ def _written_folder(
 
 
 def existing(target: Path) -> Path:
-    """`target`, or the folder that it replaced if a save was killed between its two renames."""
+    """`target`, or the hidden previous folder if a save was killed between its two renames."""
     old = hidden(target, "old")
     return old if old.exists() and not target.exists() else target
 
 
 def restore(target: Path) -> None:
-    """Clean up after a save that was killed at its renames: afterwards only `target` exists."""
+    """Clean up after a save that was killed between its renames: restore `target`, and remove the hidden folder."""
     old = hidden(target, "old")
     if old.exists() and not target.exists():
         os.rename(old, target)
@@ -156,21 +158,22 @@ def hidden(target: Path, what: str) -> Path:
 
 
 logger = logging.getLogger("pipeshard")
-BEAT, SILENT = 1.0, 8.0  # seconds between signs of life of a save in the background, and after which it has ended
+BEAT, SILENT = 1.0, 8.0  # seconds between heartbeats of a background save, and without one until it counts as killed
 
 
 @dataclass
 class Save(ABC):
-    """A save to which every stage writes its part; the first stage completes the checkpoint once all have written.
+    """A save in which every stage writes its part; the first stage completes the checkpoint once all stages have
+    written theirs.
 
-    A subclass has `write` and `commit`, `abandon`, which removes the files that this stage has written, and `beside`,
-    hidden files through which the stages synchronize.
+    A subclass defines `write` for this stage's part, `commit` for the first stage, `abandon`, which removes the files
+    that this stage has written, and `beside`, the path of a hidden file. Hidden files also synchronize the stages.
     """
 
     target: Path
     stage: int
     stages: int
-    token: str  # of this save
+    token: str  # distinguishes the hidden files of this save
     failed: Exception | None = field(default=None, init=False)
     thread: threading.Thread | None = field(default=None, init=False, repr=False)
 
@@ -188,11 +191,11 @@ class Save(ABC):
 
     @property
     def _room(self) -> Path:
-        """The folder for files that this stage is writing."""
+        """This stage's folder for incomplete files."""
         return self.beside(f"stage{self.stage}.writing")
 
     def start(self) -> None:
-        """Write in the background; Python waits for it at exit."""
+        """Write in a background thread, which Python joins at exit."""
         self.thread = threading.Thread(target=self._in_background, name="pipeshard-save")
         self.thread.start()
 
@@ -205,7 +208,7 @@ class Save(ABC):
             if self.stage == 0:
                 self._await_others()
                 self.commit()
-        except Exception as error:  # nobody else sees what a thread raises; the next save raises it
+        except Exception as error:  # would be lost with the thread; the next save raises it
             self.failed = error
             self.abandon()
             self._mark(self.stage, "failed").touch()
@@ -214,7 +217,7 @@ class Save(ABC):
             over.set()
 
     def _beat(self, over: threading.Event) -> None:
-        """Signal that this process is alive, so that the first stage does not wait for one that was killed."""
+        """Write heartbeats until `over` is set, so that the first stage does not wait for a process that was killed."""
         beats = 0
         while not over.wait(BEAT):
             beats += 1
@@ -222,7 +225,7 @@ class Save(ABC):
                 self._mark(self.stage, "alive").write_text(f"{beats}\n")
 
     def _await_others(self) -> None:
-        heard = {stage: ("", time.monotonic()) for stage in range(self.stages)}  # the last sign of life, and its time
+        heard = {stage: ("", time.monotonic()) for stage in range(self.stages)}  # the last heartbeat, and its time
         while heard:
             heard = {stage: last for stage, last in heard.items() if not self._mark(stage, "done").exists()}
             failed = [stage for stage in heard if self._mark(stage, "failed").exists()]
@@ -232,8 +235,10 @@ class Save(ABC):
                         heard[stage] = now, time.monotonic()
             silent = [stage for stage, (_, at) in heard.items() if time.monotonic() > at + SILENT]
             if failed or silent:
-                why = "could not write" if failed else "ended before they had written"
-                raise CheckpointError(f"stages {failed or silent} {why} their part; {self.target} is unchanged")
+                why = "could not write" if failed else "exited before they had written"
+                raise CheckpointError(
+                    f"stages {failed or silent} {why} their part (see their logs); {self.target} is unchanged"
+                )
             time.sleep(0.02)
 
     def _mark(self, stage: int, what: str) -> Path:

@@ -25,20 +25,20 @@ from pipeshard.errors import CheckpointError
 from pipeshard.hf import is_of_peft
 from pipeshard.split.packed import UNWRITTEN, is_quantized
 
-SHARD = 1024  # MB of a shard, at most
+SHARD = 1024  # the largest size of a shard, in MB
 
 
 class PipelineCheckpointIO:
-    """Saves with the architecture's own names, each tied tensor once, as safetensors; nothing is gathered.
+    """Saves and loads checkpoints with the architecture's own names; no rank gathers the whole model.
 
-    Make each call on every rank; all raise CheckpointError if one cannot do its part. Saved files are on disk
-    when the call returns, unless `use_async=True`; the previous files stay complete until then.
+    Call each method on every rank; if one rank fails, all ranks raise CheckpointError. When a save returns, its files
+    are on disk, unless `use_async=True`; until then, the previous files remain complete.
     """
 
     def __init__(self, grid: Callable[[], Grid]) -> None:
-        self._grid = grid  # which is made when a model is boosted
-        self.pending: Save | None = None  # what this rank writes of a save in the background
-        self.saving = False  # whether there is one
+        self._grid = grid  # a function, since the grid is created when a model is boosted
+        self.pending: Save | None = None  # this rank's part of a background save
+        self.saving = False  # whether a background save is running on any rank
 
     @property
     def grid(self) -> Grid:
@@ -57,15 +57,18 @@ class PipelineCheckpointIO:
         use_async: bool = False,
         merge: bool = False,
     ) -> None:
-        """Write the folder `checkpoint` (`shard=True`: shards of at most `size_per_shard` MB, their index, the configs;
-        `AutoModel.from_pretrained(checkpoint)` reads it) or one file: in the format of `torch.save` if its name ends in
-        .pt, .pth or .bin, otherwise safetensors. (`use_safetensors=False` is Booster's default, and has no effect.)
+        """Write the model to a folder (`shard=True`) or a file.
 
-        With `use_async=True` a copy of the weights is written while training continues; the next save waits for it, and
-        so does the end of the process. An error in it is raised by the next save.
+        The folder contains safetensors shards of at most `size_per_shard` MB, their index and the configs;
+        `AutoModel.from_pretrained(checkpoint)` reads it. A file has the format of `torch.save` if its name ends in .pt,
+        .pth or .bin, otherwise safetensors. (`use_safetensors=False`, Booster's default, has no effect.) Safetensors
+        contain each tied tensor once.
 
-        `merge=True` writes the folder of a model with adapters in a form that plain transformers reads: each stage
-        merges its active adapters into its weights.
+        With `use_async=True`, a copy of the weights is written while training continues. The next save waits for it and
+        raises its error; at exit, the process waits for it.
+
+        With `merge=True`, the folder of a model with adapters can be read without peft: each stage merges its active
+        adapters into its weights.
         """
         boosted = boosted_model(model)
         self.wait()
@@ -75,9 +78,9 @@ class PipelineCheckpointIO:
             raise CheckpointError("merge=True requires shard=True (which writes a folder) and a model with adapters")
         if has_adapters and not merge:
             raise CheckpointError(
-                "this model has adapters, and plain transformers cannot load them together with its weights: save the "
-                "adapters with booster.save_lora_as_pretrained, the training state with pipeshard.save_training_state, "
-                "or the merged model with "
+                "this model has adapters, which transformers cannot load from the same checkpoint as its weights: save "
+                "the adapters with booster.save_lora_as_pretrained, the training state with "
+                "pipeshard.save_training_state, or the merged model with "
                 "booster.checkpoint_io.save_model(model, folder, shard=True, merge=True)"
             )
         _refuse_prefix(prefix)
@@ -95,8 +98,8 @@ class PipelineCheckpointIO:
     def save_folder(
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
-        """`save_model` with `shard=True`, also for a model with adapters; packed weights are omitted. It writes the
-        tensors that `load_model` reads."""
+        """Like `save_model` with `shard=True`, but also for models with adapters (not merged) or quantized weights
+        (omitted). `load_model` reads the folder."""
         boosted = boosted_model(model)
 
         def plan(tensors: dict[str, Tensor]) -> FolderSave:
@@ -108,13 +111,13 @@ class PipelineCheckpointIO:
         self._save(boosted, use_async, plan)
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
-        """A save of the folder from copies, for `write` and `commit`; None if another rank writes."""
+        """Plan a save of copies of this stage's tensors to the folder; None if another replica or slice writes them."""
         boosted = boosted_model(model)
         with self._leading(boosted) as (leads, tensors):
             return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None
 
     def start(self, save: Save) -> None:
-        """Start the save in the background. Call it on all ranks; `saving` is set if this rank has none to start."""
+        """Start this rank's background save. A rank without one only sets `saving`: then `wait` includes all ranks."""
         self.pending, self.saving = save, True
         save.start()
 
@@ -139,8 +142,8 @@ class PipelineCheckpointIO:
 
     @contextmanager
     def _leading(self, boosted: PipelineModel) -> Iterator[tuple[bool, dict[str, Tensor]]]:
-        """The tensors that this stage saves, and whether this rank writes them: the rank of the first replica and slice
-        does; all others wait for it, and fail if it fails."""
+        """Context manager that yields whether this rank writes this stage's tensors (if it is in the first replica and
+        slice), and these tensors. All ranks exit together, and fail if one fails."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = owned(boosted)
@@ -148,7 +151,7 @@ class PipelineCheckpointIO:
             yield self.grid.leads, tensors
 
     def wait(self) -> None:
-        """Wait until the save in the background is on disk; raises CheckpointError on every rank if it failed."""
+        """Wait until the background save is on disk; raises CheckpointError on every rank if it failed."""
         save, self.pending, saving, self.saving = self.pending, None, self.saving, False
         if save is not None and save.thread is not None:
             save.thread.join()
@@ -158,15 +161,15 @@ class PipelineCheckpointIO:
                     raise CheckpointError(f"saving {save.target} in the background failed: {save.failed}")
         except CheckpointError:
             if save is not None:
-                save.abandon()  # what this stage has written, where another one failed
+                save.abandon()  # another stage may have failed
             raise
 
     @together_in("load_model")
     def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True, **_: Any) -> nn.Module:
-        """Read this stage's tensors from a Hugging Face folder, an index or a file, in place.
+        """Read this stage's tensors in place from a Hugging Face folder, an index or a file.
 
-        A model of `PipelinePlugin.from_pretrained` is filled as `from_pretrained` does: weights that the checkpoint
-        lacks are initialized, with a warning.
+        If `PipelinePlugin.from_pretrained` created the model from the same `checkpoint`, `strict` has no effect:
+        weights that the checkpoint lacks are initialized, with a warning, as by `from_pretrained`.
         """
         boosted = boosted_model(model)
         self.wait()
@@ -176,7 +179,7 @@ class PipelineCheckpointIO:
 
     @together_in("save_lr_scheduler")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        """Write the scheduler's state, which all ranks share, once."""
+        """Write the scheduler's state, which is the same on all ranks, on the first rank."""
         with new_file(Path(checkpoint), self.grid.world) as folder:
             if self.grid.first:
                 with writes(Path(checkpoint)):
@@ -202,13 +205,13 @@ class PipelineCheckpointIO:
         size_per_shard: int = SHARD,
         use_async: bool = False,
     ) -> None:
-        """Write the folder (`shard=True`: each rank its own part) or the file `checkpoint`."""
+        """Write the optimizer's state to the file `checkpoint`, or with `shard=True` one part per rank to a folder."""
         _refuse_prefix(prefix)
         save_optimizer(optimizer, checkpoint, shard=shard)
 
     @together_in("load_optimizer")
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str, prefix: str | None = None, **_: Any) -> None:
-        """Read a folder or a file that `save_optimizer` wrote, with any number of stages."""
+        """Load a folder or a file that `save_optimizer` wrote with any number of stages."""
         _refuse_prefix(prefix)
         load_optimizer(optimizer, checkpoint)
 
@@ -218,7 +221,7 @@ class PipelineCheckpointIO:
 
 
 def refuse_packed(model: nn.Module) -> None:
-    """Raise CheckpointError for a model whose weights cannot be written to a folder."""
+    """Raise CheckpointError for a model with quantized weights, which cannot be saved."""
     if is_quantized(model):
         raise CheckpointError(UNWRITTEN)
 
@@ -226,14 +229,16 @@ def refuse_packed(model: nn.Module) -> None:
 def _refuse_prefix(prefix: str | None) -> None:
     if prefix is not None:
         raise CheckpointError(
-            f"prefix={prefix!r} is not supported: parameters are saved under the architecture's own names"
+            f"prefix={prefix!r} is not supported: omit it; parameters are saved under the architecture's own names"
         )
 
 
 def boosted_model(model: nn.Module) -> PipelineModel:
     """`model`, if `booster.boost` returned it; otherwise raises CheckpointError."""
     if not isinstance(model, PipelineModel):
-        raise CheckpointError(f"this is a {type(model).__name__}: pass the model that booster.boost(...) returned")
+        raise CheckpointError(
+            f"this {type(model).__name__} was not boosted: pass the model that booster.boost(...) returned"
+        )
     return model
 
 

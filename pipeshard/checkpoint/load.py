@@ -1,4 +1,4 @@
-"""Load: each stage reads its own tensors from a Hugging Face checkpoint, which may name or fuse them differently."""
+"""Load: each stage reads its own tensors from a Hugging Face checkpoint, whose names and layout may differ."""
 
 import copy
 import logging
@@ -25,19 +25,19 @@ from pipeshard.split.ties import first_names
 
 try:
     from transformers import conversion_mapping, core_model_loading
-except ImportError:  # transformers 4 has models in the layout of their checkpoints
+except ImportError:  # with transformers 4, models have the layout of their checkpoints
     conversion_mapping = core_model_loading = None
 
 logger = logging.getLogger("pipeshard")
-SHOWN = 8  # names that a warning lists
+SHOWN = 8  # the most names that a warning lists
 
 
 @dataclass
 class Piece:
-    """Tensors of a checkpoint that become one or several tensors of the model: experts to be stacked, a matrix to be
-    cut.
+    """Checkpoint tensors that are converted together to one or several model tensors: experts to stack, a fused matrix
+    to split.
 
-    `sources` are their keys, each with the pattern of the transformation that it matched.
+    `sources` are their keys, each with the pattern of the transformation that it matched (or with the key itself).
     """
 
     target: str
@@ -45,7 +45,7 @@ class Piece:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name; `read` returns a tensor of the checkpoint."""
+        """The model tensors by name; `read` returns the checkpoint tensor of a key."""
         if self.transform is None:
             return {self.target: read(self.sources[0][0])}
         transform = copy.deepcopy(self.transform)
@@ -56,9 +56,9 @@ class Piece:
 
 
 class Conversion:
-    """How the keys of one checkpoint map to `model`: `pieces`, and the keys that are `unexpected`.
+    """The mapping from a checkpoint's keys to `model`: its `pieces` by the name of their target, and `unexpected` keys.
 
-    `transforms` are the transformations used; `revert` undoes them, as `save_pretrained` does.
+    `transforms` are the transformations that it uses; `revert` applies their inverses, as `save_pretrained` does.
     """
 
     def __init__(self, model: nn.Module, keys: Iterable[str], names: Iterable[str]) -> None:
@@ -89,7 +89,7 @@ class Conversion:
 
 
 def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of one stage in the layout of its checkpoints, as `save_pretrained` would write them."""
+    """A stage's tensors, converted to the names and layout in which `save_pretrained` would write them."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in state.items() if name not in ignored}
     if core_model_loading is None:
@@ -103,13 +103,13 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
-    """The renames of transformers 4 in the checkpoints of some classes: patterns and replacements."""
+    """The key renamings (pattern, replacement) of transformers 4 for some classes; none with transformers 5."""
     mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
     return mapping.items() if core_model_loading is None else ()
 
 
 def _replaced(key: str, renamings: Iterable[tuple[str, str]]) -> str:
-    """The key after the first replacement that matches."""
+    """The key after the first renaming whose pattern matches; otherwise unchanged."""
     for pattern, name in renamings:
         renamed, count = re.subn(pattern, name, key)
         if count:
@@ -123,7 +123,7 @@ def _renamed(
     if core_model_loading is not None:
         meta: Any = known
         return core_model_loading.rename_source_key(key, renamings, converters, prefix, meta)
-    if key not in known and prefix:  # a head's model from a bare one's checkpoint, or the other way round
+    if key not in known and prefix:  # a model with a head from a checkpoint of its base model, or vice versa
         shorter = key.removeprefix(f"{prefix}.")
         return next((name for name in (shorter, f"{prefix}.{key}") if name in known), key), None
     return key, None
@@ -134,12 +134,12 @@ def _natural(key: str) -> list[Any]:
 
 
 def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
-    """Fill this stage's tensors from a folder, an index or a file; returns the bytes that were read.
+    """Load this stage's tensors from a folder, an index or a file; returns the number of bytes read.
 
-    Every rank checks names and shapes of the whole model, so all raise the same CheckpointError: always for shapes,
-    with `strict` also for missing or unexpected names. If it is raised, nothing is changed. With `draw_missing`,
-    missing weights are initialized by the plugin's `init_weights`, with a warning, as `from_pretrained` does; a model
-    with adapters then takes the weights of the model inside.
+    Every rank checks the names and shapes of the whole model before it changes anything, so all ranks raise the same
+    CheckpointError: always for shapes, with `strict` also for missing or unexpected names. With `draw_missing`,
+    `strict` has no effect: missing weights are initialized as by the plugin's `init_weights`, with a warning. The
+    checkpoint of a model with adapters is then that of its base model.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -158,18 +158,19 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
 
 class _Plan:
-    """The mapping from a checkpoint to the whole model, known without reading it. With `of_base`, names are those
-    of the model inside, if there are adapters.
+    """The mapping from a checkpoint to the whole model, computed from names and shapes alone. With `of_base`, the names
+    in a model with adapters are those of its base model.
 
     Attributes:
-        targets: the full names for a (first) name; several for a module that has a copy.
-        scales: for each full name of a weight that the checkpoint has packed, the keys of its scales.
+        first: the first of the tied names, by name.
+        targets: the full names of the parameters to fill, by first name; several if adapters copy a module.
+        scales: the keys of the scales of each packed weight of the checkpoint, by the weight's full name.
     """
 
     def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool) -> None:
         self.whole, self.source, self.holdings = model, source, holdings
         self.model = without_adapters(model)[1] if of_base else model
-        state = model.state_dict(keep_vars=True)  # Ghosts have shapes
+        state = model.state_dict(keep_vars=True)  # ghosts have shapes, too
         names = dict(zip(state, state)) if self.model is model else base_names(model)
         self.packed = dict(packed_layers(model))
         self.shapes = {
@@ -186,7 +187,7 @@ class _Plan:
         self.problems: list[str] = []
         self.scales = dict[str, dict[str, str]]()
         layers = {names[full]: full for full in self.packed if full in names}
-        self.makes: dict[str, Piece] = {}  # the piece that gives a tensor, by its first name
+        self.makes: dict[str, Piece] = {}  # the piece that yields a tensor, by the tensor's first name
         for piece in self.conversion.pieces.values():
             for name, shape in self._shapes_made(piece).items():
                 if name not in self.shapes:
@@ -202,7 +203,7 @@ class _Plan:
                 if shape != expected:
                     self.problems.append(f"{name} has shape {shape}, but {expected} in the model")
                 first = self.first[name]
-                if first not in self.makes or name == first:  # of a tie's two tensors the first counts
+                if first not in self.makes or name == first:  # of several tied names, the first one is used
                     self.makes[first] = piece
         self.given = set(self.makes)
         optional = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or []
@@ -212,7 +213,7 @@ class _Plan:
             if name not in self.given and not any(re.search(pattern, name) for pattern in optional)
         ]
         packed = {name for name in self.missing if self.packed.keys() & self.targets[name].keys()}
-        if not of_base and len(packed) == len(self.packed):  # what was saved of a model that has them already
+        if not of_base and len(packed) == len(self.packed):  # saved states omit them, and the model has them
             self.missing = [name for name in self.missing if name not in packed]
         elif packed:
             self.problems.append(f"{min(packed)} is missing, and a quantized weight cannot be initialized")
@@ -220,14 +221,14 @@ class _Plan:
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
         try:
             made = piece.convert(self.model, lambda key: torch.empty(self.source.shapes[key], device="meta"))
-        except Exception as error:  # what a conversion of transformers raises for shapes that it does not expect
+        except Exception as error:  # transformers may raise anything for unexpected shapes
             sources = ", ".join(key for key, _ in piece.sources[:3])
             self.problems.append(f"{piece.target} cannot be converted from {sources} ({summary(error)})")
             return {piece.target: self.shapes[piece.target]}
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
     def refuse(self, lists: bool) -> None:
-        """Raise CheckpointError for shapes that differ; with `lists` also for missing or unexpected names."""
+        """Raise CheckpointError for tensors that do not fit; with `lists` also for missing or unexpected names."""
         problems = list(self.problems)
         if lists:
             problems += [f"{name} is missing" for name in self.missing]
@@ -236,7 +237,7 @@ class _Plan:
             raise CheckpointError(f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}")
 
     def fill(self, show: bool) -> None:
-        """Read the tensors of this stage, one piece at a time."""
+        """Read the tensors of this stage, one piece at a time; `show` enables the progress bar."""
         pieces = self._of_stage()
         total = sum(
             tensor.nbytes for _, of_names in pieces for tensors in of_names.values() for tensor in tensors.values()
@@ -253,14 +254,14 @@ class _Plan:
                     bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))
 
     def _take(self, tensors: Mapping[str, Tensor], value: Tensor) -> int:
-        """Set each of these tensors to the value; returns their bytes."""
+        """Set each of these tensors to the value; returns their total size in bytes."""
         for k, (full, tensor) in enumerate(tensors.items()):
             self._assign(full, tensor, value.clone() if k else value)
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
-        """The pieces that this stage needs, in the order of the files, each with the stage's tensors that it fills, by
-        the piece's name for them."""
+        """The pieces that this stage needs, in the order of the files, each with the tensors of this stage that it
+        fills, by first name and full name."""
         own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers())}
         needed: dict[str, tuple[Piece, dict[str, dict[str, Tensor]]]] = {}
         for name, piece in self.makes.items():
@@ -271,7 +272,7 @@ class _Plan:
 
     @torch.no_grad()
     def _assign(self, name: str, target: Tensor, value: Tensor) -> None:
-        """Give a parameter memory that holds nothing else, so that it exists once."""
+        """Set a tensor to `value`. A plain parameter takes over the memory of `value` unless other tensors share it."""
         weight = self.holdings.weights.get(name)
         if name in self.scales:
             scales = {end: self.source.read(key).to(target.device) for end, key in self.scales[name].items()}
@@ -291,13 +292,13 @@ class _Plan:
 
 
 def _draw(boosted: PipelineModel, plan: _Plan) -> None:
-    """Initialize the weights that the checkpoint lacks, and warn."""
+    """Initialize the weights that the checkpoint lacks; warn about missing and unused names."""
     pipeline, model = boosted.pipeline, boosted.unwrap()
     lost = [name for name in plan.missing if pipeline.blank.intersection(plan.targets[name])]
     pipeline.draw([full for name in lost for full in plan.targets[name]])
     weights = pipeline.holdings.weights
     for first, *copies in (plan.targets[name] for name in lost):
-        for full in copies:  # which begin as the original does
+        for full in copies:  # start with the values of the original
             if full in weights:
                 weights[full].set(weights[first].parameter.detach())
     unused = plan.conversion.unexpected

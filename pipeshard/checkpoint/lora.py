@@ -1,4 +1,4 @@
-"""LoRA: adapters of peft, added to a model before it is boosted, and saved as peft itself saves them."""
+"""LoRA: peft adapters, added to a model before it is boosted, and saved as peft saves them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from pipeshard.split.adapters import is_blank, put_adapters, stand_ins
 from pipeshard.split.ties import first_names
 
 if TYPE_CHECKING:
-    from peft import PeftModel  # the import takes a second: the functions that need it do it
+    from peft import PeftModel  # takes a second to import, so only the functions that need it do
 
 
 def enable_lora(
     model: nn.Module, pretrained_dir: str | None, lora_config: Any, bnb_quantization_config: Any
 ) -> PeftModel:
-    """`model`, not boosted yet, with new adapters from `lora_config`, or with the adapters in `pretrained_dir` to
-    continue their training.
+    """Add new adapters from `lora_config` to `model`, or load the adapters in `pretrained_dir` to continue their
+    training. Call it before `model` is boosted.
 
-    New adapters are initialized by torch's generator, whose seed must be the same on every rank. The model may be on
-    meta (`PipelinePlugin.from_pretrained`): adapters get the values that they would get on the loaded model, and each
-    stage computes adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded its weights.
+    New adapters are initialized with torch's generator, whose seed must be the same on every rank. If the model is on
+    meta (`PipelinePlugin.from_pretrained`), they receive the same values as on the loaded model: each stage computes
+    adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded these weights.
 
-    Raises UsageError for a model that is boosted or has adapters, ConfigurationError for quantization and for a
-    configuration that does not fit the model, or a model on meta, CheckpointError for a folder that does not fit.
+    Raises UsageError if the model is boosted or has adapters, ConfigurationError for `bnb_quantization_config` and for
+    a `lora_config` that the model (or a model on meta) does not support, CheckpointError for a folder that does not
+    fit.
     """
     from peft import get_peft_model
 
@@ -54,7 +55,7 @@ def enable_lora(
         )
     if pretrained_dir is not None:
         return _with_adapter_of(pretrained_dir, model)
-    with explained(  # peft raises anything for what is not as it expects it
+    with explained(  # peft may raise anything for an unexpected model or config
         lambda error: ConfigurationError(
             f"peft cannot add adapters of this lora_config to {type(model).__name__}: {summary(error)}"
         )
@@ -82,11 +83,11 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
 
 
 def save_lora(model: nn.Module, checkpoint: str) -> None:
-    """Write the folder `checkpoint` with every adapter of a boosted PeftModel, as its `save_pretrained` would without
-    the split.
+    """Write every adapter of a boosted PeftModel to the folder `checkpoint`, as `save_pretrained` would for the unsplit
+    model.
 
-    `PeftModel.from_pretrained(base, checkpoint)` reads it. The first stage receives the tensors of the adapters, one at
-    a time, and writes them, always as safetensors. An interrupted save leaves the previous files.
+    `PeftModel.from_pretrained(base, checkpoint)` reads it. The first stage receives the adapters' tensors, one at a
+    time, and writes them, always as safetensors. If a save is interrupted, the previous files remain.
 
     Raises CheckpointError, on every rank, for any other model, and if `checkpoint` is a file or a folder with other
     content.
@@ -94,16 +95,16 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     module = model.unwrap() if isinstance(model, PipelineModel) else model
     if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):
         raise CheckpointError(
-            f"this is a {type(module).__name__}: pass the model that booster.boost(...) returned, for a model with "
-            "adapters (created with booster.enable_lora(model, lora_config=...))"
+            f"this {type(module).__name__} is not a boosted model with adapters: call booster.enable_lora(model, "
+            "lora_config=...), and pass the model that booster.boost(...) then returns"
         )
     first = min(module.peft_config, key=lambda name: name != "default")
-    # peft keeps adapters of other names in folders
+    # peft saves all adapters except default in subfolders
     mark = ADAPTER_CONFIG if first == "default" else f"{first}/{ADAPTER_CONFIG}"
     grid = model.pipeline.grid
     model.pipeline.gradients.settle()
     state = nn.Module.state_dict(module)
-    with together(grid.world):  # peft may ask the hub whether the vocabulary has grown: one rank alone does
+    with together(grid.world):  # on one rank only, since peft may query the Hub for the vocabulary size
         chosen = _saved(module, state) if grid.first else []
     saved = gather_objects(chosen, grid.world)[0]
     with together(grid.world):
@@ -118,9 +119,9 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
 
 
 def load_lora(model: PipelineModel, folder: Path) -> None:
-    """Fill the adapters of a boosted PeftModel from the files of `save_lora`, or of peft. Call it on all ranks.
+    """Load the adapters of a boosted PeftModel from a folder that `save_lora` or peft wrote. Call it on all ranks.
 
-    Raises CheckpointError, on every rank, for a folder that lacks one of the adapters, or has other ones.
+    Raises CheckpointError, on every rank, if the folder lacks one of the adapters, or has other tensors for it.
     """
     from peft import get_peft_model_state_dict, load_peft_weights
 
@@ -135,9 +136,11 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
             saved = load_peft_weights(str(within), device="cpu")
             own = get_peft_model_state_dict(module, state, adapter)
             if differing := sorted(own.keys() ^ saved.keys()):
-                raise CheckpointError(f"{within} and the adapter {adapter} differ in: {listed(differing, 3)}")
+                raise CheckpointError(
+                    f"{within} does not fit the adapter {adapter}: only one of them has {listed(differing, 3)}"
+                )
             if any(own[key].shape != value.shape for key, value in saved.items()):
-                raise CheckpointError(f"the shapes of tensors in {within} differ from those of the adapter {adapter}")
+                raise CheckpointError(f"{within} does not fit the adapter {adapter}: their tensors differ in shape")
             values |= {names[id(own[key])]: value for key, value in saved.items() if id(own[key]) in names}
         with torch.no_grad():
             for name, value in values.items():
@@ -146,7 +149,7 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
 
 
 def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], pipeline: Pipeline) -> None:
-    """Send the values of these tensors of the model's state to the first stage, wherever they are."""
+    """Broadcast the named tensors of `state` from their stages, and put the values into the first stage's `state`."""
     first = first_names(module)
     for name in names:
         owner = pipeline.policy.ownership.owner(first.get(name, name))
@@ -159,7 +162,7 @@ def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], p
 
 
 def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
-    """The names of the tensors of all adapters that peft saves."""
+    """The names in `state` of the tensors that peft saves for all adapters."""
     from peft import get_peft_model_state_dict
 
     chosen = [t for adapter in module.peft_config for t in get_peft_model_state_dict(module, state, adapter).values()]
@@ -167,7 +170,7 @@ def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
     if any(id(tensor) not in names for tensor in chosen):
         kinds = ", ".join(sorted({str(config.peft_type) for config in module.peft_config.values()}))
         raise CheckpointError(
-            f"adapters of this kind ({kinds}) are computed from tensors of several stages when they are saved: call "
-            "pipeshard.to_sequential(model, rank=0), and then save_pretrained on the model that rank 0 gets"
+            f"peft computes adapters of this kind ({kinds}) from tensors of several stages when it saves them: call "
+            "pipeshard.to_sequential(model, rank=0), and then save_pretrained on the model that it returns on rank 0"
         )
     return sorted({names[id(tensor)] for tensor in chosen})

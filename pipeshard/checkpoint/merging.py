@@ -14,14 +14,14 @@ WHOLE = "on the model that pipeshard.to_sequential(model, rank=0) returns on ran
 
 
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The `tensors` that a stage owns (by full names) with the active adapters merged, by their names in the model
-    inside. The model itself does not change.
+    """A stage's `tensors` (by full name) with the active adapters merged into them, by their names in the base model.
+    `module` itself does not change.
 
-    Raises CheckpointError for adapters that are not part of a weight, or part of a tied one.
+    Raises CheckpointError for adapters that cannot be merged into a weight, or whose weight is tied to another one.
     """
     if any(config.is_prompt_learning for config in module.peft_config.values()):
         raise CheckpointError(
-            f"merge=True does not support prompts, which are not part of the weights. Call save_pretrained {WHOLE}"
+            f"merge=True does not support prompt tuning, which adapts no weights. Call save_pretrained {WHOLE}"
         )
     tied = {name for names in names_of(module).values() if len(names) > 1 for name in names}
     made = dict(tensors)
@@ -39,21 +39,21 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """The layers with adapters by their paths; of nested layers, only the outer one."""
+    """The layers with adapters, by path and a dot; of nested adapter layers, only the outermost."""
     layers = {f"{path}.": layer for path, layer in module.named_modules() if is_of_peft(layer, "BaseTunerLayer")}
     return {path: layer for path, layer in layers.items() if not path.endswith("base_layer.")}
 
 
 def _of_base(layer: Any, path: str) -> dict[str, nn.Parameter]:
-    """The parameters of the original layer without adapters, by full names."""
+    """The parameters of the base layer inside the adapter layer `layer`, by full name."""
     while is_of_peft(layer, "BaseTunerLayer"):
         layer, path = _inside(layer), f"{path}base_layer."
     return {f"{path}{name}": parameter for name, parameter in layer.named_parameters()}
 
 
 def _merged(layer: Any, path: str) -> dict[str, Tensor]:
-    """These parameters as peft merges them in a copy of the layer."""
-    with explained(lambda error: CheckpointError(f"merge=True: {path[:-1]} cannot be merged: {summary(error)}")):
+    """The base layer's parameters after peft has merged the adapters, in a copy of the layer."""
+    with explained(lambda error: CheckpointError(f"merge=True: peft cannot merge {path[:-1]}: {summary(error)}")):
         inner = made = copy.deepcopy(layer)
         while is_of_peft(inner, "BaseTunerLayer"):
             inner.merge(safe_merge=True)

@@ -1,7 +1,7 @@
-"""Optimizer checkpoints: states by the names of their parameters, which any number of stages can load.
+"""Optimizer checkpoints: states keyed by parameter name, which any number of stages can load.
 
-torch numbers the parameters in `Optimizer.state_dict()` by their places in the groups, which differ on every stage.
-By name, the states of all ranks form one description, which any number of stages, replicas and slices can load.
+`Optimizer.state_dict()` numbers the parameters by their positions in the groups, which differ between stages. Keyed by
+name, the states of all ranks form one checkpoint that any number of stages, replicas and slices can load.
 """
 
 import copy
@@ -24,17 +24,17 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
 
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
-OLDER = "pipeshard optimizer 1"  # a file of it is the same; in a folder were torch.distributed.checkpoint's own files
-VALUE = "pipeshard.value"  # among the states of a parameter: itself, in full precision
-INSIDE = "::"  # between the key of a dict among the states and a key in it, where bitsandbytes has its tensors
+OLDER = "pipeshard optimizer 1"  # the same in a file; a folder had other files of torch.distributed.checkpoint
+VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its states
+INSIDE = "::"  # joins the key of a dict among the states and a key in it, as bitsandbytes has
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
-# value. In a description the tensors of "state" are on meta, too.
+# value. In a description, the tensors of "state" are also on meta.
 Content: TypeAlias = dict[str, Any]
-States: TypeAlias = dict[str, dict[str, Any]]  # what the optimizer keeps of each parameter: name -> key -> value
+States: TypeAlias = dict[str, dict[str, Any]]  # the optimizer's states of each parameter: name -> key -> value
 
 
 def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
-    """The `states`, with `convert(name of the parameter, tensor)` in place of each tensor."""
+    """A copy of `states` in which `convert(parameter name, tensor)` replaces each tensor."""
     return {
         name: {key: convert(name, value) if isinstance(value, Tensor) else value for key, value in values.items()}
         for name, values in states.items()
@@ -42,7 +42,7 @@ def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a parameter, with the entries of a dict in its place."""
+    """The states of a parameter, with nested dicts flattened to entries with joined keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         is_nested = isinstance(value, dict) and value and all(isinstance(inner, str) for inner in value)
@@ -63,20 +63,20 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """The number in `packed`, the optimizer's own state_dict(), and the name of each parameter."""
+    """Yield each parameter's number in `packed` (the optimizer's own state_dict()), its name, and the parameter."""
     for k, (group, numbers) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], numbers["params"], strict=True):
             if parameter not in optimizer.names:
                 raise CheckpointError(
                     f"group {k} has a parameter of shape {tuple(parameter.shape)} that does not belong to the model "
-                    "and so has no name: pass only parameters of the boosted model to the optimizer"
+                    "and therefore has no name: pass only parameters of the boosted model to the optimizer"
                 )
             yield number, optimizer.names[parameter], parameter
 
 
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
-    """The state that this rank holds. The state of a shard is a DTensor like the parameter; VALUE is the fp32 value of
-    a parameter in 16 bits."""
+    """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter; VALUE is
+    the fp32 value of a 16-bit parameter."""
     optimizer.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
@@ -102,7 +102,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
 
 
 def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
-    """Whether this rank has a slice that no other rank has, of a tensor that the rank `owner` has a slice of."""
+    """Whether this rank's position in the mesh differs from that of `owner` only on axes that shard the parameter."""
     grid, parameter = optimizer.grid, optimizer.weights[name].parameter
     at, first = grid.mesh.coordinate(), grid.mesh.unravel(owner, grid.mesh.shape)
     assert isinstance(at, tuple)
@@ -110,7 +110,7 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 
 
 def on_meta(content: Content) -> Content:
-    """The `content` without values of tensors: the form that ranks exchange, and that a folder's description has."""
+    """The `content` with all tensors on meta, as ranks exchange it and as the description in a folder contains it."""
 
     def meta(_: str, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -120,7 +120,7 @@ def on_meta(content: Content) -> Content:
 
 
 def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
-    """The state that all ranks hold together, and the first rank to hold each parameter."""
+    """The combined state of all ranks, and the first rank that holds each parameter."""
     whole: Content = {"format": OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [], "state": {}}
     owners: dict[str, int] = {}
     for rank, description in enumerate(descriptions):
@@ -134,8 +134,8 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
             if first != other:
                 key = next(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
                 raise CheckpointError(
-                    f"{key} of group {k} is {first.get(key)} on stage 0, but {other.get(key)} on stage {rank}: use the "
-                    "same options for a group on every stage"
+                    f"{key} of group {k} is {first.get(key)} on rank 0, but {other.get(key)} on rank {rank}: use the "
+                    "same options for a group on every rank"
                 )
         params = dict.fromkeys(name for group in groups for name in group["params"])
         whole["param_groups"].append(groups[0] | {"params": list(params)})
@@ -143,16 +143,16 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
 
 
 def content_flaw(content: Content, described: bool) -> str:
-    """The reason why a dict from a file is not a Content; "" if it is one. With `described`, tensors
-    must be on meta; otherwise all of them must have values."""
+    """The reason why a dict from a file is not a valid Content; "" if it is. With `described`, the tensors of "state"
+    must be on meta; otherwise they must have values."""
     parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
     parameters, groups, states = parts
     if not _by_name(parameters, Tensor):
-        return "its parameters are not a dict of tensors by name"
+        return "its parameters are not a dict from names to tensors"
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return "its param_groups are not a list of dicts"
     if not all(isinstance(group.get("params"), list) for group in groups):
-        return "one of its groups has no params"
+        return "one of its groups has no list of params"
     names = [name for group in groups for name in group["params"]]
     if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parameters):
         return "the params of its groups are not exactly its parameters, each listed once"
@@ -162,7 +162,7 @@ def content_flaw(content: Content, described: bool) -> str:
         if not _by_name(values, object):
             return f"the state of {name} is not a dict with string keys"
         if any(outer in values for key in values for outer in accumulate(key.split(INSIDE)[:-1], _inside)):
-            return f"an entry in the state of {name} contains another entry"
+            return f"a key in the state of {name} is a prefix of another key"
         for key, value in values.items():
             if isinstance(value, Tensor) and not (value.is_meta if described else has_content(value)):
                 return f"{key} of {name} is {'stored in the description' if described else 'without values'}"
@@ -179,17 +179,17 @@ def _by_name(values: Any, kind: type) -> bool:
     return isinstance(values, dict) and all(isinstance(k, str) and isinstance(v, kind) for k, v in values.items())
 
 
-DESCRIPTION = "optimizer.pt"  # beside it are the tensors, in the files of every rank
+DESCRIPTION = "optimizer.pt"  # in a folder that also contains the tensors, in files of every rank
 
 
 def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) -> None:
-    """Write the optimizer's state by parameter name; every rank writes the part that it is the first to hold.
+    """Write the optimizer's state by parameter name; the first rank that holds a tensor or a slice of it writes it.
 
-    With `shard`, a folder of safetensors files, which torch.distributed.checkpoint's HuggingFaceStorageReader reads,
-    otherwise one file, which `torch.load(weights_only=True)` reads. The previous files stay until the new ones are
-    complete.
+    With `shard`, writes a folder of safetensors files, which torch.distributed.checkpoint's HuggingFaceStorageReader
+    reads; otherwise one file, which `torch.load(weights_only=True)` reads. The previous files remain until the new
+    files are complete.
 
-    Raises CheckpointError, on every rank, if this is impossible.
+    Raises CheckpointError, on every rank, if the state cannot be written.
     """
     boosted, target = _boosted(optimizer), Path(checkpoint)
     description, written = _planned(boosted, shard)
@@ -207,22 +207,22 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
             torch.save({place: _compact(tensor) for place, tensor in written.items()}, parts[rank])
         if rank == 0:
             for part in parts:
-                for (name, key), tensor in load_plain(part, "a part of an optimizer", "save again").items():
+                for (name, key), tensor in load_plain(part, "a part of an optimizer state", "save again").items():
                     description["state"][name][key] = tensor
             with writes(target):
                 torch.save(description, folder / target.name)
 
 
 def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
-    """Copies of the part that this rank writes of an optimizer's folder, and on the first rank its description. Call it
-    on all ranks. Raises CheckpointError as `save_optimizer` does."""
+    """Copies of the files that this rank writes to an optimizer's folder, and on the first rank the description (None
+    on other ranks). Call it on all ranks. Raises CheckpointError as `save_optimizer` does."""
     boosted = _boosted(optimizer)
     description, written = _planned(boosted, shard=True)
     return list(contents(_in_files(written))), copy.deepcopy(description) if boosted.group.rank() == 0 else None
 
 
 def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tuple[str, str], Tensor]]:
-    """The description of the whole, and the part that this rank writes, by the name of the parameter and the key."""
+    """The description of the state of all ranks, and the tensors that this rank writes, by (parameter name, key)."""
     with together(boosted.group):
         content = optimizer_content(boosted)
         _check_readable(on_meta(content))
@@ -237,10 +237,10 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tup
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
-    """Load the state that `save_optimizer` wrote with any number of stages into the optimizer.
+    """Load a state that `save_optimizer` wrote, with any number of stages, into the optimizer.
 
-    Raises CheckpointError, on every rank and with nothing changed, for anything except such a checkpoint, and for a
-    checkpoint of other parameters, shapes or groups.
+    Raises CheckpointError on every rank, before anything is changed, for any other file or folder, and for a checkpoint
+    of other parameters, shapes or groups.
     """
     boosted = _boosted(optimizer)
     with together(boosted.group):
@@ -266,21 +266,21 @@ def _boosted(optimizer: Optimizer) -> PipelineOptimizer:
 
 
 def _check_readable(description: Content) -> None:
-    """Refuse values that torch.load(weights_only=True) would not read again."""
+    """Raise CheckpointError for values that torch.load(weights_only=True) could not load."""
     try:
         encode(description)
     except MessageError as error:
-        raise CheckpointError(f"the optimizer's options or states: {error}") from error
+        raise CheckpointError(f"the optimizer's options or states cannot be saved: {error}") from error
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, without the rest of its storage."""
+    """The tensor on the CPU, in a storage of its own size."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _state_tensors(states: States) -> dict[tuple[str, str], Tensor]:
-    """The tensors among the states, by the name of the parameter and the key."""
+    """The tensors in `states`, by (parameter name, key)."""
     places = {(name, key): value for name, values in states.items() for key, value in values.items()}
     return {place: value for place, value in places.items() if isinstance(value, Tensor)}
 
@@ -290,7 +290,7 @@ def _in_files(tensors: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
 
 
 def _read_content(source: Path) -> Content:
-    """The description in a folder, or the whole content of a file; no declared size exceeds the data."""
+    """The description in a folder, or the content of a file, after a check that the files contain all declared data."""
     if not source.exists():
         raise CheckpointError(f"{source} cannot be read: it does not exist")
     described = source.is_dir()
@@ -326,12 +326,12 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
 
 
 def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]) -> States:
-    """The saved states of these parameters, or of this rank's shards; the tensors are not views of a file."""
+    """The saved states of these parameters, as this rank's shards; no tensor is a view of a file."""
     states = {name: values for name, values in content["state"].items() if name in names}
     parameters = {name: optimizer.weights[name].parameter for name in states}
 
     def blank(name: str, tensor: Tensor) -> Tensor:
-        """The tensor to read into: this rank's shard, or the whole tensor if it is packed."""
+        """A zero-filled tensor to read into: this rank's shard if shards are contiguous, otherwise the full tensor."""
         parameter = parameters[name]
         if tensor.shape != parameter.shape or not isinstance(parameter, DTensor) or is_packed(parameter):
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -363,7 +363,7 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Stat
     ]
     state = {number: _nested(states[name]) for number, name, _ in parameters if states.get(name)}
     optimizer.optim.load_state_dict({**packed, "state": state, "param_groups": groups})
-    for _, name, parameter in parameters:  # torch has cast what is in another precision than the parameter on purpose
+    for _, name, parameter in parameters:  # torch casts all states to the parameter's dtype, also if theirs differs
         if content["parameters"][name].dtype == parameter.dtype and states.get(name):
             loaded = optimizer.optim.state[parameter]
             for key, value in loaded.items():

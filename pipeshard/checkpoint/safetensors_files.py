@@ -1,7 +1,7 @@
-"""Safetensors files: the tensors of a checkpoint on disk, read one at a time, written by each rank, joined.
+"""Safetensors files: the tensors of a checkpoint on disk, read one at a time, written by each rank, and joined.
 
-The files are those of torch.distributed.checkpoint's `HuggingFaceStorageReader`: their metadata contain the offset of
-each part in the whole tensor. Ranks write and read them without communication, and nothing is pickled.
+The files of ranks are those of torch.distributed.checkpoint's `HuggingFaceStorageReader`: their metadata contains the
+offset of each shard in the full tensor. Ranks write and read them without communication, and nothing is pickled.
 """
 
 import json
@@ -32,22 +32,22 @@ from pipeshard.distributed.collectives import local, reason
 from pipeshard.errors import CheckpointError, explained, listed, summary
 from pipeshard.hf import has_adapters, without_adapters
 
-# In the order of preference; an index names the files of a folder that has several.
+# In the order of preference; an index lists the files of a checkpoint that has several.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-PICKLED = (".bin", ".pt", ".pth")  # suffixes of what torch.save wrote
+PICKLED = (".bin", ".pt", ".pth")  # suffixes of files that torch.save wrote
 SCALES = "absmax", "quant_map", "quant_state.", "nested_absmax", "nested_quant_map", "SCB", "weight_format"
 FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 
 class Source:
-    """`shapes` has the shape of each tensor, by key; `bytes_read` counts the bytes that `read` returned. `scales` has
-    the keys of the tensors that bitsandbytes saved beside a packed weight, by the weight's key and the ends of their
-    names; `shapes` does not have them.
+    """The tensors of a checkpoint: `shapes` contains the shape of each key, `read` returns the tensor of a key, and
+    `bytes_read` counts the bytes that `read` returned. `scales` contains the keys of the scales of each weight that
+    bitsandbytes has packed, by the weight's key and the end of their own; `shapes` does not contain them.
 
     Safetensors files are read, not mapped, so that a tensor takes memory once; pickled files (.bin) are loaded with
-    `weights_only=True`, which executes no code. Even in untrusted files, the shapes are no larger than the files, and
-    an index only names files of its own folder. Raises CheckpointError for files that cannot be read.
+    `weights_only=True`, which executes no code. Even in untrusted files, no shape exceeds the data, and an index lists
+    only files in its own folder. Raises CheckpointError for files that cannot be read.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None) -> None:
@@ -68,11 +68,11 @@ class Source:
         if lost:
             raise CheckpointError(
                 f"the index of {path} lists {lost[0]!r} in {listed[lost[0]]!r}, but that file does not contain it "
-                f"({len(lost)} such tensors): the checkpoint is incomplete"
+                f"({len(lost)} such tensors): the checkpoint is incomplete. Save or download it again"
             )
 
     def read(self, key: str) -> Tensor:
-        """The tensor, in its own memory."""
+        """The tensor of this key, in its own storage."""
         file = self._files[key]
         if file in self._states:
             tensor = self._states[file][key].clone(memory_format=torch.contiguous_format)
@@ -85,7 +85,7 @@ class Source:
         return tensor
 
     def ordered(self, keys: Iterable[str]) -> list[str]:
-        """The keys in the order of the files that have them."""
+        """The keys, sorted by the files that contain them."""
         order = {file: k for k, file in enumerate(dict.fromkeys(self._files.values()))}
         return sorted(keys, key=lambda key: order[self._files[key]])
 
@@ -114,7 +114,7 @@ def _scales(keys: Collection[str]) -> dict[str, dict[str, str]]:
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files of a checkpoint, and the index entry of each tensor."""
+    """The files of a checkpoint, and the file that its index lists for each key ({} without an index)."""
     if path.is_dir():
         found = next((path / name for name in FILES if (path / name).exists()), None)
         if found is None:
@@ -136,7 +136,9 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a checkpoint index: {summary(error)}") from error
     if lost:
-        raise CheckpointError(f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete")
+        raise CheckpointError(
+            f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete. Save it again"
+        )
     return [path.parent / file for file in files], listed
 
 
@@ -147,7 +149,7 @@ def _of_folder(index: Path, name: object) -> str:
 
 
 def open_file(file: Path) -> Any:
-    """A safetensors file whose header was read, and describes the content of the file.
+    """Open a safetensors file, and check that its header describes its content.
 
     Raises CheckpointError for any other file.
     """
@@ -161,7 +163,7 @@ def open_file(file: Path) -> Any:
 def _naming_file(file: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch's, for an absurd shape
+    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch raises the last three
         raise CheckpointError(
             f"{file} cannot be read as safetensors ({reason(error)}): it is truncated or in a different format. Pass a "
             "folder that save_pretrained wrote, or a single safetensors file"
@@ -173,37 +175,39 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         file, "a checkpoint that weights_only=True can load", "if you trust it, convert it to safetensors"
     )
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{file} is not a dict of tensors by name: pass a file with the weights of a model")
+        raise CheckpointError(
+            f"{file} does not contain a dict from names to tensors: pass a file with the weights of a model"
+        )
     if hollow := [key for key, value in state.items() if not has_content(value)]:
         raise CheckpointError(f"{file} has no values for {short(hollow[0])}: pass a file with the weights of a model")
     return state
 
 
 def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
-    """The whole file, since transformers must convert llama.cpp's names and order of rows."""
+    """All tensors of the file, since transformers must convert llama.cpp's names and row order."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    if model is not None and has_adapters(model):  # its layers have other names
+    if model is not None and has_adapters(model):  # a PeftModel's layers have other names
         base: Any = without_adapters(model)[1]
         with torch.device("meta"):
             model = type(base)(base.config)
-    with explained(  # gguf checks little of what it reads
+    with explained(  # gguf hardly checks the content
         lambda error: CheckpointError(f"{file} cannot be read as GGUF: {summary(error)}")
     ):
         return load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
 
 
 def joined_file(parts: Sequence[Path], target: Path) -> None:
-    """Write `target` with the tensors of all parts, which all have different names.
+    """Write the tensors of all parts to the file `target`; no two parts may contain the same name.
 
-    A safetensors file is the length of its header, the header, and the tensors' bytes, at the header's offsets.
+    A safetensors file consists of the header's length, the header, and the tensors' bytes at the header's offsets.
 
     Raises CheckpointError if a part is not a complete safetensors file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, offset = [], 0
     for part in parts:
-        open_file(part)  # refuses a header that does not describe the file
+        open_file(part)  # checks that the header describes the file
         with part.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             entries: dict[str, Any] = json.loads(content.read(length))
@@ -223,8 +227,8 @@ def joined_file(parts: Sequence[Path], target: Path) -> None:
 
 
 def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata: dict[str, str] | None = None) -> None:
-    """`save_file`, safe to interrupt at any moment: its temporary files are in the folder `room`, and the file
-    has the permissions of an ordinary new file."""
+    """Call `save_file` so that it may be interrupted at any moment: temporary files are in the folder `room`, and
+    `target` is renamed into place. It has the permissions of an ordinary new file."""
     with writes(target):
         room.mkdir(exist_ok=True)
         path = room / target.name
@@ -237,14 +241,14 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
         room.rmdir()
 
 
-LARGEST_FILE = 1 << 30  # bytes of a file, and so of what is copied at a time; a larger tensor is alone in its file
+LARGEST_FILE = 1 << 30  # bytes per file, and so per copy; a larger tensor has a file of its own
 
 
-Content = tuple[dict[str, Tensor], dict[str, str]]  # of a file: copies of tensors, and metadata
+Content = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file: copies of tensors, and metadata
 
 
 def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
-    """Copies of the parts of `tensors` that this rank writes, file by file; no two ranks write the same slice."""
+    """Yield the content of each file of this rank: its shards of `tensors` (which no other rank may write), copied."""
     for names in _shard_files(tensors):
         parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
@@ -252,7 +256,7 @@ def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
 
 
 def write_files(files: Iterable[Content], folder: Path, rank: int) -> list[Path]:
-    """Write `contents` of this rank into `folder`; returns the files."""
+    """Write this rank's `contents` into `folder`; returns the paths of the files."""
     written = []
     for k, (parts, metadata) in enumerate(files):
         written.append(folder / f"rank-{rank:05d}-{k:05d}.safetensors")
@@ -261,23 +265,23 @@ def write_files(files: Iterable[Content], folder: Path, rank: int) -> list[Path]
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors`, whole or sliced, in place, from the files of any number of ranks.
+    """Read `tensors` (DTensors or ordinary tensors) in place from a folder that any number of ranks wrote.
 
-    Raises CheckpointError for files that cannot be read; call `check_shards` before.
+    Raises CheckpointError for files that cannot be read; call `check_shards` first.
     """
     reader = HuggingFaceStorageReader(str(folder))
     try:
-        with warnings.catch_warnings():  # that it reads without the other ranks
+        with warnings.catch_warnings():  # torch warns that it reads without a process group
             warnings.simplefilter("ignore", UserWarning)
             load(dict(tensors), storage_reader=reader, no_dist=True)
-    except CheckpointException as error:  # around that of this rank, the only one it knows of
+    except CheckpointException as error:  # wraps this rank's error
         raise CheckpointError(f"{folder} is damaged: {reason(error.failures[0][0])}") from error
 
 
 def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse files that do not have exactly the `tensors`, which may be on meta, by name, shape and dtype.
+    """Raise CheckpointError unless the files contain exactly `tensors` (possibly on meta), by name, shape and dtype.
 
-    Accepted files take no more memory than their size: the check allocates nothing. Raises CheckpointError.
+    The check allocates no memory, and reading accepted files takes no more memory than their size.
     """
     stored = _stored(folder)
     problems = [f"{name} is missing" for name in sorted(tensors.keys() - stored.keys())]
@@ -290,13 +294,13 @@ def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{said.dtype} of shape {tuple(said.shape)}"
             )
         elif not _is_whole(found):
-            problems.append(f"{name} is incomplete: a slice is missing from all files, or is in two of them")
+            problems.append(f"{name} is incomplete: its slices in the files do not cover it exactly once")
     if problems:
         raise CheckpointError(f"{folder} is damaged: {listed(problems)}")
 
 
 def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The names of the tensors in each file; this rank may have no part of a sliced tensor."""
+    """Yield the names of the tensors in each file; sharded tensors without elements on this rank are omitted."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -313,28 +317,28 @@ def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _on_cpu(part: Tensor) -> Tensor:
-    """The part on the CPU, with its own storage: safetensors refuses tensors that share storage."""
+    """A copy of the part on the CPU, with its own storage: safetensors refuses tensors that share storage."""
     return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _begin(tensor: Tensor) -> list[int]:
-    """The offset of this rank's part in the whole tensor."""
+    """The offset of this rank's shard in the full tensor."""
     if isinstance(tensor, DTensor):
-        (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks, too
+        (chunk,) = tensor.__create_chunk_list__()  # which torch.distributed.checkpoint calls, too
         return list(chunk.offsets)
     return [0] * tensor.ndim
 
 
 def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The content of the files by their headers."""
-    with explained(  # torch looks for keys of JSON that anybody may have written
+    """The metadata of the tensors in the files, by name, from the files' headers."""
+    with explained(  # torch does not check the JSON, which may be untrusted
         lambda error: CheckpointError(f"{folder} is damaged: {reason(error)}")
     ):
         return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:
-    """Whether the slices, which are all inside the tensor, cover it without overlaps."""
+    """Whether the slices cover the tensor without overlaps. Its size is where they end, so all are inside it."""
     chunks, dims = stored.chunks, len(stored.size)
     if any(len(c.offsets) != dims or len(c.sizes) != dims or min(c.offsets, default=0) < 0 for c in chunks):
         return False
@@ -343,7 +347,7 @@ def _is_whole(stored: TensorStorageMetadata) -> bool:
     boxes = sorted([(at, at + size) for at, size in zip(c.offsets, c.sizes)] for c in chunks)
     for k, box in enumerate(boxes if dims else []):
         for other in islice(boxes, k + 1, None):
-            if other[0][0] >= box[0][1]:  # and so do all that follow
+            if other[0][0] >= box[0][1]:  # as do all later boxes
                 break
             if all(a < d and c < b for (a, b), (c, d) in zip(box, other)):
                 return False

@@ -30,14 +30,14 @@ from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
-SAVED_FILES = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a save may have left in a folder
+SAVED_FILES = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # files of earlier saves in a folder
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
-    """The tensors that this stage saves, by the names of the model: a tensor on several stages is saved by the first of
-    them. Packed weights are omitted: they are in the checkpoint from which they were loaded.
+    """The tensors that this stage saves, by the model's names. The first stage that has a tensor saves it.
+    Quantized weights are omitted: the checkpoint from which they were loaded contains them.
 
-    Call it on all ranks: sliced tensors are gathered from the ranks that have the slices.
+    Call it on all ranks, since sharded tensors are gathered.
     """
     module, policy = model.unwrap(), model.pipeline.policy
     state, saved = module.state_dict(keep_vars=True), saved_names(module)
@@ -51,22 +51,22 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """A sliced tensor, gathered on the CPU: a GPU that trains slices may not have room for all tensors unsliced."""
+    """The full tensor; a sharded one is moved to the CPU, since the GPU may not have room for all full tensors."""
     return whole(tensor).to("cpu") if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass
 class FolderSave(Save):
-    """One save of a folder, planned by all ranks together; `write` and `commit` then need no communication.
+    """A save to a folder, planned by all ranks of a pipeline together; `write` and `commit` then need no collectives.
 
-    The index determines which files belong to the checkpoint. So shards are written under names that do not exist in
-    the folder yet, and the index (or the single file) is renamed last: a reader finds the previous checkpoint or the
-    new one.
+    The index determines which files belong to the checkpoint. Therefore, shards are written under names that do not
+    exist in the folder yet, and the index (or the single file) is renamed last: a reader finds either the previous or
+    the new checkpoint.
     """
 
-    configs: list[Any]  # as they are to be written
+    configs: list[Any]  # the copies that are written
     parts: dict[str, dict[str, Tensor]]  # this stage's shards by file name
-    weight_map: dict[str, str]  # of all stages
+    weight_map: dict[str, str]  # the file of each tensor, of all stages
     total_size: int
 
     @classmethod
@@ -79,13 +79,13 @@ class FolderSave(Save):
         snapshot: bool,
         of_base: bool = False,
     ) -> "FolderSave":
-        """Plan on the ranks of one pipeline, with the `tensors` that each of them owns; `of_base`: with the names of
-        the model inside, if there are adapters."""
+        """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that it owns, which are
+        copied with `snapshot`. With `of_base`, they have the names of the base model of a PeftModel."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         module = without_adapters(module)[1] if of_base else module
         with together(pipeline.group):
             if folder.is_file():
-                raise CheckpointError(f"{folder} is a file, but shard=True writes a folder")
+                raise CheckpointError(f"{folder} is a file, but shard=True writes a folder: pass another path")
             state = {name: _ready(tensor, snapshot) for name, tensor in revert(module, tensors).items()}
             split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)
             own = [names for names in split.filename_to_tensors.values() if names]
@@ -113,7 +113,7 @@ class FolderSave(Save):
         return set(self.weight_map.values()) == {SINGLE}
 
     def write(self) -> None:
-        """Write this stage's shards, and on the first stage the configs and the index, under hidden names."""
+        """Write this stage's shards, and on the first stage the configs and the index, under names not yet read."""
         sizes = {file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in self.parts.items()}
         disable = None if self.stage == 0 and self.thread is None else True
         with tqdm(total=sum(sizes.values()), desc="saving stage 0", unit="B", unit_scale=True, disable=disable) as bar:
@@ -134,14 +134,14 @@ class FolderSave(Save):
                 sync(self.beside(INDEX))
 
     def commit(self) -> None:
-        """On the first stage, once all stages have written: make this save the folder's checkpoint and remove the
-        previous one."""
+        """Make this save the folder's checkpoint, and remove the previous one. Called on the first stage, once all
+        stages have written."""
         for config in sorted(self.beside("configs").iterdir()):
             os.replace(config, self.target / config.name)
         last = SINGLE if self.is_single else INDEX
         os.replace(self.beside(last), self.target / last)
         if not self.is_single:
-            (self.target / SINGLE).unlink(missing_ok=True)  # a reader prefers it to the index
+            (self.target / SINGLE).unlink(missing_ok=True)  # readers prefer it to the index
         sync(self.target)
         for path in self._leftovers():
             remove(path)
@@ -162,7 +162,7 @@ class FolderSave(Save):
         return self.beside(SINGLE) if file == SINGLE else self.target / file
 
     def _leftovers(self) -> Iterator[Path]:
-        """Files that neither this save nor the user needs: older shards, and leftovers of killed saves."""
+        """Yield the files of earlier saves: their shards and index, and leftovers of killed saves."""
         kept = set(self.weight_map.values()) | (set() if self.is_single else {INDEX})
         for path in self.target.iterdir():
             if path.name not in kept and (path.name == INDEX or SAVED_FILES.fullmatch(path.name)):
@@ -171,17 +171,17 @@ class FolderSave(Save):
 
 @dataclass
 class FileSave(Save):
-    """One save of a file: each stage writes a part next to it, and the first stage concatenates them.
+    """A save to a file: each stage writes a part next to it, and the first stage joins the parts.
 
-    The suffix selects the format: safetensors, or `torch.save`, which stores tied tensors under all of their names.
+    The suffix selects the format: safetensors, or that of `torch.save`, which contains tied tensors under all names.
     """
 
     part: dict[str, Tensor]
-    also: dict[str, str]  # other names of tensors, and those under which they are saved
+    also: dict[str, str]  # other names of tied tensors -> names under which they are saved
 
     @classmethod
     def plan(cls, boosted: PipelineModel, tensors: dict[str, Tensor], target: Path, snapshot: bool) -> "FileSave":
-        """Plan on the ranks of one pipeline, with the `tensors` that each of them owns."""
+        """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that it owns."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         with together(pipeline.group):
             if target.is_dir():
@@ -207,7 +207,7 @@ class FileSave(Save):
         joined = self.beside("whole")
         joined_file([self.beside(f"stage{stage}") for stage in range(self.stages)], joined)
         if self.target.suffix in PICKLED:
-            state, joined = load_file(joined), self.beside("pickled")  # mapped, not read
+            state, joined = load_file(joined), self.beside("pickled")  # memory-mapped
             torch.save(state | {name: state[kept] for name, kept in self.also.items() if kept in state}, joined)
         sync(joined)
         os.replace(joined, self.target)
@@ -222,7 +222,7 @@ class FileSave(Save):
 
 
 def _configs(module: nn.Module, cached: Collection[Any], dtype: torch.dtype | None) -> list[Any]:
-    """Copies of the model's configs, with the caches as before boost disabled them, and the dtype that is saved."""
+    """Copies of the model's configs, with `use_cache` as before boost, the model's class, and the saved dtype."""
     memo: dict[int, Any] = {}
     parts: list[Any] = [getattr(module, name, None) for name in ("config", "generation_config")]
     configs = [copy.deepcopy(part, memo) for part in parts if hasattr(part, "save_pretrained")]
@@ -240,15 +240,15 @@ def _ready(tensor: Tensor, snapshot: bool) -> Tensor:
 
 
 def _generation(folder: Path) -> str:
-    """A suffix that distinguishes new shards' names from those in the folder."""
+    """A suffix for the names of new shards that no shard in the folder has."""
     taken = {path.name for path in folder.glob("model*.safetensors")}
     marks = (f"-v{k}" if k else "" for k in itertools.count())
     return next(mark for mark in marks if not any(name.startswith(f"model{mark}-0") for name in taken))
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:
-    """The name under which each parameter is saved, by its first name: for tied parameters, the name to which the
-    architecture ties the other names."""
+    """The name under which each parameter is saved, by the parameter's first name: for tied parameters, the name to
+    which the architecture ties the other names."""
     patterns = _tied_patterns(model)
     return {
         first: next((name for name in names if not any(pattern.search(name) for pattern in patterns)), first)
@@ -257,8 +257,8 @@ def saved_names(model: nn.Module) -> dict[str, str]:
 
 
 def copied_names(model: nn.Module) -> dict[str, str]:
-    """Further names under which a parameter is saved, each with the first one: names that transformers would not tie
-    when it loads the checkpoint, since the user tied them (`shared_weights`)."""
+    """Further names under which parameters are saved, each with the parameter's first name. The user tied them
+    (`shared_weights`), so transformers would not tie them when it loads the checkpoint."""
     if not isinstance(model, PreTrainedModel):
         return {}
     patterns, saved = _tied_patterns(model), saved_names(model)
@@ -271,7 +271,7 @@ def copied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
-    """Patterns of the names that the architecture ties to others."""
+    """Patterns for the names that the architecture ties to other names."""
     tied = getattr(model, "all_tied_weights_keys", None)
     tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()
     return [re.compile(key) for key in tied]

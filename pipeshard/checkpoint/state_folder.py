@@ -1,18 +1,18 @@
-"""State folder: a whole training state on disk, its files, and how they are written.
+"""State folder: the files of a training state on disk, and how they are written and checked.
 
-A folder is complete if it has its manifest and every file has the size given there. Disks flip
-bits and people mix folders, so the manifest also has each file's SHA-256, as `sha256sum` prints it. Reading files that
-have just been written costs little, as they are still in the page cache; the ranks divide the work.
+A folder is complete if it contains its manifest and every file has the size in the manifest. Disks flip bits and people
+mix folders, so the manifest also contains each file's SHA-256, as `sha256sum` prints it. The ranks share this work, and
+files that have just been written are still in the page cache, so reading them costs little.
 
-Two jobs that save into one folder (a requeued one and its zombie) would remove each other's unfinished saves, so the
-first rank locks the folder while its model exists. The kernel releases such a lock when a process ends in any way;
-forked children do not have it. NFS cannot lock folders: there a file `.writer` is locked.
+Two jobs that save into one folder (such as a requeued job and its zombie) would remove each other's unfinished saves,
+so the first rank locks the folder while its model exists. The kernel releases the lock when the process exits for any
+reason; forked children do not hold it. On NFS, which cannot lock folders, the file `.writer` in the folder is locked.
 
-In the background, every rank writes its part from copies:
+With `use_async=True`, every rank writes its part from copies:
 
-    all ranks, between two steps      copy weights, optimizer and the rest ──▶ go on training
-    a thread of each rank             writes its files into a hidden folder, with their sums ──▶ marks its part done
-    the first rank's thread           waits for all marks ──▶ manifest ──▶ the folder gets its name
+    all ranks, between two steps      copy weights, optimizer and the rest ──▶ continue training
+    a thread of each rank             writes its files and their checksums into a hidden folder ──▶ marks its part done
+    the first rank's thread           waits for all marks ──▶ writes the manifest ──▶ renames the folder
 """
 
 import contextlib
@@ -45,12 +45,12 @@ from pipeshard.errors import CheckpointError, summary
 MANIFEST_FORMAT = 1
 MANIFEST, LOCK = "manifest.json", ".writer"
 MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"  # the parts of a state
-MARKS = ".marks"  # in the hidden folder, of ranks whose part is done
+MARKS = ".marks"  # a folder in the hidden folder, through which the ranks synchronize
 
 
 def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup) -> None:
-    """Write the manifest of all files that the first rank finds in the folder. Call it on all ranks: each reads
-    some."""
+    """Write the manifest of all files that the first rank finds in the folder. Call it on all ranks, since each
+    computes some of the checksums."""
     with together(group):
         here = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         sums = _shared_out(folder, gather_objects(here, group)[0], group)
@@ -73,8 +73,8 @@ def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -
 
 
 def flaw(folder: Path, step: int | None = None) -> str:
-    """The reason why the folder is not a complete training state (of that step), by the names and sizes of its files;
-    "" if it is. Never raises."""
+    """The reason why the folder is not a complete training state (of `step`, if given), judged by its files' names and
+    sizes; "" if it is. Never raises."""
     try:
         manifest = read_document(folder / MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
@@ -90,15 +90,15 @@ def flaw(folder: Path, step: int | None = None) -> str:
             if not is_inside(name):
                 return f"{MANIFEST} lists {short(name)}, which is not a file in its folder"
             if type(size) is not int or (folder / name).stat().st_size != size:
-                return f"the size of {short(name)} is not {short(size)}, the size in {MANIFEST}"
+                return f"the size of {short(name)} is not {short(size)} bytes, as listed in {MANIFEST}"
     except (OSError, ValueError) as error:
         return summary(error)
     return ""
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> str:
-    """A text that names the files of a complete state that have changed since the save; "" if none has. Call it on all
-    ranks: each reads its share. States from before 0.2 have no checksums, and pass."""
+    """A message with the files of a complete state that have changed since the save; "" if none has. Call it on all
+    ranks, since each checks some of the files. States from before 0.2 have no checksums, and are not checked."""
     manifest = read_document(folder / MANIFEST)
     expected = manifest.get("sha256", {})
     names = sorted(manifest["files"].keys() & expected.keys())
@@ -109,7 +109,7 @@ def damage(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dict[str, str]:
-    """The SHA-256 of each file, or why it cannot be read; each rank reads some."""
+    """The SHA-256 of each file, or the error if it cannot be read. Each rank reads some of the files."""
     own = {name: _file_sum(folder / name) for name in names[group.rank() :: group.size()]}
     return {name: value for of_rank in gather_objects(own, group) for name, value in of_rank.items()}
 
@@ -128,9 +128,10 @@ def _file_sum(file: Path) -> str:
 
 
 def lock(parent: Path, owner: Any) -> None:
-    """Let no other process save into `parent` until `owner` is freed; raises CheckpointError if another process may.
+    """Lock `parent`, so that no other process saves into it, until `owner` is freed. Raises CheckpointError if another
+    process holds the lock.
 
-    A file system without locks does not prevent this.
+    On a file system without locks, other processes are not kept out.
     """
     parent.mkdir(parents=True, exist_ok=True)
     key = str(parent.resolve())
@@ -141,7 +142,7 @@ def lock(parent: Path, owner: Any) -> None:
 
 
 def _locked(parent: Path) -> int:
-    """A handle of the folder, which is locked."""
+    """Lock the folder, or a file in it if necessary; returns the locked handle."""
     handle = os.open(parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,13 +151,13 @@ def _locked(parent: Path) -> int:
         who = _holder(handle)
         os.close(handle)
         raise _other_writer(parent, who) from error
-    except OSError:  # NFS locks files alone
+    except OSError:  # NFS can only lock files
         os.close(handle)
         return _locked_file(parent)
 
 
 def _locked_file(parent: Path) -> int:
-    """The lock on a file in the folder, if the file system cannot lock folders."""
+    """Lock the file LOCK in the folder; returns the locked handle."""
     handle = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +165,7 @@ def _locked_file(parent: Path) -> int:
         who = os.pread(handle, 200, 0).decode(errors="replace").strip()
         os.close(handle)
         raise _other_writer(parent, who) from error
-    except OSError:  # no locks here
+    except OSError:  # this file system has no locks
         pass
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)
@@ -189,11 +190,11 @@ def _other_writer(parent: Path, who: str) -> CheckpointError:
     )
 
 
-_held: dict[str, int] = {}  # of this process, by folder: to close any other handle of a file would give its lock back
+_held: dict[str, int] = {}  # by folder; closing any other handle of a locked file would release its lock
 
 
 def _leave_locks() -> None:
-    """Release the locks in a forked child, which may outlive this process."""
+    """Close the locked handles in a forked child, which would otherwise keep the locks if it outlives this process."""
     for handle in _held.values():
         os.close(handle)
     _held.clear()
@@ -204,22 +205,22 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 @dataclass
 class StateSave(Save):
-    """A Save whose stages are all ranks: they plan together, and each copies the part that it writes."""
+    """A save of a training state. Its `stages` are all ranks, which plan it together; each copies what it writes."""
 
     writing: Path  # the hidden folder
-    model: FolderSave | None  # on the ranks of the first replica
-    optimizer: tuple[list[FileContent], dict[str, Any] | None]  # of `part_of`
-    rest: dict[str, Any] | None  # on the first rank: what training.pt holds
+    model: FolderSave | None  # on the ranks that write the model
+    optimizer: tuple[list[FileContent], dict[str, Any] | None]  # of `optimizer_part`
+    rest: dict[str, Any] | None  # on the first rank: the content of training.pt
     step: int
     pipeline_stages: int
-    finish: Callable[[], None]  # on the first rank, once the state is complete
+    finish: Callable[[], None]  # called on the first rank once the state is complete
 
     def write(self) -> None:
         own: list[Path] = []
         if self.model is not None:
             self.model.write()
             shards = [self.model.target / name for name in self.model.parts]
-            own += [shard for shard in shards if shard.exists()]  # a single one is still hidden
+            own += [shard for shard in shards if shard.exists()]  # a single shard is still hidden
         files, description = self.optimizer
         own += write_files(files, self.writing / OPTIMIZER, self.stage)
         for content, file in (description, self.writing / OPTIMIZER / DESCRIPTION), (self.rest, self.writing / REST):

@@ -23,20 +23,21 @@ from pipeshard.split.packed import is_quantized
 
 @inside_pipeshard()
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
-    """The current whole model, of the architecture's own class. Call it on every rank of the pipeline.
+    """Convert the pipeline back to the unsplit model, of the architecture's own class. Call it on every rank of the
+    pipeline.
 
-    Each rank gets a model. With `rank`, only that stage (of every replica) gets a model; the other stages get None, and
-    hold at most one extra parameter. The result shares no tensor with `model`, which can continue to train. Weights and
-    buffers are those of the stages that train them; ties, frozen parameters, modes, activation checkpointing, hooks and
-    `use_cache` are those of the model; gradients are not copied.
+    Returns the model on each rank. With `rank`, only that stage (of every replica) returns the model; the other stages
+    return None, and allocate at most one parameter at a time. The result shares no tensors with `model`, which can
+    continue training. Its weights and buffers are those of the stages that train them; ties, frozen parameters, modes,
+    activation checkpointing, hooks and `use_cache` are those of `model`; gradients are not copied.
 
     Args:
         model: the model that `booster.boost` returned.
-        rank: the stage that gets the model, counted from 0; None for all stages.
-        device: the device of its tensors.
+        rank: the stage that returns the model, counted from 0; None for all stages.
+        device: the device of the result's tensors.
 
-    Raises UsageError for a model that was not boosted, has no values yet, or cannot be copied, ConfigurationError for
-    an invalid `rank`, on every rank.
+    Raises, on every rank, UsageError for a model that was not boosted, is quantized, has parameters without values or
+    cannot be copied, and ConfigurationError for an invalid `rank`.
     """
     if not isinstance(model, PipelineModel):
         raise UsageError(f"to_sequential got a {type(model).__name__}: pass the model that booster.boost(...) returned")
@@ -60,7 +61,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
     if rank is None or rank == pipeline.rank:
         try:
             copied = _copied_stage(pipeline, torch.device(device))
-        except Exception as error:  # the user's attributes may have a __deepcopy__ of their own
+        except Exception as error:  # __deepcopy__ of the user's attributes may raise anything
             failure = f"copy.deepcopy of {type(pipeline.model).__name__} failed on stage {pipeline.rank}: {error!r}"
     for stage, tensors in enumerate(_entries_of_all(pipeline, failure)):
         for entry in tensors:
@@ -71,8 +72,8 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
 
 class StageTensor(NamedTuple):
-    """A parameter or buffer of the stage that has its current value; `flag` says whether the parameter requires a
-    gradient, or the buffer is persistent."""
+    """The description of a parameter or buffer, sent by the stage that owns it. `flag` says whether a parameter
+    requires a gradient, or whether a buffer is persistent."""
 
     name: str
     is_buffer: bool
@@ -82,7 +83,7 @@ class StageTensor(NamedTuple):
 
 
 def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
-    """A copy of this stage's model, including ghosts, with memory for every parameter, and without the cut."""
+    """A copy of this stage's model as before boost, with allocated parameters also for the other stages' modules."""
     model, memo = pipeline.model, _memo(pipeline.model, device)
     with unsharded_classes(model):
         copied = copy.deepcopy(model, memo)
@@ -91,7 +92,7 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
             if isinstance(value, Interception):
                 del new.__dict__[key]
                 original = value.original.plain if isinstance(value.original, Sliced) else value.original
-                if getattr(original, "__func__", None) is not type(module).forward:  # the user's, on the instance
+                if getattr(original, "__func__", None) is not type(module).forward:  # set on the instance by the user
                     new.__dict__[key] = copy.deepcopy(original, memo)
             elif isinstance(value, Sliced | Guarded):
                 del new.__dict__[key]
@@ -100,15 +101,15 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
     for module in copied.modules():
         remove_fsdp(module)
     enable_caches(memo[id(config)] for config in pipeline.cached if id(config) in memo)
-    for module in skeletons(copied):  # of other stages; their parameters and buffers get the trained values
+    for module in skeletons(copied):  # of other stages, whose values are set later
         build(module, pipeline.seed)
     return copied
 
 
 def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
-    """The objects that `deepcopy` must not copy in its own way, by id."""
+    """The memo of `deepcopy`: copies of the objects that it must not copy itself, by id."""
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():  # a ghost's copy, and thereby a tie's, is as large as the ghost seems
+    for parameter in model.parameters():  # a ghost's copy has the ghost's full shape; ties stay tied
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
     for module in model.modules():
@@ -116,7 +117,7 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
             if isinstance(value, Interception | Recomputation | Sliced | Guarded):
                 memo[id(value)] = value
         for tensor in tree_tensors(list(module.__dict__.values())):
-            if id(tensor) not in memo:  # buffers, and what a forward has left, with its graph
+            if id(tensor) not in memo:  # buffers, and tensors with a graph from a forward
                 memo[id(tensor)] = tensor if tensor.is_meta else tensor.detach().to(device, copy=True)
         memo.update((id(hook), hook) for hook in _module_hooks(module) if not _is_bound(hook))
         memo.update((id(addition), addition) for addition in fsdp_additions(module))
@@ -130,10 +131,10 @@ def _module_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_bound(hook: Any) -> bool:
-    """Whether a hook belongs to a module; others, and the objects of their methods (a recorder, a trainer), are the
-    user's.
+    """Whether a hook refers to a module, and so must be copied with it. Other hooks, and the objects whose methods they
+    are (a recorder, a trainer), are shared with the copy.
 
-    Torch wraps some hooks in an object that has a reference to their module; the rest may be methods and partial
+    Torch wraps some hooks in an object with a reference to their module; other hooks may be methods or partial
     functions.
     """
     if isinstance(hook, MethodType):
@@ -143,7 +144,7 @@ def _is_bound(hook: Any) -> bool:
 
 
 def _entries_of_all(pipeline: Pipeline, failure: str) -> list[list[StageTensor]]:
-    """The entries of every stage; all ranks raise an error if one could not copy the model."""
+    """The entries of every stage. All ranks raise UsageError if one rank could not copy the model."""
     own: list[Any] = [tuple(entry) for entry in _stage_tensors(pipeline)]
     answers = gather_objects((failure, own), pipeline.group)
     failures = [text for text, _ in answers if text]
@@ -153,7 +154,7 @@ def _entries_of_all(pipeline: Pipeline, failure: str) -> list[list[StageTensor]]
 
 
 def _stage_tensors(pipeline: Pipeline) -> Iterator[StageTensor]:
-    """The description that this stage sends to the others."""
+    """Yield an entry for each parameter and buffer that this stage owns."""
     policy, model = pipeline.policy, pipeline.model
     for name, parameter in model.named_parameters():
         if pipeline.rank == policy.ownership.owner(name):
@@ -166,7 +167,7 @@ def _stage_tensors(pipeline: Pipeline) -> Iterator[StageTensor]:
 
 
 def _shared(pipeline: Pipeline, stage: int, entry: StageTensor) -> Tensor:
-    """The value of this entry on `stage`, sent to every rank."""
+    """Broadcast the value of this entry from `stage`, and return it on every rank."""
     if stage == pipeline.rank:
         model = pipeline.model
         own = model.get_buffer(entry.name) if entry.is_buffer else model.get_parameter(entry.name)
@@ -187,6 +188,6 @@ def _put(model: nn.Module, entry: StageTensor, value: Tensor) -> None:
     buffer = owner._buffers.get(key)
     if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
         buffer.copy_(value)
-    else:  # made or replaced during training, on the stage that did it
+    else:  # created or replaced by its stage during training
         device = next(model.parameters()).device
         owner.register_buffer(key, value.to(device, copy=True), entry.flag)

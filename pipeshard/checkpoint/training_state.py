@@ -39,7 +39,7 @@ from pipeshard.errors import CheckpointError, explained, summary
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the random generators, with the seed of dropout, which torch keeps in its state."""
+    """The states of torch's, CUDA's, Python's and NumPy's random generators. (torch's includes the seed of dropout.)"""
     algorithm, keys, *rest = np.random.get_state()
     numpy = (algorithm, np.asarray(keys).tolist(), *rest)
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -47,13 +47,12 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: Any) -> None:
-    """Set this state on generators created for the test, which raise an error for an invalid one, before others are
-    changed."""
+    """Raise an error for an invalid state, by setting it on temporary generators before the real ones are changed."""
     torch.Generator().set_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.Generator("cuda").set_state(state["cuda"])
     random.Random().setstate(state["python"])
-    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # where NumPy reads next, which it does not check
+    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # where NumPy reads next, unchecked
         raise ValueError(f"NumPy's position is {state['numpy'][2]}")
     np.random.RandomState().set_state(state["numpy"])
 
@@ -68,7 +67,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 logger = logging.getLogger("pipeshard")
 STEP = re.compile(r"step-(\d{8,})")
-HIDDEN = re.compile(rf"\.{STEP.pattern}\.(old|writing|removed)")  # of a save that was killed
+HIDDEN = re.compile(rf"\.{STEP.pattern}\.(old|writing|removed)")  # leftovers of killed saves
 
 
 @together_in("save_training_state")
@@ -84,17 +83,17 @@ def save_training_state(
 ) -> None:
     """Write the folder `directory/step-<step>` between two steps. Call it on all ranks, after `optimizer.zero_grad()`.
 
-    It contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler, the state
-    of the first stage's random generators and the position in the data. At every moment each step is complete or does
-    not exist; when this one is complete, all but the last `keep` are removed.
+    It contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler, the
+    loss scale, the random generators of the first rank and the position in the data. At every moment, each step is
+    either complete or does not exist; once this step is complete, all steps except the last `keep` are removed.
 
-    With `use_async=True` copies are written while training continues: they take as much host memory as the
-    rank's weights and optimizer state. The next save waits for a save that still runs in the background, and
-    raises its error; so does the end of the process.
+    With `use_async=True`, copies are written while training continues; they take as much host memory as the rank's
+    weights and optimizer state. The next save waits for a save that still runs in the background, and raises its error;
+    at exit, the process waits for it.
 
-    Raises CheckpointError, on every rank, for an object that is not boosted, a dataloader that does not know its
-    position, a `directory` with a later step, which would be mistaken for the newest, and a `directory` into which
-    another job saves.
+    Raises CheckpointError, on every rank, for an object that is not boosted, a dataloader without `state_dict`, an
+    invalid `step` or `keep`, a `directory` with a later step, which would be mistaken for the newest, and a `directory`
+    into which another job saves.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):
@@ -132,7 +131,7 @@ def _planned_state(
     rest: Callable[[], dict[str, Any]],
     finish: Callable[[], None],
 ) -> StateSave:
-    """A save that needs no further communication. Plan it on all ranks together."""
+    """Plan a save whose `write` and `commit` need no collectives. Call it on all ranks."""
     pipeline = boosted_model(model).pipeline
     world, first = pipeline.grid.world, pipeline.grid.first
     writing = hidden(target, "writing")
@@ -161,8 +160,8 @@ def _planned_state(
 
 
 def _keep(parent: Path, keep: int) -> None:
-    """Remove all complete steps but the last ones; each is hidden first, so that no reader considers it complete while
-    it is being removed."""
+    """Remove all complete steps except the last `keep`. Each folder gets a hidden name first, so that no reader
+    considers it complete while it is being removed."""
     for old in sorted(_saved_steps(parent))[:-keep]:
         folder = _folder(parent, old)
         removed = hidden(folder, "removed")
@@ -180,15 +179,15 @@ def load_training_state(
     step: int | None = None,
     verify: bool = True,
 ) -> int:
-    """Restore everything given to its state at `step`, by default the newest complete one, and return that step.
+    """Restore the given objects to their state at `step`, by default the newest complete step, and return that step.
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
-    given are not loaded; the random generators always are. With `verify` every file is compared with its saved
-    checksum. If the newest state has changed, it is renamed to `step-<step>.damaged`, and an older one loaded, with a
-    warning.
+    given are not loaded; the random generators always are. With `verify`, every file is compared with its saved
+    checksum. If the newest step has changed and `step` is not given, that step is renamed to `step-<step>.damaged`, and
+    an older step is loaded, with a warning.
 
-    Raises CheckpointError, on every rank, if no complete step exists, if it lacks the state of a given object, and for
-    objects that do not fit.
+    Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if the step lacks the state of a
+    given object, and for objects that do not fit.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):
@@ -205,11 +204,15 @@ def load_training_state(
         damaged[folder] = why
     else:
         what = "; ".join(f"{folder.name} has changed ({why})" for folder, why in damaged.items())
-        raise CheckpointError(f"{parent} contains no intact step{'' if step is None else f' {step}'}: {what}")
+        raise CheckpointError(
+            f"{parent} contains no intact step{'' if step is None else f' {step}'}: {what}. Pass another directory"
+        )
     if step is None and pipeline.grid.first:
         for path, why in [*_incomplete(parent), *damaged.items()]:
-            logger.warning("%s is skipped, because it is not complete (%s): resuming from step %d", path, why, chosen)
-        for path in damaged:  # it counts as a step no more, of which some are kept and the last is the newest
+            logger.warning(
+                "%s is skipped, because it is incomplete or damaged (%s): resuming from step %d", path, why, chosen
+            )
+        for path in damaged:  # no longer one of the last `keep` steps, nor the newest
             with suppress(OSError):
                 path.rename(path.with_name(f"{path.name}.damaged"))
     with together(pipeline.grid.world):
@@ -231,7 +234,7 @@ def load_training_state(
 
 
 def newest_step(directory: str | Path) -> int | None:
-    """The newest complete step in `directory`; None if there is none."""
+    """The newest complete step in `directory`; None if no step is complete."""
     return max(_saved_steps(Path(directory)), default=None)
 
 
@@ -260,8 +263,8 @@ def _refuse_other_number(value: int, pipeline: Pipeline, what: str) -> None:
     values = gather_objects(value, pipeline.grid.world)
     if len(set(values)) > 1:
         raise CheckpointError(
-            f"the {what} differs between stages: {values}. Pass the same value on every stage, and use a directory "
-            "that all stages can see"
+            f"the {what} differs between ranks: {values}. Pass the same value on every rank, and use a directory "
+            "that all ranks can see"
         )
 
 
@@ -270,7 +273,7 @@ def _folder(parent: Path, step: int) -> Path:
 
 
 def _saved_steps(parent: Path) -> Iterator[int]:
-    """The steps whose folders are complete."""
+    """The steps whose folders are complete, in any order."""
     names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.glob("*step-*")}
     steps = {int(match[1]) for name in names if (match := STEP.fullmatch(name))}
     return (step for step in steps if not flaw(existing(_folder(parent, step)), step))
@@ -282,7 +285,7 @@ def _incomplete(parent: Path) -> list[tuple[Path, str]]:
 
 
 def _choose(parent: Path, step: int | None) -> list[int]:
-    """The complete steps that may be loaded, the newest first."""
+    """The complete steps to try, newest first: all of them, or only `step`. Raises CheckpointError if none exists."""
     steps = sorted(_saved_steps(parent), reverse=True)
     if step is None and steps:
         return steps
@@ -294,7 +297,7 @@ def _choose(parent: Path, step: int | None) -> list[int]:
 
 
 def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: Any = None) -> dict[str, Any]:
-    """The parts of a state other than the model and the optimizer."""
+    """The content of training.pt: a training state without the model and the optimizer."""
     return {
         "steps": pipeline.steps,
         "random": random_state(),
@@ -305,7 +308,7 @@ def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: An
 
 
 def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRScheduler | None) -> None:
-    """Restore these parts, except the random generators."""
+    """Restore the result of `rest_of`, except the dataloader and the random generators."""
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(rest["lr_scheduler"])
     pipeline.steps = rest["steps"]
@@ -314,10 +317,10 @@ def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRSched
 
 
 def read_rest(file: Path) -> dict[str, Any]:
-    """Read the result of `rest_of`, after checking that it can be restored."""
+    """Read the result of `rest_of`. Raises CheckpointError if it could not be restored."""
     advice = "load another step (step=...)"
-    rest = load_plain(file, "the remaining part of a training state", advice)
-    with explained(  # generators, and what anybody may have written in their place, raise anything
+    rest = load_plain(file, "the training.pt of a training state", advice)
+    with explained(  # invalid states make generators raise anything
         lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
     ):
         if not isinstance(rest["steps"], int) or rest["steps"] < 0:
@@ -330,7 +333,7 @@ def read_rest(file: Path) -> dict[str, Any]:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove leftovers of killed saves."""
+    """Remove leftovers of killed saves, and restore a step that such a save was replacing."""
     leftovers = [path for path in parent.glob(".step-*") if HIDDEN.fullmatch(path.name)]
     for path in leftovers:
         if path.suffix == ".old":

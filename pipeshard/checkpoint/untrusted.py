@@ -1,8 +1,8 @@
 """Untrusted: files of unknown origin (JSON, configs, pickles), checked before anything is built from them.
 
-A config of a few bytes may request so many layers, labels or ranks that transformers and peft would fill the memory, or
-never return: they check no bounds. And `torch.load(weights_only=True)` executes no code, but a
-pickle of a few bytes may still take all memory or never end.
+A config of a few bytes may request so many layers, labels or ranks that transformers and peft, which check no bounds,
+exhaust the memory or never return. `torch.load(weights_only=True)` executes no code, but a pickle of a few bytes may
+still exhaust the memory or never finish.
 """
 
 import json
@@ -29,15 +29,15 @@ from pipeshard.errors import CheckpointError, ConfigurationError, explained, sum
 from pipeshard.hf import ADAPTER_CONFIG
 from pipeshard.split.quantized import quantization_of, quantize_blank
 
-LARGEST_JSON = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
-VALUES = 1_000_000  # each of which takes up to a hundred bytes
+LARGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors has a tenth of this
+VALUES = 1_000_000  # each takes up to 100 bytes of memory
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """The JSON object in a file.
 
-    Raises ValueError, or OSError, for anything else, for a file of more than 64 MiB before it is read, and for a file
-    with more than a million values before they are built.
+    Raises OSError if the file cannot be read, and ValueError for other content, for more than 64 MiB (before the file
+    is read) and for more than a million values (before they are built).
     """
     if not file.is_file():
         raise FileNotFoundError("it does not exist")
@@ -56,7 +56,7 @@ def read_document(file: Path) -> dict[str, Any]:
 
 
 def is_inside(name: object) -> TypeGuard[str]:
-    """Whether this names a file in a folder or in a folder within it; a link there may lead anywhere, as in the caches
+    """Whether `name` is a relative path that stays inside its folder. Links may still point outside, as in the caches
     of the Hugging Face Hub."""
     if not isinstance(name, str) or "\0" in name:
         return False
@@ -65,21 +65,21 @@ def is_inside(name: object) -> TypeGuard[str]:
 
 
 COUNTED = re.compile(r"(^|_)(num|n|layers?|depths?|blocks|stages|heads|groups|experts|hashes|buckets)(_|$)")
-NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # of the training, or of a text
-THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # of what a config counts, of its labels, of what it makes
-RANK, VIRTUAL = 65_536, 2**28  # what an adapter may count, and the numbers of its virtual tokens
+NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # counts of training or text, not of objects to build
+THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # limits of a count in a config, of labels, of modules
+RANK, VIRTUAL = 65_536, 2**28  # limits of a count in an adapter config, and of the elements of virtual tokens
 PROMPT = "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"
-MATCHING_SECONDS = 10.0  # seconds in which the names of modules are to be matched
+MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
-    """A model on meta, in evaluation mode, which Booster will load; see PipelinePlugin.from_pretrained."""
+    """A model on meta in evaluation mode, whose weights are loaded after boost; see PipelinePlugin.from_pretrained."""
     path = path if path.is_dir() else _cached(path)
     if gguf_file is not None and not (path / gguf_file).is_file():
         raise CheckpointError(f"{path / gguf_file} does not exist: pass a folder that contains it")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
-    extra["trust_remote_code"] = options.pop("trust_remote_code", False)  # None asks on the terminal
+    extra["trust_remote_code"] = options.pop("trust_remote_code", False)  # None would prompt on the terminal
     quantization = options.pop("quantization_config", None)
     config, unused = folder_config(path, **extra, **options)
     if unknown := unused.keys() & options.keys():
@@ -100,25 +100,25 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
 
 
 def folder_config(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The result of `AutoConfig.from_pretrained` for a folder with these options, and the unknown ones among them.
+    """The config that `AutoConfig.from_pretrained` returns for a folder and these options, and the unused options.
 
-    Raises CheckpointError if it is not a config of a model, or has implausible sizes.
+    Raises CheckpointError if the folder has no valid model config, or one with implausible sizes.
     """
     with _explaining(f"{folder} does not contain a valid model config"):
-        for file in sorted(folder.glob("config*.json")):  # one names others, for other versions of transformers
+        for file in sorted(folder.glob("config*.json")):  # a config may refer to configs for other versions
             _measure_config(read_document(file))
         config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
         return config, unknown
 
 
 def generation_config_of(folder: Path) -> Any:
-    """The result of `GenerationConfig.from_pretrained` for a folder; raises CheckpointError for anything else."""
+    """The GenerationConfig in a folder. Raises CheckpointError if it cannot be read."""
     with _explaining(f"the generation_config.json of {folder} cannot be read"):
         return GenerationConfig.from_dict(read_document(folder / "generation_config.json"))
 
 
 def check_adapter(folder: Path, model: nn.Module) -> None:
-    """Raise CheckpointError if peft would fail or hang with the adapter config of a folder and this model."""
+    """Raise CheckpointError if a folder's adapter config could make peft exhaust the memory or hang with this model."""
     with _explaining(f"the {ADAPTER_CONFIG} of {folder} cannot be read"):
         document = read_document(folder / ADAPTER_CONFIG)
         for key, number in _whole_numbers(document):
@@ -126,7 +126,7 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
                 raise ValueError(f"{key}={number} is more than the limit of {RANK}")
         prompt = [document.get(key) for key in PROMPT]
         if (values := math.prod(number for number in prompt if type(number) is int)) > VIRTUAL:
-            raise ValueError(f"its virtual tokens contain {values} numbers, more than the limit of {VIRTUAL}")
+            raise ValueError(f"its virtual tokens contain {values} elements, more than the limit of {VIRTUAL}")
         keys = ("target_modules", "exclude_modules", "layers_pattern")
         patterns = [document[key] for key in keys if isinstance(document.get(key), str)]
         mappings = [document.get(key) for key in ("rank_pattern", "alpha_pattern")]
@@ -136,7 +136,7 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
 
 @contextmanager
 def _explaining(what: str) -> Iterator[None]:
-    with explained(  # transformers and peft raise anything for what is not as they expect it
+    with explained(  # transformers and peft may raise anything for unexpected content
         lambda error: CheckpointError(f"{what}: {summary(error)}")
     ):
         yield
@@ -144,7 +144,7 @@ def _explaining(what: str) -> Iterator[None]:
 
 @contextmanager
 def _counting(folder: Path) -> Iterator[None]:
-    """Inside, only a limited number of modules may be built; other errors are attributed to the config, too."""
+    """Context manager that limits the number of modules; all errors become CheckpointErrors that name the config."""
     made = 0
 
     def count(*_: Any) -> None:
@@ -162,7 +162,7 @@ def _counting(folder: Path) -> Iterator[None]:
 
 
 def _measure_config(document: Any) -> None:
-    """Raise ValueError for a number that would make transformers build as many objects."""
+    """Raise ValueError if a number of objects that transformers would build exceeds its limit."""
     for key, number in _whole_numbers(document):
         is_counted = COUNTED.search(key) and not NOT_COUNTED.search(key)
         most = LABELS if key == "num_labels" else THINGS if is_counted else None
@@ -171,7 +171,7 @@ def _measure_config(document: Any) -> None:
 
 
 def _whole_numbers(document: Any) -> Iterator[tuple[str, int]]:
-    """The integers in a document, with their names, or the lists that they are in."""
+    """Yield the integers in a document, each with its key or the key of the list that contains it."""
     rest = [("", document)]
     while rest:
         key, value = rest.pop()
@@ -193,7 +193,10 @@ for pattern in patterns:
 
 
 def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Try regular expressions on names in a separate process: some never end, and hold the GIL meanwhile."""
+    """Try the patterns on all names in a separate process: some regular expressions never finish, and hold the GIL.
+
+    Raises ValueError for such expressions, and for invalid ones.
+    """
     if not patterns:
         return
     command = [sys.executable, "-I", "-S", "-c", MATCHING]
@@ -214,20 +217,20 @@ def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _cached(name: Path) -> Path:
-    """The folder of a model with this name in the cache of the Hugging Face Hub, if it was downloaded."""
+    """The folder of the model `name` in the Hugging Face Hub cache. Raises CheckpointError if it was not downloaded."""
     message = f"{name} does not exist: pass a folder that save_pretrained wrote"
     try:
         return Path(snapshot_download(str(name), local_files_only=True))
-    except HFValidationError:  # no name that the hub can have
+    except HFValidationError:  # not a valid name on the Hub
         raise CheckpointError(message) from None
-    except Exception:  # the hub's errors are of several kinds, which change; whatever it is, the model is not here
+    except Exception:  # of a type that depends on the version of huggingface_hub
         raise CheckpointError(
-            f"{message}, or download a model of the Hugging Face Hub once, before the ranks start, with "
+            f"{message}, or download a Hugging Face Hub model once, before the ranks start, with "
             f"huggingface_hub.snapshot_download({str(name)!r})"
         ) from None
 
 
-# Steps to unpickle a file, and values in what it makes: an optimizer of 100,000 tensors takes as many.
+# The most opcodes in a pickle, and values that it builds: an optimizer state of 100,000 tensors has about as many.
 MOST_STEPS = 4_000_000
 MADE_OF = re.compile(
     r"collections (OrderedDict|Counter)|_codecs encode|torch Size|torch (\w+Storage|[a-z0-9_]+)"
@@ -237,11 +240,11 @@ MADE_OF = re.compile(
 
 
 def load_plain(file: Path, kind: str, advice: str) -> Any:
-    """Load a file of `torch.save` with `torch.load(weights_only=True)`; tensors are on the CPU, mapped from the file.
+    """Load a `torch.save` file with `torch.load(weights_only=True)`; tensors are on the CPU, memory-mapped if possible.
 
-    Raises CheckpointError, which says that the file is not `kind`, with the `advice`, for any other file.
+    For any other file, raises CheckpointError, which says that the file is not `kind`, and gives the `advice`.
     """
-    with explained(  # zipfile, pickletools and torch raise anything for a broken file
+    with explained(  # zipfile, pickletools and torch may raise anything for a damaged file
         lambda error: CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}")
     ):
         if not file.is_file():
@@ -252,14 +255,17 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 
 
 def has_content(tensor: Tensor) -> bool:
-    """Whether the file has a value for each element: a description may declare tensors of any shape without data."""
+    """Whether the storage has a value for each element: a file may declare tensors of any shape without data."""
     return not tensor.is_meta and tensor.layout is torch.strided and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def _refuse_bombs(file: Path, zipped: bool) -> None:
-    """Refuse pickles that could take all memory or never end. A few bytes can create gigabytes (`bytearray(2**40)`), or
-    nested tuples whose hash never ends, in C, where nothing interrupts it. `torch.save` of plain values needs neither,
-    and it never compresses: compressed data may have any size once unpacked."""
+    """Raise ValueError for pickles that could exhaust the memory or never finish.
+
+    A few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never finishes, in C code that
+    cannot be interrupted. `torch.save` of plain values needs neither. It never compresses either, so compressed data,
+    which may have any size once unpacked, is also refused.
+    """
     if zipped:
         with zipfile.ZipFile(file) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
@@ -269,13 +275,13 @@ def _refuse_bombs(file: Path, zipped: bool) -> None:
             with archive.open(name) as content:
                 _measure_pickle(_Bounded(content, file.stat().st_size))
         return
-    with file.open("rb") as content:  # as torch wrote before 1.6: a magic number, versions, the object, its storages
+    with file.open("rb") as content:  # before torch 1.6: a magic number, versions, the object, storages
         for _ in range(5):
             _measure_pickle(_Bounded(content, file.stat().st_size))
 
 
 class _Bounded:
-    """A file that never reads more at once than it has: Python first allocates the requested size."""
+    """A file whose `read` never requests more than the file's size, which Python would allocate first."""
 
     def __init__(self, content: IO[bytes], size: int) -> None:
         self.content, self.size = content, size
@@ -286,9 +292,9 @@ class _Bounded:
 
 
 def _measure_pickle(content: Any) -> None:
-    """Walk through a pickle without building anything; raises ValueError for opcodes that `torch.save` never uses for
-    plain values, or if the values in it, counted with every reference, are too many."""
-    # How many values are in each, in a list, as pickles refer to them; None is a mark.
+    """Walk through a pickle without building anything. Raises ValueError for globals that `torch.save` never uses for
+    plain values, and for too many opcodes or values, counted once per reference."""
+    # The number of values in each object, in a list that references share; None is a mark.
     stack: list[list[int] | None] = []
     memo: dict[Any, list[int]] = {}
     for k, (code, argument, _) in enumerate(pickletools.genops(content)):
@@ -314,7 +320,7 @@ def _measure_pickle(content: Any) -> None:
             if total > MOST_STEPS:
                 raise ValueError(f"it expands to more than {MOST_STEPS} values")
             if code.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"):
-                taken[-1][0] = total  # the object itself, below what is put into it
+                taken[-1][0] = total  # the container, below its new items
                 stack.append(taken[-1])
             elif code.stack_after:
                 stack.append([total])

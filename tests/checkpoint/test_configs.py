@@ -71,7 +71,7 @@ def test_a_document_is_measured_before_it_is_read(tmp_path: Path) -> None:
     [
         ({"r": 20_000_000}, "r=20000000 is more than the limit of 65536"),
         ({"rank_pattern": {"x": 10**9}}, "x=1000000000 is more than the limit of 65536"),
-        ({"num_virtual_tokens": 60_000, "token_dim": 60_000}, "its virtual tokens contain 3600000000 numbers"),
+        ({"num_virtual_tokens": 60_000, "token_dim": 60_000}, "its virtual tokens contain 3600000000 elements"),
         ({"target_modules": "((model|layers|[a-z.0-9]+)+)+!"}, "takes more than 1 seconds"),
         ({"target_modules": "(("}, "not valid regular expressions: .*unterminated subpattern"),
     ],

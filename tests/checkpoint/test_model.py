@@ -479,7 +479,7 @@ def test_a_save_does_not_wait_for_a_stage_that_is_gone(
     assert first.thread is not None
     first.thread.join(10)
     assert not first.thread.is_alive() and first.committed == alive
-    assert alive or "stages [1] ended before they had written their part" in str(first.failed)
+    assert alive or "stages [1] exited before they had written their part" in str(first.failed)
 
 
 def modes(folder: str) -> None:

@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
         "good is a folder, but the save writes a file",
         r"group 1 has a parameter of shape \(2,\) that does not belong to the model",
         "contain only tensors, numbers and strings: .*lambda",
-        "lr of group 0 is 0.0 on stage 0, but 1.0 on stage 1",
+        "lr of group 0 is 0.0 on rank 0, but 1.0 on rank 1",
         "OSError: .*No space left on device",
         "OSError: .*No space left on device",
     ]

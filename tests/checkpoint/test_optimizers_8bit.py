@@ -117,7 +117,7 @@ def test_a_state_inside_of_a_tensor_is_damage() -> None:
     state = {"state1": torch.zeros(1), "state1::absmax::0": torch.zeros(1)}
     assert (
         content_flaw(content | {"state": {"w": state}}, described=False)
-        == "an entry in the state of w contains another entry"
+        == "a key in the state of w is a prefix of another key"
     )
 
 

@@ -347,7 +347,9 @@ def test_slices_have_no_holes_and_do_not_overlap(tmp_path: Path) -> None:
     check_shards(tmp_path, told)
     write(0, [1, 0], 1)
     write(1, [1, 0], 3)
-    refused(lambda: check_shards(tmp_path, told), "x is incomplete: a slice is missing from all files, or is in two")
+    refused(
+        lambda: check_shards(tmp_path, told), "x is incomplete: its slices in the files do not cover it exactly once"
+    )
     write(0, [0, 0], 1)
     for begin, rows in (
         ([1, 0], 2),
@@ -376,12 +378,12 @@ def test_a_description_that_is_none_is_refused() -> None:
     value: Tensor | str
     for part, value, what in (
         *(
-            ("parameters", value, "its parameters are not a dict of tensors by name")
+            ("parameters", value, "its parameters are not a dict from names to tensors")
             for value in (None, [], {"w": 1}, {3: meta})
         ),
         ("param_groups", {}, "not a list of dicts"),
         ("param_groups", [3], "not a list of dicts"),
-        ("param_groups", [{}], "one of its groups has no params"),
+        ("param_groups", [{}], "one of its groups has no list of params"),
         ("param_groups", [{"params": ["w", "w"]}], "not exactly its parameters, each listed once"),
         ("param_groups", [{"params": [["w"]]}], "not exactly its parameters, each listed once"),
         ("param_groups", [], "not exactly its parameters, each listed once"),

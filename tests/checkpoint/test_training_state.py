@@ -254,11 +254,11 @@ def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Poo
         "was saved without optimizer, lr_scheduler, dataloader: do not pass them when loading it",
         "saved with {'batch_size': 4, 'samples': 14}, but this dataloader has {'batch_size': 3, 'samples': 14}",
         "this DataLoader has no state_dict with its position .*plugin.prepare_dataloader.*dataloader=None",
-        "this is a LlamaForCausalLM",
+        "this LlamaForCausalLM was not boosted",
         "none contains no complete step",
         "this DataLoader has no state_dict with its position",
-        "this is a LlamaForCausalLM",
-        r"the step differs between stages: \[0, 1\]",
+        "this LlamaForCausalLM was not boosted",
+        r"the step differs between ranks: \[0, 1\]",
         "step, the number of completed steps, must be a non-negative integer, got -1",
         "keep, the number of last steps to keep, must be a positive integer, got 0",
         "this AdamW was not boosted",
@@ -557,7 +557,7 @@ def test_a_second_job_is_kept_out_of_a_folder(pool: Pool, tmp_path: Path) -> Non
     del owner
     with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "holds\n"
-        with pytest.raises(CheckpointError, match=f"by process {other.pid} of"):
+        with pytest.raises(CheckpointError, match=f"process {other.pid} of .* is writing to"):
             lock(tmp_path, pool)
         other.kill()
     pool.run(saving_once, 2, tmp_path, 2)
