@@ -1,7 +1,7 @@
-"""Planner: the memory and time of a pipeline, without running it.
+"""Planner: estimates of a pipeline's memory and time, without running it.
 
-`plan` traces a model (also on meta) at the sizes of a microbatch, cuts it for every schedule, simulates them, and
-recommends one. `profile_units` measures the units if estimates are not accurate enough.
+`plan` traces a model (also on meta) at the sizes of a microbatch, cuts it for each schedule, simulates the schedules,
+and recommends one. `profile_units` measures the units if estimates are not accurate enough.
 """
 
 from pipeshard.planner.plan import Plan

@@ -1,4 +1,4 @@
-"""Auto: the schedule for a model's own costs, with the cuts that go with it, within the memory of each rank."""
+"""Auto: a search for the fastest schedule and cuts for a model's own costs, within the memory of each rank."""
 
 import itertools
 import math
@@ -18,20 +18,20 @@ from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, 
 from pipeshard.split.balance import balance
 from pipeshard.split.boundary import forbidden_cuts, live_values
 
-CHUNKS = 2, 3, 4  # of a rank, in turn; two may also be in a V
-TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # of `estimate`
-ESTIMATES = 1500  # changes of cuts
-RETRIES = 10  # of a change of cuts that is impossible
-PLACEMENTS = 5, 2  # how many are searched, in turns
-ACTIONS, TRIES = 1_500_000, 3000  # scheduled in a turn, and changes of cuts or rules for a placement
+CHUNKS = 2, 3, 4  # stages of a rank, placed on the ranks in turn; two may also form a V
+TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # values of `estimate`'s `tightness`
+ESTIMATES = 1500  # changes of cuts per tightness
+RETRIES = 10  # attempts at a change of cuts, which may be impossible
+PLACEMENTS = 5, 2  # placements that are searched in the first and the second turn
+ACTIONS, TRIES = 1_500_000, 3000  # limits: actions scheduled in a turn, and changes of cuts or rules per placement
 IDLE = Part(0, has_gradients=True, is_running=False)
 Edges = tuple[int, ...]  # the first call of each stage, and the number of calls
 Choice = tuple[Edges, Rule]
-Found = tuple[float, Choice, "Cutter"]  # with its time
+Found = tuple[float, Choice, "Cutter"]  # time, choice, and the cutter of the choice
 
 
 class Cutter:
-    """Cuts a model for one placement of stages on ranks, and finds their order for m microbatches."""
+    """Searches cuts of a model and rules for m microbatches, for one placement of stages on ranks."""
 
     def __init__(self, subject: Subject, m: int, placement: tuple[int, ...]) -> None:
         self.subject, self.m, self.placement = subject, m, placement
@@ -42,14 +42,14 @@ class Cutter:
         self.draws = random.Random(0)
 
     def initial(self) -> Edges:
-        """The cuts that named schedules have."""
+        """The cuts that named schedules have, balanced by cost."""
         weights, forbidden = [sum(cost) for cost in self.subject.costs], forbidden_cuts(self.subject.flow)
         counts = balance(weights, len(self.placement), forbidden, ranks=self.placement)
         return (0, *itertools.accumulate(counts))
 
     def moved(self, edges: Edges) -> Edges:
-        """The `edges` after moving one block of calls from one stage to another, with all cuts between them; unchanged
-        if this fails."""
+        """The `edges` with one or several consecutive cuts moved by one legal place; unchanged if no such move was
+        found."""
         if len(edges) < 3:
             return edges
         places = [self.starts.index(edge) for edge in edges]
@@ -63,8 +63,8 @@ class Cutter:
         return edges
 
     def _part(self, start: int, end: int) -> tuple[float, ...]:
-        """The costs of F, B and W of a stage, and its bytes: without activations, in addition at the end of a step,
-        those of a microbatch, and the temporary ones of a backward."""
+        """The costs of F, B and W of a stage, and its bytes: without activations, the additional bytes at the end of a
+        step, the activations of a microbatch (0 with offload), and the temporary memory of a backward."""
         footprint = self.subject.footprint
         temporary, kept = footprint.temporary(start, end), footprint.activations(start, end)
         always = footprint.total(start, end, IDLE)
@@ -73,7 +73,7 @@ class Cutter:
         return *costs, always, update, 0 if self.subject.training.offload else kept, temporary
 
     def _work(self, edges: Edges) -> Work:
-        """The stages of these cuts."""
+        """The costs, memory and messages of the stages with these cuts."""
         devices, placement = self.subject.devices, self.placement
         forward, backward, weight, always, updates, sizes, temporary = zip(*map(self.part, edges, edges[1:]))
         if len({*devices.speeds}) > 1:
@@ -93,7 +93,7 @@ class Cutter:
 
     @cached_property
     def sent(self) -> list[tuple[int, int]]:
-        """The bytes that cross a cut before each call, and those of the gradients that return."""
+        """For a cut before each call, the bytes that cross it and the bytes of gradients sent back; 0 without links."""
         flow, last = self.subject.flow, len(self.subject.costs)
         live = live_values(flow, range(last), last, flow.needed()) if self.subject.devices.links else [set()] * last
 
@@ -103,15 +103,15 @@ class Cutter:
         return [(size(each), size(each & flow.receiving)) for each in live]
 
     def cuts(self) -> set[Edges]:
-        """Cuts to start from, with memory for a microbatch: those of named schedules, and those with the lowest
-        estimates."""
+        """Cuts to start from: the cuts of named schedules and the cuts with the lowest estimates, if each rank has the
+        memory for a microbatch."""
         initial = self.initial()
         values = [partial(self.estimate, tightness) for tightness in TIGHTNESS]
         leasts = [climb(initial, value(initial), value, self.moved, ESTIMATES)[1] for value in values]
         return {edges for edges in (initial, *leasts) if self.estimate(1.0, edges)[0] < math.inf}
 
     def start(self) -> list[Found]:
-        """The best rule to start from, with its cuts; none if no program of theirs fits."""
+        """The best rule to start from, with its cuts, in a list; an empty list if no program fits."""
         best, found = math.inf, list[Found]()
         for edges in sorted(self.cuts()):
             for rule in rules(self.work(edges), self.m):
@@ -120,7 +120,7 @@ class Cutter:
         return found
 
     def search(self, start: Choice, time: float, actions: int) -> Found:
-        """The best choice found from `start` by scheduling this many actions."""
+        """The best choice that is found from `start` by scheduling at most this many actions."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
         return *climb(start, time, self.time, self.change, tries), self
 
@@ -138,7 +138,7 @@ class Cutter:
 
 
 def placements(p: int) -> Iterator[tuple[int, ...]]:
-    """One stage per rank, two stages per rank in a V, and several stages per rank in turn."""
+    """Yield the rank of each stage, with one stage per rank, two per rank in a V, and several per rank in turn."""
     yield tuple(range(p))
     yield (*range(p), *reversed(range(p)))
     for chunks in CHUNKS:
@@ -146,11 +146,11 @@ def placements(p: int) -> Iterator[tuple[int, ...]]:
 
 
 def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | None:
-    """The fastest searched program of m microbatches that fits in the memory of each rank, proven to end, and the
-    model cut for it; None if no program fits."""
+    """Search the fastest program of m microbatches that fits in the memory of each rank. Returns the model cut for it
+    and its schedule, whose program is proven not to deadlock, or None if no program fits."""
     found: list[Found] = []
     for placement in placements(p):
-        with suppress(PartitionError):  # too few units
+        with suppress(PartitionError):  # the model has too few units
             found += Cutter(subject, m, placement).start()
     for count in PLACEMENTS:
         found.sort(key=itemgetter(0))

@@ -1,4 +1,4 @@
-"""AutoConfig: stages, replicas, microbatches and schedule for the available ranks, chosen by simulating all of them."""
+"""AutoConfig: stages, replicas, microbatches and schedule for the available ranks, chosen by simulating each choice."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +21,11 @@ from pipeshard.split.policy import Policy
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp_size` replicas of a pipeline of `pp_size` stages, which together read `global_batch` samples per step.
+    """`dp_size` replicas of a pipeline with `pp_size` stages of `tp_size` ranks each. Together, the replicas read
+    `global_batch` samples per step.
 
-    A step has the same microbatches under every layout: they are distributed to the replicas whole. So its loss and its
-    gradients are the same sums, in another order, and dropout uses the same masks. Each stage has `tp_size` ranks.
+    A step has the same microbatches under every layout, since no microbatch is split between replicas. Therefore, its
+    loss and gradients are the same sums in a different order, and dropout uses the same masks.
     """
 
     pp_size: int
@@ -38,22 +39,22 @@ class Layout:
         return self.pp_size * self.dp_size * self.tp_size
 
     def stages(self, devices: Devices) -> Devices:
-        """The devices of a pipeline's stages, if these are those of all ranks."""
+        """The devices of a pipeline's stages, given the `devices` of all ranks."""
         return devices.of_stages(self.pp_size, self.dp_size, self.tp_size)
 
     @property
     def batch_size(self) -> int:
-        """The samples of a replica's batch, for its dataloader."""
+        """The number of samples in a replica's batch, for its dataloader."""
         return self.global_batch // self.dp_size
 
     @property
     def num_microbatches(self) -> int:
-        """m, the microbatches of a replica's batch."""
+        """m, the number of microbatches in a replica's batch."""
         return self.batch_size // self.microbatch_size
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Its arguments of the plugin: `PipelinePlugin(**layout.arguments, ...)`."""
+        """The plugin's arguments for this layout: `PipelinePlugin(**layout.arguments, ...)`."""
         sliced = {"tp_size": self.tp_size} if self.tp_size > 1 else {}
         sizes = {"pp_size": self.pp_size, "dp_size": self.dp_size, "microbatch_size": self.microbatch_size}
         return sizes | sliced
@@ -61,7 +62,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ToldLayout(Layout):
-    """A layout that another rank has chosen, of any class, with the `arguments` received from there as `told`."""
+    """A layout of any class that another rank has chosen; `told` are its `arguments`, received from that rank."""
 
     told: dict[str, Any]
 
@@ -73,16 +74,18 @@ class ToldLayout(Layout):
 def layouts(
     ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: int | None = None, tp_size: int = 1
 ) -> list[Layout]:
-    """Every legal layout of `ranks` with at most `pp_size` stages of `tp_size` ranks; the most stages first.
+    """Every legal layout of `ranks` with at most `pp_size` stages of `tp_size` ranks; those with most stages first.
 
-    Raises ConfigurationError, with the numbers, if there is none.
+    Raises ConfigurationError if no layout is legal.
     """
     most = ranks if pp_size is None else pp_size
     sizes = {"ranks": ranks, "global_batch": global_batch, "microbatch_size": microbatch_size, "pp_size": most}
     check_positive(**sizes, tp_size=tp_size)
     ranks, alone = divmod(ranks, tp_size)
     if alone:
-        raise ConfigurationError(f"tp_size={tp_size} does not divide the {sizes['ranks']} ranks: choose one that does")
+        raise ConfigurationError(
+            f"tp_size={tp_size} does not divide the {sizes['ranks']} ranks: choose a tp_size that does"
+        )
     microbatches, rest = divmod(global_batch, microbatch_size)
     if rest:
         raise ConfigurationError(
@@ -104,7 +107,7 @@ def layouts(
 
 @dataclass(frozen=True)
 class Considered:
-    """A layout with a schedule, and the planner's result for it."""
+    """A layout, and the planner's estimate for one schedule of it."""
 
     layout: Layout
     estimate: Estimate
@@ -121,11 +124,12 @@ class Considered:
 
 @dataclass(frozen=True)
 class AutoConfig(Layout):
-    """The layout and the schedule with the fastest step that fits in memory, as returned by `AutoConfig.choose`.
+    """The layout and the schedule with the fastest step that fits in memory, returned by `AutoConfig.choose`.
 
-    `partition` has how many unit calls each stage gets. `time` is the time of a step in `unit`: "seconds" if units were
-    measured, otherwise "relative": 1 is a step without idle time on all the ranks. `considered` lists all layouts
-    that were compared, by their time; layouts that cannot be cut are last.
+    `partition` is the number of unit calls of each stage. `time` is the time of a step in `unit`: "seconds" if units
+    were measured or `tflops` was given, otherwise "relative", where 1 is a step without idle time on all ranks.
+    `considered` lists all layouts that were compared, with each schedule, the fastest first; layouts that cannot be cut
+    are last.
     """
 
     schedule: str
@@ -166,24 +170,26 @@ class AutoConfig(Layout):
         link: str | Sequence[str] | None = None,
         device_speed: str | Sequence[float] | None = None,
     ) -> Self:
-        """Simulate a step of `global_batch` samples for each legal number of stages on `ranks`.
+        """Choose the layout and the schedule for `ranks`, by simulating steps of `global_batch` samples.
 
         The model and the other arguments are as for `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
-        or is None. Among steps that are at most 3 % slower than the fastest, the one with the fewest stages is chosen,
-        then the simplest schedule. Without `link` messages take no time, and the reduction over replicas is never
-        counted: without `device_memory`, replicas of the whole model are fastest.
+        or is None. Among steps that are at most 3 % slower than the fastest, the step with the fewest stages is chosen,
+        then the simplest schedule. Without `link`, messages take no time, and the reduction of gradients across
+        replicas is never counted: without `device_memory`, replicas of the whole model are fastest.
 
         Args:
-            microbatch_size: the samples of a microbatch, or several sizes to choose from. Only measured times show the
-                benefit of a larger one: `partition="profile"` times units at each of them.
+            microbatch_size: the number of samples in a microbatch, or several sizes to choose from. Only measured times
+                show the benefit of larger microbatches: `partition="profile"` times units at each size.
             schedules: the schedules to choose from.
             pp_size: the largest number of stages; by default the number of ranks.
-            device_memory: one value for all `ranks`, or one for each, like `device_speed` and `link`. A stage has
-                the least memory and speed of its ranks in all replicas, and the slowest of their links.
-            tp_size: the number of ranks that slice each stage; stages and replicas divide `ranks / tp_size`.
+            device_memory: one value for all `ranks` or one per rank, like `device_speed`. A stage has the least memory
+                and speed of its ranks in all replicas, and the slowest of their links.
+            tp_size: the number of ranks across which each stage is sharded; a layout divides `ranks / tp_size` into
+                stages and replicas.
+            link: one link for all `ranks`, or a list of links, one from each rank to the next.
 
-        Raises ConfigurationError if no layout is legal, PartitionError if none can be cut or fits in
-        `device_memory`, with the numbers; otherwise as `pipeshard.plan`.
+        Raises ConfigurationError if no layout is legal, PartitionError if no layout can be cut or fits in
+        `device_memory`, and otherwise the errors of `pipeshard.plan`.
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)
@@ -194,7 +200,9 @@ class AutoConfig(Layout):
             legal = layouts(ranks, global_batch, size, pp_size, tp_size)
             microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
             if microbatch.rows != size:
-                raise ConfigurationError(f"microbatch_size={size}, but the batch has only {microbatch.rows} samples")
+                raise ConfigurationError(
+                    f"microbatch_size={size}, but the batch has only {microbatch.rows} samples: pass a larger batch"
+                )
             subject = study(model, microbatch, criterion, policy, partition, training, profile, tp_plan)
             subject = timed(subject, tflops, link)
             measured = subject.in_seconds
@@ -225,7 +233,7 @@ def _simulated(
 ) -> Iterator[Considered]:
     unknown = [name for name in names if name not in SCHEDULES]
     if unknown or not names:
-        raise ConfigurationError(f"schedules={list(names)!r}: pass one or more of {', '.join(SCHEDULES)}")
+        raise ConfigurationError(f"schedules must list one or more of {', '.join(SCHEDULES)}, got {list(names)!r}")
     subject = subject.replicated(layout.dp_size).on(layout.stages(devices))
     for name, v in schedules():
         if name in names:

@@ -45,10 +45,10 @@ def metered(
     recompute: bool = True,
     cuts: Sequence[str] = (),
 ) -> tuple[Dataflow, Meter]:
-    """A trace for exactly the sizes of `microbatch`, and its costs; only shapes are computed.
+    """Trace `model` for exactly the sizes of `microbatch`, and meter the trace; only shapes are computed.
 
-    Even for a model in evaluation mode, the trace is that of training. Without `recompute`, recomputed units count as
-    ordinary units. Modules named in `cuts` are units.
+    The trace is of training mode, even if the model is in evaluation mode. Without `recompute`, recomputed units count
+    as ordinary units. Modules named in `cuts` are units.
     """
     meter = meter or Meter()
     with preserving(model, criterion):
@@ -64,7 +64,7 @@ def metered(
 
 @dataclass
 class Capture:
-    """The arguments of a unit call; `made_up` are the leaves that come from units, and therefore have no values."""
+    """The arguments of a unit call. `made_up` are the indices of the leaves without values, which units compute."""
 
     leaves: list[Any]
     made_up: frozenset[int]
@@ -72,7 +72,7 @@ class Capture:
 
 
 class Captures(Meter):
-    """A Meter that keeps the arguments of every kind of call.
+    """A Meter that also captures the arguments of each kind of unit call.
 
     Attributes:
         calls: the capture of each unit call, the same object for calls of one kind.
@@ -81,7 +81,7 @@ class Captures(Meter):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Capture] = []
-        self.kinds: dict[int, tuple[Visit, Capture]] = {}  # by the identity of the visit
+        self.kinds: dict[int, tuple[Visit, Capture]] = {}  # by the id of the visit
 
     def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
         if not self.works:  # the first call of a run
@@ -97,12 +97,12 @@ class Captures(Meter):
 
 
 def copied_argument(leaf: Any) -> Any:
-    """An argument that a unit may change, such as a cache, copied for one run."""
+    """A copy of an argument that a unit may modify, such as a cache; otherwise the argument itself."""
     return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
 
 
 def unit_cost(unit: nn.Module, work: Work) -> Cost:
-    """The relative time of a call of `unit` with this much work."""
+    """The relative times of F, B and W of a call of `unit` with this much work."""
     layers = {path: layer for path, layer in unit.named_modules() if deferring_function(layer) is not None}
     waiting = {
         f"{path}.{name}".lstrip("."): parameter
@@ -122,12 +122,12 @@ def unit_cost(unit: nn.Module, work: Work) -> Cost:
 
 
 def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """The first call of each stage, and the call after its last."""
+    """The range [first, end) of the calls of each stage."""
     return list(itertools.pairwise([0, *itertools.accumulate(counts)]))
 
 
 TRIES = 64
-# For each stage: parts (None: the end of a step), each with an upper bound of the stage's bytes then.
+# For each stage: parts (None: the end of a step), each with an upper bound of the stage's bytes in this part.
 Caps = tuple[tuple[tuple[Part | None, float], ...], ...]
 FIRST = Part(1, has_gradients=False, is_running=True)
 
@@ -140,12 +140,13 @@ def fit(
     limits: Sequence[int],
     speeds: Sequence[float] | None = None,
 ) -> list[int] | None:
-    """How many calls each stage of `program` gets, or None if no partition is found to fit in the `limits` of the
-    ranks, in bytes. `speeds` is as for `balance`.
+    """The number of calls of each stage of `program`, or None if no partition was found that fits in the `limits` of
+    the ranks, in bytes. `speeds` is as for `balance`.
 
-    With one stage per rank, its memory depends only on its calls, and dynamic programming finds the best partition.
-    With several, the search is best-first: if a rank of a partition takes too much, any one of that rank's stages must
-    become smaller; each choice is visited in the order of its cost. It ends after `TRIES` partitions.
+    With one stage per rank, a rank's memory depends only on its own calls, and dynamic programming finds the best
+    partition. With several stages, the search is best-first: if a rank exceeds its limit, one of its stages must become
+    smaller, and the partitions for each choice of this stage are visited in the order of their cost. The search stops
+    after `TRIES` partitions.
     """
     order = itertools.count()
     num_stages = len(program.placement)
@@ -186,15 +187,15 @@ def fit(
 
 
 def _alone(moments: Sequence[Moment]) -> list[Part]:
-    """The parts of a stage that must fit in its rank's memory alone: all of them, if it is the rank's only stage."""
+    """The parts that each stage must fit in memory alone: all parts if the rank has one stage, otherwise FIRST."""
     return [part for ((_, part),) in moments] if len(moments[0]) == 1 else [FIRST]
 
 
 def _heaviest(
     moments: Sequence[Sequence[Moment]], runs: Sequence[tuple[int, int]], footprint: Footprint, limits: Sequence[int]
 ) -> tuple[dict[int, tuple[Part | None, int]], int]:
-    """For the rank that exceeds its limit most: for each of its stages, its part of the moment (None: the end of a
-    step), and the bytes. With the excess of the rank, in bytes."""
+    """The moment at which a rank exceeds its limit most: for each stage of the rank, its part (None: the end of a step)
+    and its bytes, and the excess of the rank in bytes."""
     found = []
     for of_rank, limit in zip(moments, limits, strict=True):
         parts: list[dict[int, Part | None]] = [dict(moment) for moment in of_rank]
@@ -209,7 +210,7 @@ class Subject:
     """The subject of a plan: the cost of each unit call, and the memory of runs of calls.
 
     `forms` are the forms of parameters in `training`. `in_seconds` says whether costs are in seconds, `recomputed`
-    whether a unit recomputes its activations. `devices` are the ranks of the pipeline.
+    whether any unit recomputes its activations. `devices` are the devices of the pipeline's ranks.
     """
 
     model: nn.Module
@@ -231,22 +232,22 @@ class Subject:
         return dict(self.model.named_parameters())
 
     def takes(self, parameters: Sequence[nn.Parameter]) -> Memory:
-        """The memory of these parameters with everything that training adds."""
+        """The memory of these parameters, with everything that training adds."""
         return self.training.takes(parameters, self.forms)
 
     def replicated(self, dp_size: int) -> "Subject":
-        """The subject with this many replicas, and the same policies."""
+        """A copy of the subject with this many replicas, and the same policies."""
         training = replace(self.training, dp_size=dp_size)
         return replace(self, training=training, footprint=self.footprint.trained(training))
 
     def on(self, devices: Devices) -> "Subject":
-        """The subject on these devices; a partition by cost becomes one by their speeds, if these differ."""
+        """A copy of the subject on these devices. If their speeds differ, a partition by cost considers them, too."""
         by_cost = self.partition == "auto" or is_profile(self.partition)
         partition = devices.partition if by_cost and len({*devices.speeds}) > 1 else self.partition
         return replace(self, devices=devices, partition=partition)
 
     def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:
-        """The policy for this cut; schedules with one placement share it."""
+        """The policy for this partition and placement, which all schedules with the placement share."""
         key = str(partition), placement
         if key not in self.policies:
             ranks, costs = max(placement) + 1, [sum(cost) for cost in self.costs]
@@ -256,10 +257,10 @@ class Subject:
 
 
 class Candidate:
-    """The model, cut into the stages of `program`.
+    """The model cut into the stages of `program`.
 
-    Raises PartitionError if that is impossible. A partition given by name is changed if a rank would
-    exceed the limit and one that fits is found.
+    A partition given by name is replaced if a rank would exceed its limit and a partition that fits is found. Raises
+    PartitionError if the model cannot be cut.
     """
 
     def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:
@@ -273,13 +274,13 @@ class Candidate:
                 self.cut(counts)
 
     def cut(self, partition: Cuts) -> None:
-        """Cut the model in this way, and compute the memory of each rank."""
+        """Cut the model by `partition`, and compute the memory of each rank."""
         subject, placement = self.subject, self.program.placement
         self.policy = subject.cut(partition, placement)
         self.counts = [self.policy.stages.count(stage) for stage in range(len(placement))]
         self.runs = runs_of(self.counts)
         self.kept = [subject.footprint.activations(*run) for run in self.runs]
-        peak = dict[int, Part]()  # of each stage's rank
+        peak = dict[int, Part]()  # of each stage, at its rank's peak
         for actions in self.program.ranks:
             moments = subject.training.moments(actions)
             peak |= dict(max(moments, key=lambda moment: sum(self.working(*each).backward for each in moment)))
@@ -294,7 +295,7 @@ class Candidate:
                     memory,
                     activations=sum(part.activations for part in parts),
                     temporary=sum(part.temporary for part in parts),
-                    absent=min(sum(part.absent for part in parts), memory.gradients),  # stages may share some
+                    absent=min(sum(part.absent for part in parts), memory.gradients),  # stages may share gradients
                     host=subject.training.on_host(self.program.ranks[rank], self.kept),
                 )
             )
@@ -309,7 +310,7 @@ class Candidate:
         return max(devices.excess(self.memory)) <= 0 if devices.memory else None
 
     def costs(self, unit: float) -> list[Cost]:
-        """The sum of the calls' costs on each stage, at the speed of its rank, in this unit."""
+        """The costs of each stage (the sums over its calls), at the speed of its rank, in units of `unit`."""
         nothing, speeds = Cost(0.0, 0.0, 0.0), self.subject.devices.speeds
         sums = [map(sum, zip(nothing, *self.subject.costs[start:end])) for start, end in self.runs]
         return [
@@ -318,7 +319,7 @@ class Candidate:
         ]
 
     def estimate(self, unit: float) -> Estimate:
-        """The time of a step, in this unit."""
+        """The estimate for this schedule, with times in units of `unit`."""
         placement = self.program.placement
         messages = self.subject.devices.transfers(placement, map(self.sent, range(len(placement))))
         simulation = simulate_parts(self.program, *zip(*self.costs(unit), strict=True), **messages)
@@ -342,8 +343,8 @@ class Candidate:
         return [crossings(self.subject.flow, each) for each in self.boundaries]
 
     def sent(self, stage: int) -> tuple[int, int]:
-        """The bytes of a microbatch's message to a stage, and of the gradients that the stage sends back; none if the
-        previous stage is on the same rank."""
+        """The bytes of a microbatch's message to a stage, and of the gradients that the stage sends back; both are 0 if
+        the stage is the first or the previous stage is on the same rank."""
         placement = self.program.placement
         if stage == 0 or placement[stage - 1] == placement[stage]:
             return 0, 0
@@ -351,7 +352,7 @@ class Candidate:
         return sum(value.bytes for value in enters), sum(value.bytes for value in enters if value.gradient)
 
     def stages(self, unit: float) -> tuple[StagePlan, ...]:
-        """Each stage, with times in this unit."""
+        """The plan of each stage, with times in units of `unit`."""
         subject, policy, placement = self.subject, self.policy, self.program.placement
         held = held_parameters(subject.model, subject.flow, policy.stages, policy.units, len(placement))
         costs = self.costs(unit)

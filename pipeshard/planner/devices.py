@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two ranks: bytes per second in each direction, and seconds of latency of each message."""
+    """A connection between two ranks: bytes per second in each direction, and the latency of a message in seconds."""
 
     bandwidth: float
     latency: float = 0.0
 
     @classmethod
     def parse(cls, text: Any) -> Self:
-        """The link of a text such as "50GB/s,10us" or "400Gbit/s". Raises ConfigurationError for anything else."""
+        """Parse a string such as "50GB/s,10us" or "400Gbit/s". Raises ConfigurationError for anything else."""
         bandwidth, comma, latency = str(text).partition(",")
         link = cls(
             _quantity(text, "bandwidth", bandwidth, BANDWIDTHS),
@@ -37,7 +37,7 @@ class Link:
         return link
 
     def time(self, size: float) -> float:
-        """The seconds of a message of `size` bytes."""
+        """The time of a message of `size` bytes, in seconds."""
         return self.latency + size / self.bandwidth
 
     def __str__(self) -> str:
@@ -56,16 +56,16 @@ def _quantity(link: Any, name: str, text: str, units: Mapping[str, float]) -> fl
 
 
 def _joined(links: Sequence[Link]) -> Link:
-    """One link that stands for these links in sequence."""
+    """The link that is equivalent to these links in sequence."""
     return Link(min(link.bandwidth for link in links), sum(link.latency for link in links))
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The ranks of a pipeline.
+    """The devices of a pipeline's ranks.
 
-    `memory` is the limit of each rank in bytes (empty: no limit), `speeds` the relative speed of each. `links` is one
-    link between any two ranks, or one from each rank to the next; if it is empty, messages take no time.
+    `memory` is the limit of each rank in bytes (empty: no limit), `speeds` the relative speed of each rank. `links`
+    contains one link for any two ranks, or one from each rank to the next; if it is empty, messages take no time.
     """
 
     memory: tuple[int, ...]
@@ -74,7 +74,7 @@ class Devices:
 
     @classmethod
     def parse(cls, ranks: int, memory: Any = None, speeds: Any = None, links: Any = None) -> Self:
-        """The devices of `plan`'s arguments. Raises ConfigurationError."""
+        """Parse these arguments of `plan`. Raises ConfigurationError for invalid values."""
         return cls(
             () if memory is None else _each("device_memory", memory, ranks, parse_bytes),
             (1.0,) * ranks if speeds is None else _each("device_speed", speeds, ranks, _speed),
@@ -99,22 +99,23 @@ class Devices:
 
     @property
     def partition(self) -> str:
-        """The partition by these speeds, for PipelinePlugin."""
+        """The argument `partition` of PipelinePlugin for these speeds."""
         return f"speed:{','.join(map(str, self.speeds))}"
 
     @property
     def limits(self) -> str:
-        """The memory of each rank, or one value if all ranks have the same."""
+        """The memory limit of each rank as text, or one value if all limits are the same."""
         return ", ".join(map(format_bytes, self.memory if len({*self.memory}) > 1 else self.memory[:1]))
 
     def excess(self, memory: Sequence[Memory]) -> list[int]:
-        """The bytes by which each rank exceeds its limit; without a limit, all the memory that it takes."""
+        """The bytes by which each rank exceeds its limit; without limits, the total memory of each rank."""
         return [each.total - limit for each, limit in zip(memory, self.memory or (0,) * len(memory), strict=True)]
 
     def transfers(self, placement: Sequence[int], sizes: Iterable[tuple[float, float]]) -> dict[str, list[float]]:
-        """The arguments of `simulate` for messages: the seconds of the message to each stage, and of the message back.
+        """The arguments of `simulate_parts` for messages, in seconds: `latency` for the message to each stage, and
+        `returned` for the message back; {} without links.
 
-        `sizes` has the bytes of both. A message passes all ranks between its two ends.
+        `sizes` contains the bytes of both messages of each stage. A message passes all links between its two ranks.
         """
         if not self.links:
             return {}
@@ -126,8 +127,8 @@ class Devices:
         return times
 
     def of_stages(self, pp_size: int, dp_size: int, tp_size: int) -> "Devices":
-        """The devices of a pipeline's stages, if these are all ranks of a job: a stage has the least memory and the
-        least speed of its ranks, and the slowest of the links between them and the next stage's."""
+        """The devices of a pipeline's stages, if these devices are all ranks of a job. A stage has the least memory and
+        speed of its ranks, and the lowest bandwidth and highest latency of their links to the next stage."""
         replicas = [
             [(d * pp_size + s) * tp_size + t for d in range(dp_size) for t in range(tp_size)] for s in range(pp_size)
         ]
@@ -143,11 +144,11 @@ class Devices:
 
 
 def _each(name: str, given: Any, ranks: int, parse: Callable[[Any], T]) -> tuple[T, ...]:
-    """The value of each rank."""
+    """The parsed value of each rank."""
     values = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
     if len(values) not in (1, ranks):
         raise ConfigurationError(
-            f"{name}={given!r} has {len(values)} values for {ranks} ranks: pass one for all ranks, or one for each"
+            f"{name}={given!r} has {len(values)} values for {ranks} ranks: pass one for all ranks, or one per rank"
         )
     return tuple(map(parse, values)) * (ranks // len(values))
 
@@ -158,9 +159,7 @@ def _speed(value: Any) -> float:
     except (TypeError, ValueError):
         speed = math.nan
     if not 0 < speed < math.inf:
-        raise ConfigurationError(
-            f"device_speed={value!r} is not a positive number: write 1.0,0.6, or one number per rank"
-        )
+        raise ConfigurationError(f"device_speed must be positive numbers, one per rank, such as 1.0,0.6, got {value!r}")
     return speed
 
 
@@ -168,6 +167,6 @@ def _links(given: Any, ranks: int) -> tuple[Link, ...]:
     links = tuple(map(Link.parse, [given] if isinstance(given, str) else given))
     if len(links) not in (1, ranks - 1):
         raise ConfigurationError(
-            f"{len(links)} links for {ranks} ranks: pass one for all ranks, or {ranks - 1}, from each rank to the next"
+            f"link: {len(links)} links for {ranks} ranks: pass one for all ranks, or {ranks - 1}, one to each next rank"
         )
     return links

@@ -25,7 +25,7 @@ from pipeshard.split.boundary import live_values
 from pipeshard.split.packed import Packed
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "tib": 2**40}  # as Slurm and nvidia-smi are told
+UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "tib": 2**40}  # as in Slurm and nvidia-smi
 
 
 def parse_bytes(size: str | int, name: str = "device_memory") -> int:
@@ -38,7 +38,7 @@ def parse_bytes(size: str | int, name: str = "device_memory") -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Three digits and a decimal unit: 1.23 GB."""
+    """The size with three digits and a decimal unit, such as 1.23 GB."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while size >= 999.5 and len(units) > 1:
         size /= 1000
@@ -48,25 +48,27 @@ def format_bytes(size: float) -> str:
 
 
 def check_positive(**sizes: Any) -> None:
-    """Raise ConfigurationError unless the value is a positive integer."""
+    """Raise ConfigurationError unless each value is a positive integer."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ConfigurationError(f"{name} must be a positive integer, got {size!r}")
 
 
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # states of a parameter, each as large as its gradient
-IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1}  # states of bitsandbytes, with a scale for each BLOCK of numbers,
-BLOCK, SMALL = 256, 4096  # but in fp32 for parameters of fewer than SMALL numbers
-FULL = 4  # bytes of a number in fp32
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # states per parameter, each as large as its gradient
+IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1}  # states of bitsandbytes, with a scale per BLOCK of elements,
+BLOCK, SMALL = 256, 4096  # but in fp32 for parameters of fewer than SMALL elements
+FULL = 4  # bytes of an fp32 element
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a device, by content: `values` are the fp32 values of parameters in 16 bits, and the shards that a
-    replica keeps with fsdp. `activations` and `temporary` are those of the backward that takes most: what microbatches
-    keep, and what the backward makes (or recomputes) before it has freed as much; `absent` are the gradients that no
-    backward has made until then. `update` is that of the end of a step, when there are no activations any more, so
-    that only the larger of the two counts. `host` is memory of the host, in addition."""
+    """Bytes on a device, by content.
+
+    `values` are the fp32 values of 16-bit parameters, or the shards that a replica keeps with fsdp. During the backward
+    with the peak, microbatches keep `activations`, the backward allocates (or recomputes) `temporary` memory before it
+    has freed as much, and `absent` gradients do not exist yet. `update` is temporary memory at the end of a step, when
+    no activations exist, so `total` counts only the larger of the two. `host` is memory of the host, in addition.
+    """
 
     parameters: int = 0
     gradients: int = 0
@@ -80,7 +82,7 @@ class Memory:
 
     @property
     def always(self) -> int:
-        """The memory with or without activations, once there are gradients."""
+        """The memory once gradients exist, without activations and temporary memory."""
         return self.parameters + self.gradients + self.values + self.optimizer
 
     @property
@@ -99,8 +101,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms of parameters on a rank: those that are `lowered` to 16 bits, for `sliced` ones the number of elements
-    on a rank, and the layers of `packed` ones."""
+    """The forms of parameters on a rank: the parameters that are `lowered` to 16 bits, the number of elements on a rank
+    of each `sliced` parameter, and the layer of each `packed` (quantized) parameter."""
 
     lowered: Container[Tensor] = ()
     sliced: Mapping[nn.Parameter, int] = field(default_factory=dict)
@@ -114,14 +116,14 @@ class Forms:
 @dataclass(frozen=True)
 class Training:
     """How parameters are trained, as far as it affects memory: the plugin's arguments of the same names, and the
-    optimizer: "adamw" has two states per parameter, "sgd" (with momentum) has one, and "none" has none; "adamw_8bit"
-    and "lion_8bit" are those of bitsandbytes.
+    optimizer. "adamw" and "adam" have two states per parameter, "sgd" (with momentum) has one, and "none" has none;
+    "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers.
 
-    With `precision` "bf16" or "fp16" parameters have 16 bits, with fp32 gradients, values and states.
-    `zero_stage=1` shards the states and these values across `dp_size` replicas, `fsdp` the values (or instead the
-    parameters) and the states: within a step the parameters of a stage are whole, and so are their gradients.
-    `tp_size` ranks share the parameters that a tensor-parallel plan slices, and `ep_size` ranks share the parameters of
-    experts. With `offload`, a rank keeps the activations of two microbatches at most.
+    With `precision` "bf16" or "fp16", parameters have 16 bits, and gradients, values and states are fp32.
+    `zero_stage=1` shards the states and these values across `dp_size` replicas. `fsdp` shards the states and the values
+    (in fp32, the parameters); within a step, a stage's parameters and gradients are unsharded. Parameters in a
+    tensor-parallel plan are sharded across `tp_size` ranks, parameters of experts across `ep_size` ranks. With
+    `offload`, a rank keeps the activations of at most two microbatches on its device.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
     """
@@ -158,8 +160,8 @@ class Training:
     def config(
         self, schedule: Schedule, pp_size: int, num_microbatches: int, num_model_chunks: int = 1
     ) -> PipelineConfig:
-        """The plugin's arguments for this training under a schedule; raises ConfigurationError if the plugin refuses
-        them."""
+        """The plugin's configuration for this training and a schedule; raises ConfigurationError if the plugin refuses
+        it."""
         return PipelineConfig(
             pp_size=pp_size,
             num_microbatches=num_microbatches,
@@ -175,8 +177,8 @@ class Training:
         )
 
     def moments(self, actions: Sequence[Action]) -> list["Moment"]:
-        """The parts of a rank's stages while each of its B and W runs, without repetitions. A stage has gradients once
-        its first microbatch is complete."""
+        """The distinct moments of a rank: the parts of its stages while each of its B and W runs. A stage has gradients
+        once its first microbatch is complete."""
         compute = [action for action in actions if action.kind.is_compute]
         last = {action[1:]: action for action in compute}
         stages, trained, found = sorted({action.stage for action in compute}), set[int](), dict[Moment, None]()
@@ -192,7 +194,7 @@ class Training:
         return list(found)
 
     def on_host(self, actions: Sequence[Action], sizes: Sequence[int]) -> int:
-        """The activations of a rank on the host."""
+        """The most bytes of a rank's activations on the host, given the `sizes` of its stages; 0 without `offload`."""
         return most_on_host(actions, sizes) if self.offload else 0
 
     @property
@@ -202,11 +204,11 @@ class Training:
 
     @property
     def parts(self) -> int:
-        """The number of replicas across which the states are sharded."""
+        """The number of replicas across which the states are sharded; 1 if they are not sharded."""
         return self.dp_size if self.fsdp or self.zero_stage else 1
 
     def takes(self, parameters: Collection[nn.Parameter], forms: Forms) -> Memory:
-        """The memory of these parameters, in the forms that they have here."""
+        """The memory of these parameters, with their gradients, states and values."""
         sizes = gradients = states = values = 0
         for parameter in parameters:
             is_low, count = parameter in forms.lowered, forms.sliced.get(parameter, parameter.numel())
@@ -223,22 +225,23 @@ class Training:
         return Memory(sizes, gradients, states, values=values, update=self.update(gradients))
 
     def states(self, count: int, trained: int) -> int:
-        """The bytes of the states of `count` elements, whose gradients take `trained` bytes."""
+        """The bytes of the states of `count` elements whose gradients take `trained` bytes (0 if frozen)."""
         if self.optimizer in OPTIMIZERS:
             return OPTIMIZERS[self.optimizer] * trained
         each = FULL * count if count < SMALL else count + FULL * -(-count // BLOCK)
         return IN_8_BITS[self.optimizer] * each if trained else 0
 
     def update(self, gradients: int) -> int:
-        """The memory at the end of a step with gradients of this size: two messages of the replicas are in flight at a
-        time, and AdamW computes the roots of all second moments at once, as torch's does on a GPU (`foreach`)."""
+        """The temporary memory at the end of a step with gradients of this size: the larger of the replicas' messages,
+        of which two are in flight, and the roots of all second moments, which torch's AdamW computes at once on a GPU
+        (`foreach`)."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
         return max(messages, gradients // self.parts if OPTIMIZERS.get(self.optimizer) == 2 else 0)
 
 
 class Part(NamedTuple):
-    """A stage's part of a moment: how many microbatches it keeps `alive`, whether its gradients are there, whether its
-    backward runs, and how many of its microbatches wait for their W."""
+    """A stage's part of a moment: the number of microbatches that it keeps `alive`, whether its gradients exist,
+    whether its B is running, and the number of its microbatches that wait for W."""
 
     alive: int
     has_gradients: bool
@@ -246,12 +249,12 @@ class Part(NamedTuple):
     pending: int = 0
 
 
-Moment = tuple[tuple[int, Part], ...]  # of the stages of a rank
+Moment = tuple[tuple[int, Part], ...]  # a rank's stages, each with its part
 
 
 class Footprint:
-    """The memory of each run of unit calls: its parameters in their `forms`, with everything that `training` adds, and
-    the activations of a microbatch.
+    """The memory of each run of consecutive unit calls: its parameters in their `forms`, with everything that
+    `training` adds, and the activations of a microbatch.
 
     Memory that several calls share (tied parameters, masks, a result that two units keep) counts once in a run of
     calls. `plain` is a meter of the same calls without recomputation, if any calls are recomputed.
@@ -271,7 +274,7 @@ class Footprint:
         units = {call.unit: {first[p] for p in model.get_submodule(call.unit).parameters()} for call in flow.calls}
         held = [units[call.unit] | call.reads.parameters for call in flow.calls]
         held.append(set(flow.needed(outputs=True).parameters))
-        self.last = len(flow.calls)  # the glue after the last call counts as one more, of the last stage
+        self.last = len(flow.calls)  # the glue after the last call counts as another call
         self._parameters, self._held, self._forms = named, held, forms
         self._count(training)
         kept = [dict(work.kept) for work in (*meter.works, meter.tail)]
@@ -280,7 +283,7 @@ class Footprint:
         for call, keys in enumerate(kept):
             for key in keys:
                 self._where[key].append(call)
-        self._entering = [  # for a cut before each call, the values that cross it and get a gradient back
+        self._entering = [  # for a cut before each call, the values that cross it and have gradients
             {meter.same.get(value, value): tensor_bytes(flow.spec(value)) for value in values & flow.receiving}
             for values in live_values(flow, range(self.last), self.last + 1, flow.needed())
         ]
@@ -293,7 +296,7 @@ class Footprint:
         self._temporary = [w.temporary + a - b for w, a, b in zip(works[0], whole, left, strict=True)]
 
     def trained(self, training: Training) -> "Footprint":
-        """The same calls under a different training."""
+        """The footprint of the same calls under a different training."""
         other = copy.copy(self)
         other._count(training)
         return other
@@ -306,8 +309,8 @@ class Footprint:
         self._peaks = dict[tuple[int, bool], list[int]]()
 
     def total(self, start: int, end: int, part: Part | None) -> int:
-        """Bytes of a stage with the calls from `start` to `end` (exclusive) at a moment, or with None at the end of a
-        step."""
+        """Bytes of a stage with the calls from `start` to `end` (exclusive) during `part`, or at the end of a step if
+        `part` is None."""
         always = self._static.total(start, self._end(end))
         if part is None:
             return always + self.training.update(self.gradients(start, end))
@@ -326,7 +329,7 @@ class Footprint:
         return self._gradients.total(start, self._end(end))
 
     def activations(self, start: int, end: int) -> int:
-        """Bytes that one microbatch keeps between its forward and its backward in these calls, including its inputs."""
+        """Bytes that one microbatch keeps between F and B of these calls, including the stage's inputs."""
         end = self._end(end)
         entered = 0
         for value, size in self._entering[start].items():
@@ -336,13 +339,13 @@ class Footprint:
         return self._kept.total(start, end) + entered
 
     def waiting(self, start: int, end: int) -> int:
-        """The bytes that a microbatch keeps from B to W in addition to those before B. B recomputes the inputs of
-        trained weights, and frees the activations of frozen units."""
+        """The bytes that a microbatch keeps from B to W, minus the bytes that it keeps before B. B recomputes the
+        inputs of trained weights, and frees the activations of frozen units."""
         return sum(self._waiting[start : self._end(end)])
 
     def temporary(self, start: int, end: int, first: bool = False) -> int:
-        """The peak of the bytes that a backward of this stage allocates, less the activations that it has freed by
-        then. The `first` backward also allocates the gradients."""
+        """The peak of the bytes that a backward of this stage has allocated, minus the activations that it has freed.
+        The `first` backward also allocates the gradients."""
         end = self._end(end)
         if (start, first) not in self._peaks:
             made = (
@@ -363,11 +366,11 @@ def tensor_bytes(spec: TensorSpec) -> int:
 
 
 class _Union:
-    """Sums over runs of calls, counting a key of several calls once."""
+    """Sums of sizes over runs of calls; a key in several calls of a run counts once."""
 
     def __init__(self, per_call: Sequence[Mapping[Hashable, int]]) -> None:
         previous: dict[Hashable, int] = {}
-        self.entries: list[list[tuple[int, int]]] = []  # for each call: where a key was before, and its size
+        self.entries: list[list[tuple[int, int]]] = []  # for each key of a call: its previous call (or -1), its size
         for call, sizes in enumerate(per_call):
             self.entries.append([(previous.get(key, -1), size) for key, size in sizes.items()])
             previous.update(dict.fromkeys(sizes, call))

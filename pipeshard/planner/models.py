@@ -1,4 +1,4 @@
-"""Source: the model that a command names, built without memory."""
+"""Models: the model that a command names, built on meta."""
 
 import contextlib
 import difflib
@@ -24,7 +24,7 @@ from pipeshard.hf import can_recompute
 from pipeshard.split.quantized import quantize_blank
 
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What a config without an architecture is taken for, the first that it can be.
+# The tasks that are tried for a config without an architecture, in this order.
 TASKS = ("CausalLM", "ImageTextToText", "ImageClassification", "CTC", "SequenceClassification")
 # The arguments of BitsAndBytesConfig for each value of `quantize`.
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -42,12 +42,13 @@ def build(
     lora: int = 0,
     quantize: str | None = None,
 ) -> nn.Module:
-    """The model of a Hugging Face folder, a config.json, or a model type, on meta and in training mode.
+    """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
 
-    `fields` are `key=value` for the config, with JSON or plain text values. Without `dtype` ("bf16", "fp16", "fp32")
-    it is the config's, or otherwise bf16. With `lora`, the rank of adapters on all linear layers, only these are
-    trained. With `quantize` ("nf4", "fp4", "int8") the base weights are packed, as `quantization_config` of
-    from_pretrained does. Raises ConfigurationError for a missing or unknown model.
+    `fields` are config fields as `key=value`, with JSON or plain text values. `dtype` is "bf16", "fp16" or "fp32"; by
+    default, it is the dtype of the config, or bf16. With `lora`, the rank of adapters on all linear layers, only the
+    adapters are trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with
+    `quantization_config` of from_pretrained. Raises ConfigurationError for a missing or unknown model, and for invalid
+    arguments.
     """
     config = _config(source, dict(map(_field, fields)))
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -74,18 +75,18 @@ def build(
 
 
 def _adapted(model: Any, rank: int) -> nn.Module:
-    from peft import LoraConfig, get_peft_model  # which takes a second
+    from peft import LoraConfig, get_peft_model  # takes a second to import
 
     try:
         return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     except ValueError as error:
-        raise ConfigurationError(f"adapters cannot be added to {type(model).__name__}: {error}") from error
+        raise ConfigurationError(f"peft cannot add adapters to {type(model).__name__}: {error}") from error
 
 
 def precision_of(model: nn.Module) -> str:
-    """The `precision` in which most weights of a model are trained, by their dtype."""
+    """The plugin's `precision` for the dtype of most floating-point elements of a model's parameters."""
     counts: Counter[torch.dtype] = Counter()
-    for parameter in filter(Tensor.is_floating_point, model.parameters()):  # packed weights have bytes
+    for parameter in filter(Tensor.is_floating_point, model.parameters()):  # quantized weights are integers
         counts[parameter.dtype] += parameter.numel()
     names = {dtype: name for name, dtype in DTYPE_NAMES.items()}
     return names.get(max(counts, key=counts.__getitem__), "fp32") if counts else "fp32"
@@ -109,24 +110,24 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
         hint = f": did you mean {' or '.join(close)}?" if close else ""
         raise ConfigurationError(f"{type(config).__name__} has no {key}{hint}")
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any will do
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any token will do
     return config
 
 
 def _reads(config: Any, key: str) -> bool:
-    """Whether the code of a model reads a field that its config may lack, as Qwen3-MoE does head_dim."""
+    """Whether the model's code reads a field that its config may lack, as Qwen3-MoE reads head_dim."""
     code = inspect.getsource(sys.modules[_class_of(config).__module__])
     return re.search(rf"""config\.{key}\b|["']{key}["']""", code) is not None
 
 
 def _of_hub(name: str) -> Path:
-    """The config of a model with this name in the cache of the Hugging Face Hub, if it was downloaded."""
+    """The config.json of the model `name` in the Hugging Face Hub cache; raises ConfigurationError if it is missing."""
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     except (OSError, ValueError):
         raise ConfigurationError(
-            f"{name} does not exist: pass a folder, a config.json or a model type, or download the config of a model "
-            f"of the Hugging Face Hub once with huggingface_hub.hf_hub_download({name!r}, 'config.json')"
+            f"{name} does not exist: pass a folder, a config.json or a model type, or download the config of a Hugging "
+            f"Face Hub model once with huggingface_hub.hf_hub_download({name!r}, 'config.json')"
         ) from None
 
 
@@ -138,7 +139,7 @@ def _what(source: str, path: Path, error: Exception) -> str:
         return f"the config of {source} does not support these fields: {summary(error)}"
     close = difflib.get_close_matches(source, types, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "llama, gpt2, t5, vit, ..."
-    return f"{source} is not a folder, a config.json or a model type of transformers ({hint})"
+    return f"{source} is not a folder, a config.json or a transformers model type ({hint})"
 
 
 def _field(text: str) -> tuple[str, Any]:
@@ -153,7 +154,7 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _class_of(config: Any) -> Any:
-    """The architecture in the config, or the model of its type for the first task that has one."""
+    """The class of the architecture in the config, or else the config's class for the first task that has one."""
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -170,7 +171,7 @@ def _class_of(config: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress transformers' messages that do not matter here."""
+    """Context manager that suppresses warnings, and transformers' log messages except errors."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

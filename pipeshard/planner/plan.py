@@ -1,4 +1,4 @@
-"""Plan: a description, as data, of how a model would run as a pipeline."""
+"""Plan: a description of how a model would run as a pipeline, as data."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from pipeshard.split.boundary import Boundary
 
 @dataclass(frozen=True)
 class Crossing:
-    """One value that enters a stage with every microbatch; if `gradient`, a gradient of the same size is sent back."""
+    """A value computed by `unit` that enters a stage with each microbatch. If `gradient`, its gradient is sent back."""
 
     unit: str
     shape: tuple[int, ...]
@@ -42,11 +42,12 @@ def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
 class StagePlan:
     """One stage, which is one chunk of a rank if ranks have several.
 
-    `units` abbreviates its `calls` unit calls, `parameters` is their number. `forward`, `backward` and `weight` are
-    the times of F, B and W of one microbatch; without W in a schedule, its B takes the time of both. `memory` is the
-    stage's part of its rank's peak: `alive` microbatches keep `kept` bytes each. A parameter
-    that an earlier stage of the rank also has counts there. `enters` comes from the previous stage, as `received` bytes
-    of messages, for which `returned` bytes of gradients are sent back; both are 0 if that stage is on the same rank.
+    `units` abbreviates the names of its `calls` unit calls; `parameters` is the number of its parameters' elements.
+    `forward`, `backward` and `weight` are the times of F, B and W of one microbatch; in a schedule without W, B takes
+    the time of both. `memory` is the stage's part of its rank's peak, in which `alive` microbatches keep `kept` bytes
+    each; a parameter that an earlier stage of the rank also holds counts only in that stage. `enters` are the values
+    from the previous stage: a message of `received` bytes, for which `returned` bytes of gradients are sent back. Both
+    are 0 if the previous stage is on the same rank.
     """
 
     stage: int
@@ -65,14 +66,17 @@ class StagePlan:
     returned: int
 
 
-SHOWN_UNITS = 5  # names in the short form of a stage's units
+SHOWN_UNITS = 5  # the most names in the short form of a stage's units
 
 
 def in_short(names: Sequence[str]) -> str:
-    """Names in a row, merging those that only differ in a consecutive number: embed, layers.0-11, norm."""
-    groups: list[tuple[str, str, int, int]] = []  # what is before the number, after it, the first and the last one
+    """Join names, and merge names that differ only in consecutive numbers: embed, layers.0-11, norm.
+
+    More than `SHOWN_UNITS` names are shortened to the first and the last.
+    """
+    groups: list[tuple[str, str, int, int]] = []  # before the number, after it, the first and last number
     for name in names:
-        # around its last number that stands alone between dots: ("layers.", 3, ".attention")
+        # split at the last number between dots: ("layers.", 3, ".attention")
         found = re.fullmatch(r"(|.*\.)(\d+)((?:\.[^.]*[^.\d][^.]*)*)", name)
         before, number, after = (found[1], int(found[2]), found[3]) if found else (name, -1, "")
         if groups and number >= 0 and groups[-1][:2] == (before, after) and groups[-1][3] + 1 == number:
@@ -88,15 +92,16 @@ def in_short(names: Sequence[str]) -> str:
     return ", ".join(shown)
 
 
-UNUSABLE = "cannot be cut this way"  # what is shown of an estimate with a problem
+UNUSABLE = "cannot be cut this way"  # shown for an estimate with a problem
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One schedule: the time of a step, the idle share of all ranks' time, and the memory of each rank.
+    """The estimate of one schedule: the time of a step, the idle share of all ranks' time, and the memory of each rank.
 
-    `counts` are the unit calls of each stage. `fits` says whether every rank stays within the limit (None: no
-    limit). `problem` says why the model cannot be cut in this way; then the other fields are empty.
+    `counts` are the numbers of unit calls of the stages. `fits` says whether every rank stays within its limit (None:
+    no limit). `problem` says why the model cannot be cut for this schedule; then the fields from `time` to `fits` are
+    not set.
     """
 
     schedule: str
@@ -114,18 +119,18 @@ class Estimate:
 
     @property
     def fullest(self) -> int:
-        """The rank with the largest memory."""
+        """The rank that needs the most memory."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
     def peak(self) -> int:
-        """The memory of that rank."""
+        """The memory of the rank that needs the most, in bytes."""
         return max(memory.total for memory in self.memory)
 
 
 class InSlices(NamedTuple):
-    """A schedule whose microbatches are cut into `n` slices of equal time: the time of a step, the idle share
-    of all ranks' time, and the bytes of each rank."""
+    """The estimate of a schedule whose microbatches are split into `n` slices of equal time: the time of a step, the
+    idle share of all ranks' time, and the bytes of each rank."""
 
     n: int
     time: float
@@ -134,7 +139,7 @@ class InSlices(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The bytes of the rank with the largest memory."""
+        """The bytes of the rank that needs the most memory."""
         return max(self.memory)
 
 
@@ -143,14 +148,14 @@ NUMBERS_OF_SLICES = 1, 2, 4, 8, 16
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model would run on `pp_size` ranks, as returned by `pipeshard.plan`.
+    """How a model would run on `pp_size` ranks, returned by `pipeshard.plan`.
 
     Sizes are in bytes. Times are in `unit`: "seconds" if units were measured or `tflops` was given; otherwise
-    "relative": the total time of one microbatch, divided by p (by the sum of the ranks' speeds), is 1, so a step
-    without idle time takes `num_microbatches`. `stages` are those of `schedule`, which is the `recommended`
-    one (for the `reason` given) unless another was requested. `counts` may be passed to the plugin as `partition`.
-    `training` describes what is counted in addition to the parameters, `devices` the ranks and their links.
-    `searched` is the program of a searched schedule.
+    "relative", where 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a step
+    without idle time takes `num_microbatches`. `stages` are the stages of `schedule`, which is the `recommended`
+    schedule (for the `reason` given) unless another schedule was requested. `counts` can be passed to the plugin as
+    `partition`. `training` determines the memory in addition to the parameters; `devices` are the ranks and their
+    links. `searched` is the schedule if it was found by a search, otherwise None.
     """
 
     model: str
@@ -182,29 +187,29 @@ class Plan:
 
     @property
     def counts(self) -> list[int]:
-        """How many unit calls each stage gets."""
+        """The number of unit calls of each stage."""
         return list(self.estimate.counts)
 
     @property
     def tokens(self) -> int:
-        """The tokens of a step on all replicas; 0 if the model reads none."""
+        """The number of tokens in a step of all replicas; 0 if the model reads no `input_ids`."""
         shape = self.microbatch.get("input_ids", (0,))
         return math.prod(shape) * self.num_microbatches * self.training.dp_size
 
     def transfers(self, n: int = 1) -> dict[str, list[float]]:
-        """The arguments of `simulate` for the messages of a microbatch in `n` slices."""
+        """The arguments of `simulate_parts` for messages, if each microbatch is split into `n` slices."""
         sizes = ((stage.received / n, stage.returned / n) for stage in self.stages)
         return self.devices.transfers([stage.rank for stage in self.stages], sizes)
 
     def simulate(self) -> Simulation:
-        """The timeline of a step."""
+        """Simulate a step of `schedule`."""
         schedule = self.searched or self.schedule
         config = self.training.config(schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         costs = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
         return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), **self.transfers())
 
     def in_slices(self) -> list[InSlices]:
-        """The plan's schedule with increasing numbers of slices. Raises ConfigurationError if it supports none."""
+        """Estimates of `schedule` with 1 to 16 slices. Raises ConfigurationError if it does not support slices."""
         costs = list(zip(*((stage.forward, stage.backward, stage.weight) for stage in self.stages), strict=True))
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         found = []
@@ -227,7 +232,7 @@ class Plan:
         draw_timeline([(label, self.simulate().spans)], path, f"{self.model}, simulated", relative)
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """The plan as a JSON string."""
         content = vars(self) | {"counts": self.counts, "optimizer": self.optimizer}
         return json.dumps(content, default=_fields, indent=2)
 

@@ -1,4 +1,4 @@
-"""Plan: schedules compared for a model, and one of them recommended."""
+"""Planner: schedules compared for a model, and one of them recommended."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,14 @@ from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from pipeshard.split.ties import tie_on_meta
 
-# From the simplest on: less to go wrong, fewer messages, less memory.
+# The simplest schedule first: the fewest risks and messages, the least memory.
 SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved", "v-half", "v-min", AUTO)
-NEAR = 0.03  # what a simpler schedule may be slower
+NEAR = 0.03  # the fraction by which a simpler schedule may be slower
 
 
 def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tuple[Estimate, str]:
-    """The fastest schedule that fits, or a simpler one that is nearly as fast, with the reason in one sentence."""
+    """The fastest schedule that fits, or a simpler one that is nearly as fast, and the reason in one sentence. If no
+    schedule fits, all are compared."""
     possible = [e for e in estimates if not e.problem]
     fitting = [e for e in possible if e.fits is not False] or possible
     fastest = min(fitting, key=lambda e: (e.time, SIMPLEST.index(e.schedule), e.num_model_chunks))
@@ -48,19 +49,19 @@ def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tupl
     if best is not fastest:
         why = f"simpler than {fastest.name}, which would be {1 - fastest.time / best.time:.1%} faster"
     elif len(fitting) == 1:
-        why = "nothing else can be used" if len(possible) == 1 else "nothing else fits"
+        why = "no other schedule can be used" if len(possible) == 1 else "no other schedule fits"
     else:
         other = min((e for e in fitting if e is not best), key=lambda e: e.time)
         lead = 1 - best.time / other.time
         fits = " that fits" if limits else ""
         ahead = f"the fastest{fits}, {lead:.1%} ahead of {other.name}"
         why = ahead if lead else f"as fast as {other.name}, and simpler"
-    memory = f"rank {best.fullest} takes most memory, {format_bytes(best.peak)}"
+    memory = f"rank {best.fullest} takes the most memory, {format_bytes(best.peak)}"
     return best, f"{best.name}: {why}; {memory}{f' of {format_bytes(limits[best.fullest])}' if limits else ''}."
 
 
 def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
-    """Possible remedies if `candidate` needs too much memory."""
+    """The remedies for a `candidate` that needs too much memory, as text; `others` are all estimates."""
     fitting = [e.name for e in others if e.fits]
     static = sum(memory.always for memory in candidate.memory)
     least = -(-static // max(candidate.subject.devices.memory))
@@ -75,7 +76,7 @@ def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
     return ", ".join([*hints, f"more stages than {p}{needs}"])
 
 
-LENGTH = 2048  # tokens of a made-up sample, if the model takes as many
+LENGTH = 2048  # the most tokens in a created sample
 
 
 def plan(
@@ -106,45 +107,46 @@ def plan(
     link: str | Sequence[str] | None = None,
     device_speed: str | Sequence[float] | None = None,
 ) -> Plan:
-    """How `model` would train on `pp_size` ranks with each schedule, and the recommended schedule. Needs no process
-    group and no GPU, and accepts any model that `pipeshard.trace` accepts, also on meta: only shapes are computed.
-    `batch` has the real sizes, cut by `num_microbatches` or `microbatch_size` (pass only one) as in the plugin; without
-    a batch, one is created from `num_microbatches` microbatches of `microbatch_size` samples (by default 1) each, of
-    `seq_len` tokens (by default as many as the model accepts, at most 2048).
+    """Estimate how `model` would train on `pp_size` ranks with each schedule, and recommend a schedule. Needs no
+    process group and no GPU, and accepts any model that `pipeshard.trace` accepts, also on meta: only shapes are
+    computed. `batch` has the real sizes, and is split by `num_microbatches` or `microbatch_size` (pass only one) as in
+    the plugin. Without a batch, one is created from `num_microbatches` microbatches of `microbatch_size` samples (by
+    default 1) with `seq_len` tokens each (by default as many as the model accepts, at most 2048).
 
     Args:
         schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended one.
-            "auto" searches for one within `device_memory`, by default the memory of the rank that takes most with 1F1B.
-            If a known schedule is as fast, that one is shown.
-        partition: as for the plugin. By name, it is changed if a rank would exceed `device_memory`.
-        device_memory: the memory of a rank, such as "80GB" or a number of bytes, or of each rank: "24GB,12GB".
-        optimizer: "adamw" (two states per parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
-            parameter's gradient. "adamw_8bit" and "lion_8bit" are those of bitsandbytes.
+            "auto" searches for a schedule within `device_memory` (by default, the most memory that a rank needs with
+            1F1B). If a known schedule is as fast, it is shown instead.
+        partition: as for the plugin. A partition given by name is changed if a rank would exceed `device_memory`.
+        device_memory: the memory of all ranks, such as "80GB" or a number of bytes, or of each rank: "24GB,12GB".
+        optimizer: "adamw" (two states per parameter), "sgd" (one, with momentum) or "none"; a state is as large as the
+            parameter's gradient. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers.
         precision: as for the plugin: "bf16" and "fp16" need fp32 gradients, values and states in addition to the 16-bit
             parameters.
-        dp_size: as for the plugin, like the next two.
-        zero_stage: 1 shards the optimizer's state across the replicas.
-        fsdp: True shards the persistent memory of a unit across the replicas.
-        tp_size: as for the plugin. Sliced parameters count with their slice, and so do their gradients and states;
-            times and activations are those of whole units.
-        tp_plan: as for the plugin, like the next two.
-        ep_size: shards the experts' parameters in the same way.
-        ep_plan: a custom plan.
-        offload: as for the plugin. Copies to the host and back take no time here.
-        profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them
-            now, "profile:PATH" unless that file exists.
+        dp_size: as for the plugin.
+        zero_stage: as for the plugin. 1 shards the optimizer's state across the replicas.
+        fsdp: as for the plugin. True shards the persistent memory of each unit across the replicas.
+        tp_size: as for the plugin. Of sharded parameters, their gradients and states, only one rank's shards count;
+            times and activations are those of unsharded units.
+        tp_plan: as for the plugin.
+        ep_size: as for the plugin. The experts' parameters count as with `tp_size`.
+        ep_plan: as for the plugin.
+        offload: as for the plugin. Copies to the host and back are assumed to take no time.
+        profile: measured times of units (a Profile or its file), instead of estimates. `partition="profile"` measures
+            them now; "profile:PATH" reads the file if it exists, and otherwise measures them and writes it.
         policy: as for the plugin.
         criterion: as for the plugin.
-        tflops: the 10^12 operations per second that a device sustains on such a model (not the data sheet's): times are
-            then in seconds.
-        link: bandwidth and latency between two ranks, such as "50GB/s,10us" or "10Gbit/s"; or a list, from each rank
-            to the next. Without it messages take no time. Requires times in seconds.
-        device_speed: the relative speed of each rank, such as "1.0,0.6", where the given times are those of speed 1.
-            With `partition="auto"` or "profile", stages are cut by it; by default the speeds in
-            `partition="speed:1.0,0.6"`.
+        tflops: the 10^12 operations per second that a device sustains on such a model (not the data sheet's value).
+            Times are then in seconds.
+        link: bandwidth and latency between two ranks, such as "50GB/s,10us" or "10Gbit/s", or a list of links, one from
+            each rank to the next. Without `link`, messages take no time. Requires times in seconds.
+        device_speed: the relative speed of each rank, such as "1.0,0.6"; measured and estimated times are those of
+            speed 1. With `partition="auto"` or "profile", stages are balanced by the speeds. By default, the speeds in
+            `partition="speed:1.0,0.6"`, otherwise 1.
 
     Raises PartitionError if the requested schedule, or every schedule, is impossible or needs more than
-    `device_memory`; ConfigurationError for arguments that cannot work; TraceError for a model that cannot be cut.
+    `device_memory`; ConfigurationError for invalid arguments; UsageError if the model returns no loss; TraceError for a
+    model that cannot be cut.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
         raise ConfigurationError(f"pp_size, the number of stages, must be a positive integer, got {pp_size!r}")
@@ -170,7 +172,7 @@ def plan(
     if impossible and (chosen or not candidates):
         raise PartitionError(impossible.problem)
     best, reason = recommend(estimates, devices.memory)
-    if best.fits is False:  # none does: that which takes least is the nearest to it
+    if best.fits is False:  # no schedule fits: show the one that exceeds its limits least
         best = min((e for e in estimates if not e.problem), key=lambda e: max(devices.excess(e.memory)))
     shown = candidates[chosen or (best.schedule, best.num_model_chunks)]
     if shown.fits is False:
@@ -201,7 +203,7 @@ def plan(
 
 
 class Automatic(NamedTuple):
-    """The fastest candidate, searched or known, its schedule, and the fastest known candidate, if any fits."""
+    """The fastest candidate, searched or known; its schedule; the fastest known candidate (None if none fits)."""
 
     candidate: Candidate
     schedule: Schedule
@@ -209,10 +211,10 @@ class Automatic(NamedTuple):
 
 
 def automatic(subject: Subject, p: int, m: int) -> Automatic:
-    """The model cut for the fastest program of m microbatches.
+    """Find the fastest program of m microbatches, searched or known, and cut the model for it.
 
-    Ranks have the memory of the subject's devices, or otherwise the memory of the rank that takes most with 1F1B.
-    Raises PartitionError if nothing fits.
+    The memory limits are those of the subject's devices, or otherwise the most memory that a rank needs with 1F1B.
+    Raises PartitionError if no program fits.
     """
     if not subject.devices.memory:
         one = attempt(subject, "1f1b", p, m, 1)
@@ -248,7 +250,7 @@ def study(
     tp_plan: Mapping[str, str] | None = None,
     ep_plan: Mapping[str, str] | None = None,
 ) -> Subject:
-    """The properties of a model and its microbatch before the cut; arguments and errors are as for `plan`."""
+    """Trace the model and find the cost and memory of its unit calls; arguments and errors are as for `plan`."""
     tie_on_meta(model)
     refuse_sharded_packing(model, training.fsdp, training.slices)
     cuts = named_modules_of(partition)
@@ -286,7 +288,7 @@ def study(
 
 
 def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
-    """The subject with times in seconds, on a device that sustains this many 10^12 operations per second."""
+    """The subject, in seconds if `tflops` is given. Raises ConfigurationError for a `link` without times in seconds."""
     if tflops is not None:
         if isinstance(tflops, bool) or not isinstance(tflops, int | float) or not 0 < tflops < math.inf:
             raise ConfigurationError(f"tflops must be a positive number, got {tflops!r}")
@@ -300,7 +302,7 @@ def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
 
 
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
-    """The model cut for this schedule, or an estimate with the reason why it cannot be cut."""
+    """The model cut for this schedule, or an Estimate whose `problem` says why the model cannot be cut."""
     try:
         return Candidate(subject, subject.training.config(name, p, m, v).program(m), v)
     except PartitionError as error:
@@ -308,7 +310,7 @@ def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | 
 
 
 def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) -> list[tuple[str, int]]:
-    """Every schedule with its chunks per rank: the interleaved one with two, and with the requested number."""
+    """Every known schedule with its chunks per rank: "interleaved" with two, and with the requested number."""
     wanted = {2, num_model_chunks} - {1} | ({chosen[1]} if chosen and chosen[0] == "interleaved" else set())
     names = [(name, v) for name in SCHEDULES for v in (sorted(wanted) if name == "interleaved" else [1])]
     return [(name, num_chunks(name, v)) for name, v in names]
@@ -317,7 +319,7 @@ def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) 
 def first_microbatch(
     model: nn.Module, batch: Any, num_microbatches: int | None, microbatch_size: int | None, seq_len: int | None
 ) -> tuple[Batch, int]:
-    """The first microbatch, and the number of microbatches."""
+    """The first microbatch of `batch`, or of a created batch, and the number of microbatches."""
     sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size, "seq_len": seq_len}
     check_positive(**{name: size for name, size in sizes.items() if size is not None})
     if batch is None:
@@ -343,7 +345,7 @@ def _profile(
     microbatch: Batch,
     criterion: Criterion | None,
 ) -> Profile | None:
-    """The measured times, if they are requested."""
+    """The measured times of units, or None if they are not requested."""
     if profile is None and is_profile(partition):
         path = partition.partition(":")[2]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

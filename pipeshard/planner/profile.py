@@ -1,4 +1,4 @@
-"""Profile: the time of each unit call, measured on a device, the same on every rank."""
+"""Profile: the time of each unit call, measured on a device; all ranks use the same times."""
 
 import contextlib
 import copy
@@ -32,28 +32,28 @@ from pipeshard.planner.candidate import Capture, Captures, copied_argument, mete
 from pipeshard.private import reparametrized, tree_map_only, tree_tensors, tree_unflatten
 from pipeshard.split.partition import Cost
 
-SPREAD = 0.02  # the standard deviation of made-up parameters
-# Runs before the first that counts. The first gives parameters the gradients that later ones add to, and the next few
-# may each get memory from the system that no run had before: an embedding's is five times as long then.
+SPREAD = 0.02  # the standard deviation of random parameters
+# Runs that are not counted. The first allocates the gradients to which later runs add, and the next few may still
+# allocate memory from the system: the run of an embedding then takes five times as long.
 WARM_UPS = 3
-COLD = 64 * 2**20  # bytes written before F and B, which in a step find in no cache what other units have run since
+COLD = 64 * 2**20  # bytes written before F and B to clear the caches, as other units do in a step
 
 
 class Stopwatch:
-    """Runs `unit` on `device` with the arguments of `capture`."""
+    """Times `unit` on `device` with the arguments of `capture`."""
 
     def __init__(self, unit: nn.Module, capture: Capture, device: torch.device) -> None:
         self.unit, self.capture, self.device = unit, capture, device
 
     def median(self, repeats: int) -> Cost:
-        """Median seconds of forward, backward without the weight gradients that can be deferred, and these weight
-        gradients."""
+        """Median seconds, over `repeats` runs, of the forward, the backward without the weight gradients that can be
+        deferred, and these weight gradients."""
         state = blank_state(self.unit, self.device)
         own = (*self.unit.named_parameters(remove_duplicate=False), *self.unit.named_buffers(remove_duplicate=False))
         for name, tensor in own:
             if tensor.device != self.device and state[name].is_floating_point():
                 state[name].data.normal_(0, SPREAD)
-            if hasattr(tensor, "pipeshard_values") and tensor.requires_grad:  # of 16 bits, its gradient of 32
+            if hasattr(tensor, "pipeshard_values") and tensor.requires_grad:  # 16-bit, with an fp32 gradient
                 state[name].grad_dtype = torch.float32
         arguments = [self._placed(leaf, k in self.capture.made_up) for k, leaf in enumerate(self.capture.leaves)]
         self.cold = torch.empty(COLD, dtype=torch.uint8, device=self.device)
@@ -81,7 +81,7 @@ class Stopwatch:
         return Cost(forward, middle - start, _now(self.device) - middle)
 
     def _placed(self, leaf: Any, made_up: bool) -> Any:
-        """An argument on the device, with random values in place of values that a unit would have computed."""
+        """The argument `leaf` on the device, with random values if a unit would have computed its values."""
         if isinstance(leaf, MutableMapping):
             placed = copy.copy(leaf)
             placed.update(tree_map_only(Tensor, lambda t: self._placed(t, True), dict(leaf)))
@@ -98,11 +98,11 @@ class Stopwatch:
 def _tail_time(
     model: nn.Module, flow: Dataflow, microbatch: Batch, criterion: Criterion | None, device: torch.device, repeats: int
 ) -> Cost:
-    """Median seconds of forward and backward after the last unit call of `flow`, which is of this microbatch: of the
-    loss, in the model's own code or a criterion. Units return random numbers. Zero if the model
-    does not run on these."""
+    """Median seconds of the forward and backward after the last unit call: of the loss, in the model's own code or the
+    criterion. `flow` must be traced for this microbatch. Units return random values; the times are 0 if the model fails
+    on these values."""
     runs: list[Cost] = []
-    with contextlib.suppress(Exception):  # whatever a model raises on such values, or one on meta without any
+    with contextlib.suppress(Exception):  # a model may raise anything on random values
         for _ in range(1 + repeats):
             runs.append(_run_tail(model, flow, microbatch.to(device), criterion, device))
     return _median(runs[1:] or [Cost(0.0, 0.0, 0.0)])
@@ -124,7 +124,7 @@ def _run_tail(
             start = _now(device)
         return result
 
-    with handled(units, reply), torch.enable_grad(), Taint(device):  # which runs glue that reads weights on meta
+    with handled(units, reply), torch.enable_grad(), Taint(device):  # Taint runs glue that reads weights on meta
         loss = loss_of(batch.call(model), criterion, batch)
     middle = _now(device)
     if loss is not None and loss.requires_grad:
@@ -137,7 +137,7 @@ def _made_up(spec: TensorSpec, device: torch.device, made: list[Tensor]) -> Tens
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     tensor = torch.randn(spec.shape, dtype=spec.dtype, device=device).requires_grad_(spec.requires_grad)
     made += [tensor] if spec.requires_grad else []
-    return tensor.view_as(tensor)  # which may be written to
+    return tensor.view_as(tensor)  # a view, which may be modified in place
 
 
 def _now(device: torch.device) -> float:
@@ -154,7 +154,7 @@ def _median(runs: Sequence[Cost]) -> Cost:
 class Profile:
     """Seconds of F, B and W of each unit call of one microbatch, with the model and device of the measurement.
 
-    `estimated` are units that could not be timed; their times are estimates, scaled to the measured ones.
+    `estimated` are the units that could not be timed; their times are estimates, scaled to the measured times.
     """
 
     model: str
@@ -166,7 +166,7 @@ class Profile:
     estimated: tuple[str, ...] = ()
 
     def costs(self, flow: Dataflow) -> list[float]:
-        """Seconds of each unit call of `flow`, forward and backward; raises ConfigurationError if its calls differ."""
+        """Seconds of each unit call of `flow`, forward and backward. Raises ConfigurationError for other unit calls."""
         self._refuse("unit calls", self.units, tuple(call.unit for call in flow.calls))
         return [sum(cost) for cost in self.times]
 
@@ -218,11 +218,11 @@ def profile_units(
 ) -> Profile:
     """Time the unit calls of `flow` on `device`, for a microbatch like `batch`.
 
-    Each kind of unit is run alone, forward and backward, three times to warm up and `repeats` times for the median, in
-    training mode. Its inputs are random numbers in the shapes of the trace, and masks and positions as the
-    model computes them; parameters that are not on `device` are random too. A kind that does not run on such values
-    gets its estimated share of the others' time, with a warning. Only one unit is on the device at a time. The last
-    call includes the loss that comes after it, the model's own loss or the loss of `criterion`.
+    Each kind of unit runs alone in training mode, forward and backward, three times to warm up and `repeats` times for
+    the median. Its inputs are random values in the shapes of the trace, with masks and positions as the model computes
+    them; parameters that are not on `device` are also random. If a kind fails on such values, its time is estimated
+    from the times of the other units, with a warning. Only one unit is on the device at a time. The time of the last
+    call includes the loss, which is the model's own or that of `criterion`.
 
     Raises ConfigurationError if the batch leads to other unit calls than `flow`, UsageError if no unit could be timed.
     """
@@ -261,7 +261,7 @@ def profile_units(
 def find_profile(
     file: str, model: nn.Module, flow: Dataflow, microbatch: Batch, device: torch.device, criterion: Criterion | None
 ) -> Profile:
-    """The profile in `file`, if it exists, or else a new one; raises an error if the file's profile does not match."""
+    """The profile in `file` if it exists, otherwise a new one. Raises ConfigurationError if it does not match."""
     known = bool(file) and Path(file).exists()
     profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device, criterion=criterion)
     profile.check(model, flow, microbatch)
@@ -271,7 +271,7 @@ def find_profile(
 def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
     try:
         return stopwatch.median(repeats)
-    except Exception as error:  # whatever a unit raises on such values
+    except Exception as error:  # a unit may raise anything on such values
         name = next(name for name, module in model.named_modules() if module is stopwatch.unit)
         warnings.warn(
             f"unit {name} ({type(stopwatch.unit).__name__}) failed on synthetic inputs, so its time is estimated from "
@@ -282,7 +282,7 @@ def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
 
 
 def _completed(measured: Sequence[Cost | None], estimates: Sequence[Cost]) -> list[Cost]:
-    """The measured times, and estimates in seconds for units without a measurement."""
+    """The measured times; for units without a measurement, estimates scaled to seconds."""
     known = [(cost, estimate) for cost, estimate in zip(measured, estimates, strict=True) if cost is not None]
     total = sum(sum(estimate) for _, estimate in known)
     if not total:
@@ -300,7 +300,7 @@ def shapes_of(microbatch: Batch) -> dict[str, tuple[int, ...]]:
 
 
 def _first_difference(measured: Any, now: Any) -> str:
-    """The first difference between the two."""
+    """The first difference, as "<now>, not <measured>"."""
     if isinstance(now, dict):
         name = next(name for name in [*measured, *now] if measured.get(name) != now.get(name))
         return f"{name} is {now.get(name)}, not {measured.get(name)}"
@@ -320,11 +320,11 @@ def measured_costs(
     group: dist.ProcessGroup,
     criterion: Criterion | None = None,
 ) -> list[float]:
-    """Seconds of each unit call: the median over the measurements of the ranks of `group`. Call it on all of them.
+    """Seconds of each unit call: the median of the measurements of all ranks of `group`. Call it on these ranks.
 
-    `partition` is "profile" or "profile:PATH"; `cut` is the number of microbatches in `batch`, or the samples in each.
-    An existing file is read, otherwise it is written.
-    Raises as `profile_units` and `Profile.load` do.
+    `partition` is "profile" or "profile:PATH": an existing file is read, otherwise the first rank writes it. `cut` is
+    the number of microbatches in `batch` and the number of samples in each; one of the two is None. Raises the errors
+    of `profile_units` and `Profile.load`.
     """
     file = partition.partition(":")[2]
     profile = find_profile(file, model, flow, batch.split(*cut)[0], device, criterion)

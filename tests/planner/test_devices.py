@@ -52,8 +52,8 @@ def test_a_link_is_read(text: str, bandwidth: float, latency: float) -> None:
         ({"memory": "1GB,2GB"}, "device_memory='1GB,2GB' has 2 values for 3 ranks: pass one for all ranks, or one"),
         ({"memory": ["1GB", "much", 3]}, "device_memory='much' is not a size"),
         ({"speeds": "1,0.5"}, "device_speed='1,0.5' has 2 values for 3 ranks"),
-        ({"speeds": "1,0,1"}, "device_speed='0' is not a positive number: write 1.0,0.6"),
-        ({"speeds": [1, None, 1]}, "device_speed=None is not a positive number"),
+        ({"speeds": "1,0,1"}, "device_speed must be positive numbers, one per rank, such as 1.0,0.6, got '0'"),
+        ({"speeds": [1, None, 1]}, "device_speed must be positive numbers, one per rank, such as 1.0,0.6, got None"),
     ],
 )
 def test_what_is_not_a_device_is_refused(arguments: dict[str, Any], message: str) -> None:
