@@ -125,7 +125,7 @@ def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) ->
     ranks = pool.run(stranger, 2, tmp_path)
     assert ranks[0] == ranks[1]
     expected = [
-        r"is not the rest of a training state \(ValueError: .*GLOBAL posix.mkdir.*\): load another step",
+        r"is not the training.pt of a training state \(ValueError: .*GLOBAL posix.mkdir.*\): load another step",
         r"is not an optimizer checkpoint \(ValueError: .*GLOBAL posix.mkdir.*\): pass .* that booster.save",
         r"pytorch_model.bin is not a checkpoint that weights_only=True can load .*posix.mkdir.*convert it to",
         "training.pt is damaged .TypeError: ",
