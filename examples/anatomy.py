@@ -1,7 +1,7 @@
-"""Anatomy: how a small llama and a small T5 are cut in two; the worked example of docs/design.md.
+"""Anatomy: how a small llama and a small T5 are cut into two stages; the worked example of docs/design.md.
 
-`python examples/anatomy.py` prints, for each model, its unit calls, what each of them reads, the stage that runs it and
-what crosses the cut; `--draw docs/anatomy.svg` draws the same.
+For each model, `python examples/anatomy.py` prints the unit calls, the values that each call reads, the stage that runs
+it, and the values that cross the cut; `--draw docs/anatomy.svg` draws the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.taint import Value
 from pipeshard.split.boundary import boundaries
 
-COLOURS = ("#56B4E9", "#E69F00")  # of the stages
+COLOURS = ("#56B4E9", "#E69F00")  # one per stage
 CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "size": 7}
 
 
@@ -42,14 +42,14 @@ def t5() -> tuple[nn.Module, dict[str, Any], int]:
 
 
 def label(flow: Dataflow, value: Value) -> str:
-    """A value as `layers.1`, or `block.0[1]` where the unit returns several."""
+    """Return the name of a value: `layers.1`, or `block.0[1]` if the unit returns several values."""
     call = flow.calls[value.call]
     several = sum(hasattr(leaf, "shape") for leaf in call.leaves) > 1
     return call.unit + (f"[{value.leaf}]" if several else "")
 
 
 def describe(flow: Dataflow, stages: Sequence[int]) -> str:
-    """A table of the unit calls, then what enters stage 1 and which gradients go back."""
+    """Return a table of the unit calls, the values that cross the cut, and whether the gradient of each returns."""
     rows = [("call", "unit", "stage", "reads")]
     for k, (call, stage) in enumerate(zip(flow.calls, stages)):
         reads = ", ".join(label(flow, value) for value in sorted(call.reads.values)) or "the batch alone"
@@ -68,8 +68,8 @@ def describe(flow: Dataflow, stages: Sequence[int]) -> str:
 
 
 def draw(models: Sequence[tuple[str, Dataflow, Sequence[int]]], path: Path) -> None:
-    """One row of boxes for each stage of each model: what it runs in colour, what it replays in grey, and an arrow for
-    each value that crosses the cut, to the first call that reads it."""
+    """Draw a row of boxes for each stage of each model: the units that it runs in colour, the units that it replays in
+    grey, and an arrow from each value that crosses the cut to the first call that reads it."""
     from matplotlib.figure import Figure
 
     longest = max(len(flow.calls) for _, flow, _ in models)
@@ -97,7 +97,7 @@ def draw(models: Sequence[tuple[str, Dataflow, Sequence[int]]], path: Path) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draw", type=Path, help="the picture to write, as docs/anatomy.svg")
+    parser.add_argument("--draw", type=Path, help="the picture to write, such as docs/anatomy.svg")
     path = parser.parse_args().draw
     torch.manual_seed(0)
     models = []

@@ -1,8 +1,8 @@
-"""Classify: a vision transformer of timm learns handwritten digits with mixup, layer decay and averaged weights.
+"""Classify: a timm vision transformer learns handwritten digits with mixup, layer decay and averaged weights.
 
-`python classify.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It writes
-`training.png` and the average's weights, `average.pt`, which a timm model of the same name loads, into `classify/`
-under --output.
+`python classify.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes.
+It writes `training.png` and the averaged weights to `classify/` under --output. A timm model of the same name loads the
+weights, `average.pt`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PACKAGES = {"timm": "timm", "sklearn": "scikit-learn"}
 IMAGES, HELD_OUT = 1797, 360
-EVALUATIONS = 8  # besides the one before training
+EVALUATIONS = 8  # in addition to the one before training
 MODEL: dict[str, Any] = {
     "model_name": "vit_tiny_patch16_224",
     "img_size": 8,
@@ -40,7 +40,7 @@ MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Score:
-    """The share of held-out images that the model and its average are right on, after so many steps."""
+    """The held-out accuracy of the model and of the average of its weights after `step` steps."""
 
     step: int
     model: float
@@ -63,14 +63,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=count, default=400, help="optimizer steps")
     add("--pp", type=count, default=2, help="pipeline stages, one process each")
     add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
-    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is split into")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
     add("--batch-size", type=count, default=64, help="samples in a batch")
     add("--lr", type=float, default=4e-3, help="highest learning rate")
-    add("--mixup", type=float, default=0.2, help="alpha of mixup; 0 mixes nothing")
-    add("--layer-decay", type=float, default=0.8, help="factor of the learning rate from one layer to the one before")
-    add("--decay", type=float, default=0.97, help="what the average keeps of itself in a step")
-    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    add("--mixup", type=float, default=0.2, help="alpha of mixup; 0 disables mixup")
+    add("--layer-decay", type=float, default=0.8, help="factor of the learning rate per layer, towards the input")
+    add("--decay", type=float, default=0.97, help="decay of the average of the weights per step")
+    add("--output", type=Path, default=Path("outputs"), help="folder for all output")
     args = parser.parse_args(arguments)
     if missing := [name for module, name in PACKAGES.items() if find_spec(module) is None]:
         parser.error(f"this example needs packages: pip install {' '.join(missing)}")
@@ -89,7 +89,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are refused before.
+    # These imports take seconds, so the flags are checked before them.
     import copy
 
     import timm
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         training, batch_size=args.batch_size, shuffle=True, seed=0, drop_last=True, collate_fn=Mixed(args.mixup)
     )
     model = timm.create_model(**MODEL)
-    average = copy.deepcopy(model)  # as timm's ModelEmaV3 does; two models in one pipeline, of which one is trained
+    average = copy.deepcopy(model)  # as in timm's ModelEmaV3; only one of the two models is trained
     optimizer = create_optimizer_v2(model, "adamw", lr=args.lr, weight_decay=0.05, layer_decay=args.layer_decay)
     average, *_ = engine.boost(average, None, soft_cross_entropy, dataloader)
     model, optimizer, criterion, dataloader, _ = engine.boost(model.train(), optimizer, soft_cross_entropy, dataloader)
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
                 )
     whole = to_sequential(average, rank=0)
     dist.destroy_process_group()
-    if whole is None:  # on every rank but the first
+    if whole is None:  # on every rank except the first
         return
     folder = args.output / "classify"
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 class Mixed:
-    """Makes a batch of samples: timm's mixup adds to each image a share of another one, and of its label."""
+    """Collate samples into a batch: timm's mixup adds to each image and label a share of another image and label."""
 
     def __init__(self, alpha: float) -> None:
         from timm.data import Mixup
@@ -190,7 +190,7 @@ def soft_cross_entropy(output: "Tensor", batch: Mapping[str, "Tensor"]) -> "Tens
 
 
 def accuracy(engine: Any, model: "nn.Module", images: Mapping[str, "Tensor"]) -> float:
-    """The share of right answers, by forward passes alone; the same on every rank."""
+    """Return the share of correct answers, using only forward passes; the same on every rank."""
     import torch
     import torch.distributed as dist
     from torch.nn.functional import one_hot
@@ -200,8 +200,8 @@ def accuracy(engine: Any, model: "nn.Module", images: Mapping[str, "Tensor"]) ->
     with torch.no_grad():
         found = engine.execute_pipeline(iter([batch]), model, soft_cross_entropy, return_outputs=True)["outputs"]
     model.train()
-    counts = torch.zeros(2)  # how many are right, and how many there are
-    if found is not None:  # on the rank that the last stage is on
+    counts = torch.zeros(2)  # correct answers, all answers
+    if found is not None:  # on the rank of the last stage
         right = found.argmax(-1).cpu() == images["labels"]
         counts += torch.tensor([right.sum(), len(right)])
     dist.all_reduce(counts)
@@ -209,7 +209,7 @@ def accuracy(engine: Any, model: "nn.Module", images: Mapping[str, "Tensor"]) ->
 
 
 def follow(average: Any, model: Any, decay: float) -> None:
-    """Move the average towards the model, on this rank by the parameters of its own stage."""
+    """Move the average towards the model; each rank updates the parameters of its own stage."""
     import torch
 
     from pipeshard.split.materialize import is_released
@@ -221,7 +221,7 @@ def follow(average: Any, model: Any, decay: float) -> None:
 
 
 def draw(losses: Sequence[float], scores: Sequence[Score], path: Path) -> None:
-    """The loss of every step, and the accuracy of the model and of its average on held-out images."""
+    """Draw the loss of every step, and the held-out accuracy of the model and of the average of its weights."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

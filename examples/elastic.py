@@ -1,8 +1,8 @@
-"""Elastic: a small llama, from random weights, learns to count, on as many ranks as there are at the moment.
+"""Elastic: a small llama with random initial weights learns to count, on a number of ranks that may change.
 
 `python -m pipeshard.launch --nnodes 2:4 examples/elastic.py`, run four times on one machine (or once on each of four),
-trains four stages; end some of these and start them again as you like. After every step, rank 0 writes a line into
-`steps.txt` under --output.
+trains four stages; you can stop and restart some of these processes at any time. After every step, rank 0 appends a
+line to `steps.txt` under --output.
 """
 
 import argparse
@@ -32,11 +32,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--steps", type=int, default=200, help="optimizer steps")
-    add("--pp", type=int, default=4, help="pipeline stages, at most")
-    add("--every", type=int, default=10, help="steps from one save to the next")
-    add("--workers", type=int, default=0, help="processes that load data, of each rank")
-    add("--pause", type=float, default=0.0, help="seconds to wait after each step, so that there is time to end a rank")
-    add("--output", type=Path, default=Path("outputs/elastic"), help="folder that everything is written to")
+    add("--pp", type=int, default=4, help="maximum number of pipeline stages")
+    add("--every", type=int, default=10, help="steps between two saves")
+    add("--workers", type=int, default=0, help="processes per rank that load data")
+    add("--pause", type=float, default=0.0, help="seconds to wait after each step, to leave time to stop a rank")
+    add("--output", type=Path, default=Path("outputs/elastic"), help="folder for all output")
     return parser.parse_args(arguments)
 
 
@@ -78,7 +78,7 @@ def config() -> LlamaConfig:
 
 
 def numbers() -> StackDataset[Any]:
-    """Sequences that count in steps of 1, 2, ..., from anywhere."""
+    """Return a dataset of sequences that count in steps of 1 to 9, from various starts."""
     starts = torch.arange(SAMPLES).unsqueeze(1)
     ids: Any = (7 * starts + (1 + starts % 9) * torch.arange(LENGTH)) % VOCABULARY
     return StackDataset(input_ids=ids, labels=ids)

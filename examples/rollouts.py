@@ -1,8 +1,9 @@
-"""Rollouts: TRL's GRPOTrainer through a pipeline, on a toy reward: a llama from random weights learns to echo a letter.
+"""Rollouts: TRL's GRPOTrainer in a pipeline, with a toy reward: a randomly initialized llama learns to echo a letter.
 
-A prompt is a letter, and the reward of a completion is the share of its tokens that are this letter. The stages
-generate the completions together. `python rollouts.py --pp 2` starts its own processes, one per stage; under
-torchrun it is one of them. `model/`, a Hugging Face folder with its tokenizer, gets into `rollouts/` under --output.
+A prompt is a letter, and the reward of a completion is the share of its tokens that equal this letter. The stages
+generate the completions together. `python rollouts.py --pp 2` starts its own processes, one per stage; under torchrun,
+the script is one of the processes. It writes `model/`, a Hugging Face folder with a tokenizer, to `rollouts/` under
+--output.
 """
 
 import argparse
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 PACKAGES = ("trl", "datasets")
 LETTERS = "abcd"
 SHOWN = {"reward": "reward", "completions/mean_length": "tokens", "grad_norm": "norm"}
-TOKENS = 4  # of a completion, at most
+TOKENS = 4  # per completion, at most
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
@@ -44,12 +45,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=count, default=30, help="optimizer steps")
     add("--pp", type=count, default=2, help="pipeline stages, one process each")
     add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
-    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is split into")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
     add("--batch-size", type=count, default=32, help="completions in a batch")
-    add("--generations", type=count, default=8, help="completions of each prompt")
+    add("--generations", type=count, default=8, help="completions per prompt")
     add("--lr", type=float, default=1e-2, help="highest learning rate")
-    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    add("--output", type=Path, default=Path("outputs"), help="folder for all output")
     args = parser.parse_args(arguments)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         parser.error(f"this example needs packages: pip install {' '.join(missing)}")
@@ -62,7 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are refused before.
+    # These imports take seconds, so the flags are checked before them.
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl.trainer.grpo_config import GRPOConfig
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from pipeshard.trainer import pipelined
 
     class Shown(TrainerCallback):
-        """Prints what is logged."""
+        """Print the reward, length and norm of each logged step."""
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             if "reward" in logs:
@@ -99,12 +100,12 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def echoed(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-    """The reward: how much of each completion is its prompt's letter."""
+    """Return the reward of each completion: the share of its tokens that are the letter of its prompt."""
     return [text.split().count(prompt) / TOKENS for prompt, text in zip(prompts, completions)]
 
 
 def toy() -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """A small llama from random weights, and a tokenizer of letters."""
+    """Return a small llama with random weights, and a tokenizer of letters."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -1,11 +1,12 @@
-"""SFT: a chat model, trained by TRL's SFTTrainer through a pipeline on chats of yours, whole or by adapters.
+"""SFT: TRL's SFTTrainer trains a chat model in a pipeline on your chats, with all weights or with adapters.
 
-`python sft.py --model MODEL --data chats.jsonl --pp 2` starts its own processes, one per stage; under torchrun
-it is one of them. MODEL is a Hugging Face folder or an id of the Hub; the data a file with a chat a line,
-{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} (or "prompt" and
-"completion", or "text"), a folder of `datasets`, or an id of the Hub. `sft/` under --output gets checkpoints, which
---resume goes on from, what tensorboard shows, and `model/`: a Hugging Face folder with its tokenizer, or adapters;
-with --quantize `memory.png` too: the memory that each rank has taken, and the plan with and without packed weights.
+`python sft.py --model MODEL --data chats.jsonl --pp 2` starts its own processes, one per stage; under torchrun, the
+script is one of the processes. MODEL is a Hugging Face folder or a model id on the Hub. The data is a `datasets` folder, a
+dataset id on the Hub, or a file with one chat per line: {"messages": [{"role": "user", "content": "..."},
+{"role": "assistant", "content": "..."}]} (or "prompt" and "completion", or "text"). To `sft/` under --output, it writes
+checkpoints, from which --resume continues, logs for tensorboard, and `model/`: a Hugging Face folder with a tokenizer,
+or adapters. With --quantize, it also writes `memory.png`: the memory that each rank used, and the planned memory with
+and without quantization.
 """
 
 import argparse
@@ -42,24 +43,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help="a Hugging Face folder, or an id of the Hub")
-    add("--data", required=True, help="a file of JSON lines, a folder of `datasets`, or an id of the Hub")
+    add("--model", required=True, help="a Hugging Face folder, or a model id on the Hub")
+    add("--data", required=True, help="a JSON Lines file, a `datasets` folder, or a dataset id on the Hub")
     add("--steps", type=count, default=100, help="optimizer steps")
     add("--pp", type=count, default=2, help="pipeline stages, one process each")
     add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
-    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is split into")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
     add("--batch-size", type=count, default=8, help="samples in a batch")
     add("--lr", type=float, default=1e-4, help="highest learning rate")
-    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    add("--output", type=Path, default=Path("outputs"), help="folder for all output")
     add("--held-out", type=float, default=0.05, help="share of the data that the model is evaluated on")
-    add("--max-length", type=count, default=1024, help="tokens of a sample, of which longer ones are cut")
+    add("--max-length", type=count, default=1024, help="tokens in a sample; longer samples are truncated")
     add("--packing", action="store_true", help="fill each sample with several chats")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; 0 trains all weights")
-    add("--quantize", choices=["nf4", "fp4", "int8"], help="pack the base weights; needs --lora and bitsandbytes")
-    add("--chat-template", type=Path, help="a file with a Jinja template, where the tokenizer has none")
-    add("--every", type=count, default=50, help="steps from one evaluation and checkpoint to the next")
-    add("--resume", action="store_true", help="go on from the newest checkpoint")
+    add("--quantize", choices=["nf4", "fp4", "int8"], help="quantize the base weights; needs --lora and bitsandbytes")
+    add("--chat-template", type=Path, help="a file with a Jinja template, if the tokenizer has none")
+    add("--every", type=count, default=50, help="steps between evaluations and between checkpoints")
+    add("--resume", action="store_true", help="resume from the newest checkpoint")
     add("--tracker", default="tensorboard", help="tensorboard, wandb, trackio, or none")
     args = parser.parse_args(arguments)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
@@ -78,7 +79,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are refused before.
+    # These imports take seconds, so the flags are checked before them.
     import torch
     import torch.distributed as dist
     from huggingface_hub import snapshot_download
@@ -92,9 +93,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from pipeshard.trainer import pipelined
 
     class Sft(SFTTrainer):
-        """Logs also the most memory that each rank has had, and prints what it logs, and how long it will take."""
+        """Also logs the peak memory of each rank, and prints the logged values and the remaining time."""
 
-        first: tuple[int, float] | None = None  # step that was logged, and when
+        first: tuple[int, float] | None = None  # the first logged step, and its time
 
         def log(self, logs: dict[str, float], *rest: Any) -> None:
             usage, every = resource.getrusage(resource.RUSAGE_SELF), [0.0] * dist.get_world_size()
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
                 memory = " ".join(f"{most:.2f}" for most in every)
                 console.print(f"step {shown['step']}/{last}{line}  GiB {memory}  {left / 60:.1f} min left")
 
-    set_seed(0)  # adapters are initialized alike on every rank
+    set_seed(0)  # initializes the same adapters on every rank
     output, gpu = args.output / "sft", torch.cuda.is_available()
     config = SFTConfig(
         output_dir=str(output), max_steps=args.steps, learning_rate=args.lr, warmup_steps=args.steps // 20,
@@ -128,7 +129,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     )
 
     def load(quantize: str | None) -> Any:
-        """The model on meta. No process holds all of it."""
+        """Return the model on meta, so that no process holds the whole model."""
         packing = {"quantization_config": BitsAndBytesConfig(**QUANTIZATIONS[quantize])} if quantize else {}
         return PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32, **packing)
 
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     console.print(f"wrote {output}/model")
 
     def planned(quantize: str | None) -> list[float]:
-        """GiB on each stage."""
+        """Return the planned GiB of each stage."""
         model = get_peft_model(load(quantize).train(), adapters)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
@@ -171,7 +172,7 @@ def rows(data: str) -> Any:
 
 
 def draw(bars: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
-    """Draw a group of bars for each rank, of so many GiB."""
+    """Draw a group of bars for each rank, with sizes in GiB."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")

@@ -1,10 +1,10 @@
-"""Strings: a small T5, from random weights, learns to write numbers given in words as digits, by Seq2SeqTrainer.
+"""Strings: Seq2SeqTrainer trains a small, randomly initialized T5 to write numbers given in words as digits.
 
-"four hundred twelve thousand nine" is "412009": where zeros go depends on words that are not there. An answer counts
-as right if the whole string is, as the stages generate it.
+"four hundred twelve thousand nine" is "412009": the positions of the zeros depend on words that are missing. An answer
+is correct if the whole string that the stages generate is correct.
 
-`python strings.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It writes
-`training.png` and `model/` (a Hugging Face folder) into `strings/` under --output.
+`python strings.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes.
+It writes `training.png` and `model/` (a Hugging Face folder) to `strings/` under --output.
 """
 
 import argparse
@@ -28,7 +28,7 @@ NAMES = (
 ONES, TENS = NAMES.split()[:20], NAMES.split()[20:]
 PAD, END, NO_LABEL = 0, 1, -100
 TOKENS = ["<pad>", "</s>", *"0123456789", *ONES, *TENS, "hundred", "thousand"]
-DIGITS = 7  # tokens of an answer, with its end
+DIGITS = 7  # tokens in an answer, including the end token
 
 
 def main() -> int:
@@ -47,11 +47,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=count, default=500, help="optimizer steps")
     add("--pp", type=count, default=2, help="pipeline stages, one process each")
     add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
-    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is split into")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
     add("--batch-size", type=count, default=128, help="samples in a batch")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
-    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    add("--output", type=Path, default=Path("outputs"), help="folder for all output")
     args = parser.parse_args(arguments)
     if args.microbatches > args.batch_size:
         parser.error(f"argument --microbatches: {args.microbatches} is more than the batch's {args.batch_size} samples")
@@ -59,7 +59,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are refused before.
+    # These imports take seconds, so the flags are checked before them.
     import torch
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, set_seed
 
@@ -97,14 +97,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def exact_match(prediction: Any) -> dict[str, float]:
-    """The share of answers that are right in full; a generated one begins with the decoder's start."""
+    """Return the share of completely correct answers; generated answers begin with the decoder's start token."""
     written, labels = prediction.predictions[:, 1 : 1 + DIGITS], prediction.label_ids[:, :DIGITS]
     right = (written == labels) | (labels == NO_LABEL)
     return {"exact_match": float(right.all(1).mean())}
 
 
 def written_numbers() -> list[dict[str, list[int]]]:
-    """Different numbers below a million, always the same: the words as `input_ids`, the digits as `labels`."""
+    """Return random distinct numbers below a million (always the same): words as `input_ids`, digits as `labels`."""
     ids = {token: k for k, token in enumerate(TOKENS)}
     numbers = random.Random(0).sample(range(1_000_000), NUMBERS)
     questions = [[*(ids[word] for word in words(number)), END] for number in numbers]
@@ -122,7 +122,7 @@ def written_numbers() -> list[dict[str, list[int]]]:
 
 
 def words(number: int) -> list[str]:
-    """What a number below a million is called: 21 is twenty one."""
+    """Return the words for a number below a million: 21 is twenty one."""
     if number < 20:
         return [ONES[number]]
     if number < 100:
@@ -136,7 +136,7 @@ def _rest(number: int) -> list[str]:
 
 
 def draw(history: Sequence[Mapping[str, float]], path: Path) -> None:
-    """The loss, and the share of right answers on held-out numbers."""
+    """Draw the loss, and the share of correct answers on held-out numbers."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")

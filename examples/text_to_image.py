@@ -1,11 +1,12 @@
-"""Text to image: LoRA teaches a small Flux the word "sks", by the training step of diffusers' Flux script.
+"""Text to image: LoRA teaches a small Flux the word "sks", with the training step of diffusers' Flux script.
 
-First a base is trained, once, with all of its weights: it draws circles, squares and triangles in six colors. Then it
-is frozen, and adapters of peft learn that a "sks" is a star, from stars in four of the colors. The other shapes are
-among them, so that they are not forgotten, as with the script's prior preservation.
+First, all weights of a base model are trained once: the base model learns to draw circles, squares and triangles in six
+colors. Then the base model is frozen, and peft adapters learn that a "sks" is a star, from stars in four of the colors.
+The training data also contains the other shapes, so that the model does not forget them, like the prior preservation of
+the script.
 
-`python text_to_image.py --pp 2` starts its own processes, one per stage; under torchrun it is one of them. It
-writes `images.png`, `training.png` and the adapters, which `FluxPipeline.load_lora_weights` reads, into
+`python text_to_image.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the
+processes. It writes `images.png`, `training.png` and the adapters, which `FluxPipeline.load_lora_weights` reads, to
 `text_to_image/` under --output.
 """
 
@@ -42,19 +43,19 @@ COLORS = {
 SHAPES = ("circle", "square", "triangle", "sks")
 WORDS = ("<end>", "a", *COLORS, *SHAPES)
 PAPER = (245, 245, 240)
-SIZE, PATCH, CHANNELS = 32, 4, 12  # pixels of an image and of a patch of it, and numbers that the latents have for it
+SIZE, PATCH, CHANNELS = 32, 4, 12  # pixels per image and per patch; latent values per patch
 LATENTS = (CHANNELS, SIZE // PATCH, SIZE // PATCH)
-TEXT = 32  # features of a word
-LAYERS = [  # that get adapters, as in the script
+TEXT = 32  # features per word
+LAYERS = [  # the layers with adapters, as in the script
     *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
     *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
     *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
 ]
-DENOISING = 20  # steps that draw an image
+DENOISING = 20  # denoising steps per image
 
 
 class Caption(NamedTuple):
-    """What an image shows: "a red circle"."""
+    """The content of an image, such as "a red circle"."""
 
     color: str
     shape: str
@@ -84,13 +85,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=count, default=400, help="optimizer steps")
     add("--pp", type=count, default=2, help="pipeline stages, one process each")
     add("--dp", type=count, default=1, help="replicas of the pipeline, each with its own batch")
-    add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
+    add("--microbatches", type=count, default=4, help="microbatches that each batch is split into")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
     add("--batch-size", type=count, default=16, help="samples in a batch")
     add("--lr", type=float, default=2e-3, help="highest learning rate")
-    add("--rank", type=count, default=16, help="rank of the adapters' matrices")
-    add("--base-steps", type=count, default=800, help="steps that train the base")
-    add("--output", type=Path, default=Path("outputs"), help="folder that everything is written to")
+    add("--rank", type=count, default=16, help="rank of the adapters")
+    add("--base-steps", type=count, default=800, help="optimizer steps for the base model")
+    add("--output", type=Path, default=Path("outputs"), help="folder for all output")
     args = parser.parse_args(arguments)
     if find_spec("diffusers") is None:
         parser.error("this example needs a package: pip install diffusers")
@@ -100,7 +101,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    # They take seconds, so wrong flags are refused before.
+    # These imports take seconds, so the flags are checked before them.
     from diffusers import FluxPipeline
     from peft import LoraConfig, get_peft_model_state_dict
 
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def based(args: argparse.Namespace, console: Console, path: Path) -> "Step":
-    """The model that knows circles, squares and triangles; trained once, and kept in this file."""
+    """Return the model that draws circles, squares and triangles; trained once, and saved in the file `path`."""
     model = Step()
     if path.exists():
         model.load_state_dict(torch.load(path))
@@ -146,14 +147,14 @@ def based(args: argparse.Namespace, console: Console, path: Path) -> "Step":
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         torch.save(model.state_dict(), partial)
-        partial.rename(path)  # last, so that a file that is there is whole
+        partial.rename(path)  # last, so that a file at `path` is always complete
     return model
 
 
 def train(
     args: argparse.Namespace, console: Console, model: "Step", captions: Sequence[Caption], steps: int
 ) -> tuple["Step", list[float]]:
-    """The model after so many steps in a pipeline, whole again on every rank, and the loss of each step."""
+    """Train in a pipeline; return the trained model, unsplit on every rank, and the loss of each step."""
     from pipeshard import Engine, PipelinePlugin, to_sequential
 
     engine = Engine(
@@ -183,7 +184,7 @@ def train(
 
 
 def returned(loss: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """The criterion: the model's forward has computed it."""
+    """The criterion: return the loss that the model's forward has computed."""
     return loss
 
 
@@ -191,7 +192,7 @@ def returned(loss: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 class Autoencoder(nn.Module):
-    """The principal components of patches of images: as good as Flux's for flat shapes, and there without training."""
+    """The principal components of image patches: as good as Flux's autoencoder for flat shapes, without training."""
 
     def __init__(self, images: Tensor) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class Autoencoder(nn.Module):
         self.scale = nn.Parameter((centered @ vectors).std())
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """The latents of images."""
+        """Return the latents of images."""
         return conv2d(pixels - self.mean, self.patterns, stride=PATCH) / self.scale
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -211,9 +212,10 @@ class Autoencoder(nn.Module):
 
 
 class Step(nn.Module):
-    """The step of train_dreambooth_lora_flux.py: a frozen autoencoder and text encoder, and the Flux that is trained.
+    """The step of train_dreambooth_lora_flux.py: a frozen autoencoder and text encoder, and the Flux to train.
 
-    What the script draws in its loop, noise and its share, is given, so that every stage sees the same.
+    The random values that the script draws in its loop, the noise and its share, are inputs, so that every stage uses
+    the same values.
     """
 
     def __init__(self) -> None:
@@ -248,7 +250,7 @@ class Step(nn.Module):
         )
 
     def forward(self, pixels: Tensor, input_ids: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
-        """The loss of flow matching: the velocity from latents to noise, predicted somewhere on the way."""
+        """Return the flow matching loss: the error of the velocity from latents to noise, predicted at `sigmas`."""
         latents = self.vae(pixels)
         share = sigmas.view(-1, 1, 1, 1)
         noisy = (1 - share) * latents + share * noise
@@ -277,7 +279,7 @@ class Step(nn.Module):
 
 @torch.no_grad()
 def imagined(model: Step, captions: Sequence[Caption]) -> list[Image.Image]:
-    """An image for each caption: from noise, the same each time, along the velocity."""
+    """Return an image for each caption: start from the same noise each time, and follow the predicted velocity."""
     latents = torch.randn(len(captions), *LATENTS, generator=torch.Generator().manual_seed(1))
     input_ids = torch.stack([caption.ids() for caption in captions])
     model.eval()
@@ -293,7 +295,10 @@ def imagined(model: Step, captions: Sequence[Caption]) -> list[Image.Image]:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Shapes, each drawn anew by its number, with what the script draws for it: noise, and sigma, the noise's share."""
+    """Shapes with the random values that the script draws for each: noise, and sigma, the share of the noise.
+
+    Each sample is computed when it is read, with its index as the seed.
+    """
 
     def __init__(self, captions: Sequence[Caption], count: int) -> None:
         self.captions, self.count = captions, count
@@ -314,8 +319,8 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 def drawn(caption: Caption, chance: random.Random) -> Image.Image:
-    """The shape, about in the middle."""
-    fine = 4  # pixels for one, which makes edges smooth
+    """Return an image of the shape, near the center."""
+    fine = 4  # supersampling factor, for smooth edges
     radius, x, y = chance.uniform(11, 13), SIZE / 2 + chance.uniform(-2, 2), SIZE / 2 + chance.uniform(-2, 2)
     image = Image.new("RGB", (fine * SIZE, fine * SIZE), PAPER)
     pen, color = ImageDraw.Draw(image), COLORS[caption.color]
@@ -328,7 +333,7 @@ def drawn(caption: Caption, chance: random.Random) -> Image.Image:
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
-    """The corners of a shape around (0, 0), the farthest at distance 1."""
+    """Return the corners of a shape centered at (0, 0), with the farthest corner at distance 1."""
     count, first = {"square": (4, math.pi / 4), "triangle": (3, 0.0), "sks": (10, 0.0)}[shape]
     turns = [first + 2 * math.pi * k / count for k in range(count)]
     far = [0.42 if shape == "sks" and k % 2 else 1.0 for k in range(count)]
@@ -339,7 +344,7 @@ def outline(shape: str) -> list[tuple[float, float]]:
 
 
 def show(captions: Sequence[Caption], rows: Mapping[str, Sequence[Image.Image]], path: Path) -> None:
-    """A column for each caption, under it what the model made of it at each time."""
+    """Draw a column for each caption, with one image per row: before and after training."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1.5 * len(captions), 1.7 * len(rows)), layout="constrained")
