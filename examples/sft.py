@@ -1,13 +1,12 @@
 """SFT: TRL's SFTTrainer trains a chat model in a pipeline on your chats, with all weights or with adapters.
 
 `python sft.py --model MODEL --data chats.jsonl --pp 2` starts its own processes, one per stage; under torchrun, the
-script is one of the processes. MODEL is a Hugging Face folder or a model id on the Hub. The data is a `datasets` folder,
-a dataset id on the Hub, or a file with one chat per line: {"messages": [{"role": "user", "content": "..."},
+script is one of the processes. MODEL is a Hugging Face folder or a model id on the Hub. The data is a `datasets`
+folder, a dataset id on the Hub, or a file with one chat per line: {"messages": [{"role": "user", "content": "..."},
 {"role": "assistant", "content": "..."}]} (or "prompt" and "completion", or "text"). To `sft/` under --output, it writes
 checkpoints, from which --resume continues, logs for tensorboard, and `model/`: a Hugging Face folder with a tokenizer,
 or adapters. With --quantize, it also writes `memory.png`: the memory that each rank used, and the planned memory with
-and without quantization.
-"""
+and without quantization."""
 
 import argparse
 import os
