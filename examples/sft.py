@@ -6,7 +6,8 @@ folder, a dataset id on the Hub, or a file with one chat per line: {"messages": 
 {"role": "assistant", "content": "..."}]} (or "prompt" and "completion", or "text"). To `sft/` under --output, it writes
 checkpoints, from which --resume continues, logs for tensorboard, and `model/`: a Hugging Face folder with a tokenizer,
 or adapters. With --quantize, it also writes `memory.png`: the memory that each rank used, and the planned memory with
-and without quantization."""
+and without quantization.
+"""
 
 import argparse
 import os
