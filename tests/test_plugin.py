@@ -36,7 +36,7 @@ def three_stages() -> None:
 
 def test_more_stages_than_processes(pool: Pool) -> None:
     for message in pool.run_expecting(ConfigurationError, three_stages, 2):
-        assert _matches("pp_size=3 but the world has 2 processes.*torchrun --nproc-per-node 3", message)
+        assert _matches("pp_size=3, but the world has 2 processes.*torchrun --nproc-per-node 3", message)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Agreement: properties that must be the same on all ranks (versions, arguments, models, optimizers), compared at
 boost.
 
-They are compared as digests, and shown line by line if they differ.
+Ranks compare digests; if the digests differ, the error shows the first line that differs.
 """
 
 import hashlib
@@ -24,13 +24,14 @@ from pipeshard.schedule.program import Program
 
 logger = logging.getLogger("pipeshard")
 PACKAGES = ("pipeshard", "torch", "transformers", "colossalai", "peft", "accelerate")
-SHOWN_BY_REPR = (bool, int, float, str, type(None), Program)  # what repr tells all of
+SHOWN_BY_REPR = (bool, int, float, str, type(None), Program)  # types whose repr shows the whole value
 
 
 def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise ConfigurationError, on every rank, if one of these texts differs between ranks of the world.
+    """Raise ConfigurationError, on every rank, if the lines of an item differ between the ranks of `group`.
 
-    Only digests are sent, and the lines themselves if they differ; the error shows the first different line.
+    Ranks send only digests, and the lines themselves if the digests differ. The error shows the first line that
+    differs.
     """
     digests = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
     ranks = gather_objects(digests, group)
@@ -48,12 +49,12 @@ def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, 
 
 
 def texts_of(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Arguments as strings that are the same in every process, one per item."""
+    """Each argument as a line `name=value`, which is the same in every process if the values are equal."""
     return {name: [f"{name}={_value_text(value)}"] for name, value in arguments.items()}
 
 
 def versions() -> dict[str, list[str]]:
-    """The versions of Python and of the packages that training depends on."""
+    """The versions of Python and of the packages that training depends on, one line each."""
     lines = [f"Python {'.'.join(platform.python_version_tuple()[:2])}"]
     for package in PACKAGES:
         try:
@@ -64,7 +65,7 @@ def versions() -> dict[str, list[str]]:
 
 
 def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
-    """The options of an optimizer's groups."""
+    """The class of an optimizer and the options of its parameter groups, one line each."""
     groups = [
         ", ".join(f"{key}={_value_text(value)}" for key, value in group.items() if key not in ("params", "param_names"))
         for group in optimizer.param_groups
@@ -74,11 +75,11 @@ def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Copy the first rank's parameters and persistent buffers to every rank if any rank has other values, as
-    DistributedDataParallel does. Call on every rank.
+    """Copy the first rank's parameters and persistent buffers to every rank if any rank has different values, as
+    DistributedDataParallel does. Call it on every rank.
 
-    A few entries of each tensor are compared, which differ if ranks have used different seeds. Tensors that
-    are on the meta device on any rank get their values later.
+    Ranks compare a few elements of each tensor, which differ if the ranks used different seeds. Tensors that are on
+    the meta device on any rank are skipped: they are initialized or loaded later.
     """
     tensors = model.state_dict(keep_vars=True)
     ranks = gather_objects({name: _digest(tensor) for name, tensor in tensors.items()}, group)
@@ -101,7 +102,7 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
 
 @torch.no_grad()
 def _digest(tensor: Any) -> str | None:
-    """A digest of up to four entries along each dimension; None for a tensor without values here."""
+    """A digest of up to four elements along each dimension; None for a tensor that is on meta or not strided."""
     if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     some = tensor[tuple(slice(None, None, max(1, -(-size // 4))) for size in tensor.shape)]
@@ -112,8 +113,8 @@ def _digest(tensor: Any) -> str | None:
 def compare_trained(
     trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]
 ) -> dict[str, bool]:
-    """Which of a rank's parameters are trained, over all ranks. Raise UsageError, on every rank,
-    if only some of the ranks that share a parameter train it."""
+    """Merge the requires_grad flags of all ranks' parameters, by name. Raise UsageError, on every rank, if only some of
+    the ranks that share a parameter train it."""
     ranks = gather_objects(dict(trained), group)
     for rank, of_rank in enumerate(ranks):
         for name, flag in of_rank.items():

@@ -1,7 +1,7 @@
 """Collectives: small values and tensors exchanged without pickle, by ranks that make the same calls.
 
-If one rank does not make a collective call, the others hang. So every call of the user's begins with one small
-all-gather, in which ranks compare which call they are in.
+If one rank omits a collective call, the other ranks hang. Therefore every collective call of the user's program begins
+with a small all-gather in which the ranks compare their calls.
 """
 
 import io
@@ -25,10 +25,10 @@ from pipeshard.private import StridedShard
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes, for `decode`.
+    """Serialize a value to bytes, for `decode`.
 
     Raises MessageError for anything except None, numbers, strings, bytes, tensors, dtypes, torch.Sizes, and dicts,
-    lists, tuples and sets of these: pickle would accept much more, but reads it by executing code.
+    lists, tuples and sets of these: pickle accepts other objects, but executes code to load them.
     """
     buffer = io.BytesIO()
     with explained(
@@ -42,12 +42,12 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Inverse of `encode`; tensors are on the CPU, those on meta stay there."""
+    """Inverse of `encode`. Tensors are loaded on the CPU, except meta tensors."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line, without torch's stack and its advice on how to allow code execution."""
+    """The type and cause of an error in one line, without torch's stack and its advice to allow code execution."""
     text = str(error).strip()
     told = re.search(r"(?:WeightsUnpickler error: |^(?=Trying to load))(.*?)( Please use|$)", text, re.MULTILINE)
     return f"{type(error).__name__}: {told[1] if told else next(iter(text.splitlines()), '')}"
@@ -62,8 +62,8 @@ _on_cpu: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group that sends CPU tensors among these ranks, so that metadata neither uses a GPU nor waits
-    for one: this group or, if it has only NCCL, another one, created on the first request."""
+    """A group of the same ranks that can send CPU tensors, so that metadata neither uses a GPU nor waits for one:
+    `group` itself or, if it has only NCCL, a gloo group that is created on first use."""
     if carrier(CPU, group):
         return group
     if group not in _on_cpu:
@@ -73,7 +73,7 @@ def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The numbers of every rank of `group`, one row each: shape (ranks, *numbers.shape)."""
+    """The `numbers` of every rank of `group`, stacked on the CPU: shape (ranks, *numbers.shape)."""
     group, sent = control(group), numbers.cpu()
     gathered = [torch.empty_like(sent) for _ in range(group.size())]
     own_progress().wait_in(group, dist.all_gather(gathered, sent, group=group, async_op=True))
@@ -81,22 +81,22 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Any:
-    """Start to broadcast the tensor of global rank `source` to all ranks of `group`; call `wait()` on the result."""
+    """Start broadcasting the tensor of global rank `source` to all ranks of `group`; call `wait()` on the result."""
     return dist.broadcast(tensor, group_src=ranks_of(group).index(source), group=group, async_op=True)
 
 
 def is_own(rank: int, group: dist.ProcessGroup) -> bool:
-    """Whether this is the global rank `rank`, one of `group`."""
+    """Whether this process, a member of `group`, is the global rank `rank`."""
     return ranks_of(group)[group.rank()] == rank
 
 
 def first_seed(group: dist.ProcessGroup) -> int:
-    """The seed of the generator on the group's first rank."""
+    """The torch.initial_seed() of the group's first rank (modulo 2**63), on every rank."""
     return int(gather(torch.tensor([torch.initial_seed() % 2**63]), group)[0])
 
 
 def _content(value: Any) -> tuple[bytes, bool]:
-    """What to send: the value as bytes, or, with True, the reason why it cannot be sent."""
+    """(The encoded value, False), or (the reason why the value cannot be sent, True)."""
     try:
         return encode(value), False
     except MessageError as error:
@@ -104,7 +104,7 @@ def _content(value: Any) -> tuple[bytes, bool]:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The value of every rank of `group`, in their order; no code from another rank is executed.
+    """The values of all ranks of `group`, in the group's order; no code from another rank is executed.
 
     Raises MessageError, on every rank, if a value contains anything except tensors, numbers and strings.
     """
@@ -120,7 +120,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
-    """The value of global rank `source`, on every rank of `group`, on the CPU; no code from it is executed.
+    """The value of global rank `source`, on every rank of `group`; its tensors are on the CPU, and no code is executed.
 
     Raises MessageError, on every rank, if the value contains anything except tensors, numbers and strings.
     """
@@ -128,7 +128,7 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
     group, head = control(group), torch.tensor([len(content), flawed])
     broadcast_bytes(head, source, group)
     length, flawed = head.tolist()
-    sent = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)  # so many zeros, where it is received
+    sent = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)  # receivers start with zeros
     broadcast_bytes(sent, source, group)
     received = sent.numpy().tobytes()
     if flawed:
@@ -137,7 +137,7 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
 
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
-    """The scalar (or None) of global rank `source`, on every rank of `group`, with its dtype."""
+    """The scalar (or None) of global rank `source`, on every rank of `group`: on `device`, with the source's dtype."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
     message, group = torch.tensor(content, dtype=torch.float64), control(group)
     own_progress().wait_in(group, broadcast(message, source, group))
@@ -146,7 +146,8 @@ def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, de
 
 
 def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of a scalar over the ranks of `group`, in its own dtype or fp32, whichever is finer."""
+    """The sum of a scalar over the ranks of `group`, accumulated in at least fp32 and returned in the scalar's
+    dtype."""
     total = value.detach().to(CPU, torch.promote_types(value.dtype, torch.float32), copy=True)
     group = control(group)
     own_progress().wait_in(group, dist.all_reduce(total, group=group, async_op=True))
@@ -154,7 +155,7 @@ def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | None = None) -> None:
-    """Broadcast the values of the first of the ranks of `group`, or of the global rank `source`."""
+    """Overwrite `tensor` with its values on the global rank `source` (by default, the first rank of `group`)."""
     if group is None or group.size() == 1 or tensor.numel() == 0:
         return
     flat = tensor.detach().reshape(-1).contiguous()
@@ -163,7 +164,7 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
 
 
 def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Broadcast a contiguous tensor from global rank `source`; as bytes, since no backend supports every dtype."""
+    """Broadcast a contiguous tensor from global rank `source` in place, as bytes: no backend supports every dtype."""
     if tensor.numel():
         content = as_bytes(tensor)
         group = group if tensor.is_cuda else control(group)
@@ -171,12 +172,12 @@ def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> No
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat (uint8), as it is sent."""
+    """A flat uint8 view of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which shares its memory; any other tensor itself."""
+    """This rank's shard of a DTensor, which shares the DTensor's memory; any other tensor is returned unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -189,14 +190,14 @@ def set_local_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 
 def align_grad(parameter: nn.Parameter) -> None:
-    """Slice a gradient like its parameter, if backward has left it whole, or as parts of a sum."""
+    """Give a parameter's gradient the parameter's placements if backward has left it replicated or partial."""
     gradient = parameter.grad
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """`part`, sliced as `tensor` is."""
+    """This rank's shard `part` as a DTensor with the placements of `tensor`; `part` itself if `tensor` is not one."""
     if not isinstance(tensor, DTensor) or isinstance(part, DTensor):
         return part
     return DTensor.from_local(
@@ -205,18 +206,19 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a sliced tensor, gathered from the ranks that have its slices. Call it on all of them."""
+    """The full tensor of a DTensor, gathered from the ranks of its mesh: call it on all of them. Other tensors are
+    returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether this rank's slice consists of one part of each of several blocks, so it is not contiguous."""
+    """Whether a tensor is a DTensor with a strided shard: this rank has a piece of each of several fused blocks."""
     placements = tensor.placements if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 else ()
     return any(isinstance(placement, StridedShard) for placement in placements)
 
 
 def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's part of `value`, a whole tensor, sliced as `tensor` is."""
+    """This rank's shard of the full tensor `value`, sharded as `tensor` is; `value` if `tensor` is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return value
     placed: Any = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -224,7 +226,7 @@ def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise UsageError if ranks are in different calls, or after a different number of them."""
+    """Raise UsageError if the ranks' `calls`, as (hash of the call's name, number of the call), are not all equal."""
     if len(set(calls)) > 1:
         names = gather_objects(own_progress().call, group)
         table = "; ".join(f"{named(r)}: {name} (call {calls[r][1]})" for r, name in enumerate(names))
@@ -234,12 +236,12 @@ def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, na
         )
 
 
-MOST_NUMBERS = 10  # numbers that each rank may bring to a meeting
+MOST_NUMBERS = 10  # the largest number of values that a rank can pass to `meet`
 
 
 def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
-    """The numbers of every rank at the beginning of a call, at most MOST_NUMBERS; all ranks raise UsageError if they
-    are in different calls."""
+    """Gather the `numbers` (at most MOST_NUMBERS) of every rank at the beginning of a collective call. Every rank
+    raises UsageError if the ranks are in different calls."""
     call = zlib.crc32(own_progress().call.encode()), own_progress().number
     message = torch.tensor([*call, *numbers, *[0] * (MOST_NUMBERS - len(numbers))])
     rows = gather(message, group).tolist()
@@ -249,7 +251,7 @@ def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequenc
 
 @contextmanager
 def together_in(name: str) -> Iterator[None]:
-    """A call that every rank must make, as the same one and in the same order; also a decorator."""
+    """Context manager or decorator for a call that every rank must make, in the same order; UsageError otherwise."""
     with calling(name) as is_call:
         if is_call:
             world = dist.group.WORLD

@@ -1,8 +1,8 @@
 """Crash: the report that a rank writes when a failure ends it, and the page that summarizes all ranks.
 
-Each rank that can writes `crash/rank-N.json` in its working directory (set PIPESHARD_CRASH to another folder; if it is
-empty, nothing is written): the fault, the stacks of all threads, its last actions, and its memory. `pipeshard crash
-FOLDER` shows them together.
+Each rank that still can writes `crash/rank-N.json` in its working directory: the fault, the stacks of all threads, its
+last actions, and its memory. PIPESHARD_CRASH sets another folder; if it is empty, nothing is written. `pipeshard crash
+FOLDER` summarizes the reports.
 """
 
 import json
@@ -26,12 +26,12 @@ from pipeshard.errors import CheckpointError, summary
 
 logger = logging.getLogger("pipeshard")
 VARIABLE = "PIPESHARD_CRASH"
-SHOWN, LINES = 8, 12  # actions of each rank on the page, and lines of its error
-LONGEST_REPORT = 16 * 2**20  # bytes of a report that is read
+SHOWN, LINES = 8, 12  # the numbers of actions and of error lines that the page shows per rank
+LONGEST_REPORT = 16 * 2**20  # bytes; a larger report is an error
 
 
 def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None) -> None:
-    """Write this rank's report; a failure to do so is logged, and hides no error."""
+    """Write this rank's report. If writing fails, log a warning instead of raising."""
     if not (folder := os.environ.get(VARIABLE, "crash")):
         return
     try:
@@ -39,11 +39,11 @@ def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report(rank, name, fault, error), indent=1))
     except (OSError, ValueError) as why:
-        logger.warning("rank %d could not write its report to %r: %s", rank, folder, why)
+        logger.warning("rank %d could not write its crash report to %r: %s", rank, folder, why)
 
 
 def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> dict[str, Any]:
-    """What a rank knows of its end. Times are in seconds before now, memory is in bytes."""
+    """The content of a rank's report, as a JSON-serializable dict. `ago` is in seconds before now, memory in bytes."""
     now, names = time.monotonic(), {thread.ident: thread.name for thread in threading.enumerate()}
     memory = {"resident": psutil.Process().memory_info().rss, "of the host": psutil.virtual_memory().total}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -66,13 +66,15 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> d
 
 
 def page(folder: Path) -> Iterator[str]:
-    """The lines that explain what happened, from the reports in a folder: the ranks, by time, and what each did.
+    """Yield the lines of a summary of the reports in a folder: the cause, then each rank's last actions, by time.
 
-    Raises CheckpointError for a folder without reports, or with one that cannot be read.
+    Raises CheckpointError if the folder contains no report, or a report that cannot be read.
     """
     reports = sorted(map(_read_report, folder.glob("rank-*.json")), key=lambda report: report.time)
     if not reports:
-        raise CheckpointError(f"{folder} contains no report of a rank (rank-0.json, ...)")
+        raise CheckpointError(
+            f"{folder} contains no report of a rank (rank-0.json, ...): pass the folder of the reports"
+        )
     own = [report.text for report in reports if report.culprit == report.rank]
     yield f"What happened: {(own or [report.text for report in reports])[0]}"
     for rank in sorted({report.culprit for report in reports} - {report.rank for report in reports} - {-1}):
@@ -86,7 +88,7 @@ def page(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Report:
-    """The content of a file for the page."""
+    """The fields of a report file that the page shows."""
 
     rank: int
     culprit: int

@@ -1,4 +1,4 @@
-"""Failures: how a rank's fault is reported to the others, which ranks still respond, and how waits are ended."""
+"""Failures: reports of a rank's fault to the other ranks, a roll call of live ranks, and aborts of pending waits."""
 
 import contextlib
 import json
@@ -22,14 +22,14 @@ from pipeshard.distributed.progress import NOW, collective_of, main_stack
 from pipeshard.private import default_store
 
 RAISED, GONE, STALLED, ENDED, ORPHANED = "raised", "gone", "stalled", "ended", "orphaned"  # kinds
-THROUGH = "its program being through"  # the message of one that has ended without an error
+THROUGH = "its program being through"  # the message of a rank that ended without an error
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`rank` (whose `name` is "rank 2 (stage 2)") has raised an error with `message` while it was at `where`, possibly
-    in the code of `module`; or its process has died, stalled or ended, or its agent has. `told_by` is the rank that
-    reports it."""
+    """A failure of `rank` (whose `name` is, for example, "rank 2 (stage 2)"). By `kind`, the rank raised an error with
+    the text `message` at `where`, possibly in the code of `module`; its process died, stalled or ended; or its agent
+    died. `told_by` is the rank that reports the failure."""
 
     kind: str
     rank: int
@@ -38,11 +38,11 @@ class Fault:
     module: str = ""
     message: str = ""
     told_by: int = -1
-    number: int = -1  # of the call of which it is told
+    number: int = -1  # of the call in which the fault is reported
 
     @property
     def is_asked(self) -> bool:
-        """Whether the ranks are asked what they are doing, to find the rank at fault."""
+        """Whether a roll call follows, in which every rank reports what it is doing, to find the rank at fault."""
         return self.kind in (GONE, STALLED) and self.told_by >= 0
 
     def __str__(self) -> str:
@@ -64,23 +64,25 @@ class Fault:
 
 
 T = TypeVar("T")
-LINGER = 2.0  # seconds that the process which holds the store waits for the others at its end
+LINGER = 2.0  # seconds that the process that hosts the store waits for the other ranks on exit
 
 
 class Alarm:
-    """One Fault for each call of the user's, by its number: the first report counts, on every rank.
+    """At most one Fault per collective call, kept in the store under the call's number. The first report counts, on
+    every rank.
 
-    `gone` means that the store does not respond any more; then methods raise DistStoreError at once. `asked` means that
-    a thread waits for the store, in `ask`.
+    If `gone` is set, the store no longer responds, and methods raise DistStoreError immediately. `asked` is set while a
+    thread waits for the store in `ask`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         store: Any = PrefixStore("pipeshard.watch", default_store())
-        self.store = store.clone()  # a connection of its own
+        self.store = store.clone()  # a separate connection
         self.rank, self.size, self.gone, self.asked = rank, size, False, False
 
     def ask(self, question: Callable[[], T]) -> T:
-        """`question()`, in a separate thread: it hangs if the store is silent, but this call waits until `gone`."""
+        """Return `question()`, run in a separate thread: it hangs if the store does not respond, but this call then
+        raises DistStoreError once `gone` is set."""
         answer = _answer_later(question)
         self.asked = True
         try:
@@ -92,13 +94,15 @@ class Alarm:
         raise _gone()
 
     def tell(self, fault: Fault, number: int) -> Fault:
-        """Report a fault to all ranks, unless one was first; returns the fault that counts."""
+        """Report a fault in call `number` to all ranks, unless a fault was reported before; return the one that
+        counts."""
         self._refuse_gone()
         text = replace(fault, number=number).to_json()
         return Fault.from_json(self.store.compare_set(f"alarm/{number}", "", text))
 
     def told(self, numbers: Sequence[int], patience: float = 0.0) -> Fault | None:
-        """The fault reported in one of these calls, within this many seconds."""
+        """The fault reported in the first of these calls that has one; None if none is reported within `patience`
+        seconds."""
         until = time.monotonic() + patience
         while True:
             self._refuse_gone()
@@ -110,8 +114,8 @@ class Alarm:
             time.sleep(0.02)
 
     def leave(self, without: Collection[int]) -> None:
-        """At the end of the process: the process that holds the store stays until the others no longer need it;
-        `without` are those that will not sign off."""
+        """Sign off when this process exits. The process that hosts the store waits at most LINGER seconds until the
+        other ranks have signed off, except for the ranks in `without`."""
 
         def leave() -> None:
             self._refuse_gone()
@@ -131,37 +135,37 @@ class Alarm:
 
 
 def _answer_later(question: Callable[[], T]) -> Future[T]:
-    """Ask in a separate thread, since the question hangs if the store is silent; returns its future."""
+    """Start `question()` in a separate thread, since it hangs if the store does not respond; return its future."""
     answer: Future[T] = Future()
 
     def put() -> None:
         try:
             answer.set_result(question())
-        except BaseException as error:  # it is raised by the thread that waits
+        except BaseException as error:  # raised in the waiting thread
             answer.set_exception(error)
 
     try:
         threading.Thread(target=put, name="pipeshard-ask", daemon=True).start()
-    except RuntimeError:  # since Python 3.12 none starts where a process ends
+    except RuntimeError:  # since Python 3.12, no thread can start during interpreter shutdown
         put()
     return answer
 
 
 def _gone() -> Exception:
-    return dist.DistStoreError("the store does not answer")
+    return dist.DistStoreError("the store does not respond")
 
 
 def has_agents() -> bool:
-    """Whether the store is torchrun's, and not that of rank 0."""
+    """Whether torchrun's agent hosts the store, instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-ANSWER_SECONDS = 2.0  # in which a rank that lives has answered
+ANSWER_SECONDS = 2.0  # within which every live rank answers
 LIBRARY_FRAMES = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  # frames that are not the user's
 
 
 class RollCall:
-    """Answers in the store, one per rank, under the number of a call."""
+    """The ranks' answers about what they are doing, kept in the store by the number of the call."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -169,20 +173,22 @@ class RollCall:
         self.silent: list[int] = []  # the ranks that did not answer
 
     def answer(self, number: int) -> None:
-        """Called once per call, by the watch thread: it runs even if the training thread hangs."""
+        """Report what this process is doing, once per call. The watch thread calls it, even if the training thread
+        hangs."""
         if self._answered != number:
             self._answered = number
             self.store.set(f"answer/{number}/{self.rank}", json.dumps(_process_state()))
 
     def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
-        """The fault with a message that names the ranks that do not respond, or what each of them is doing."""
+        """The fault with a message that names the ranks that do not respond or, unless its kind is GONE, the rank at
+        fault and what each rank is doing."""
         answers = self._collect(fault.number)
         silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:
             return replace(fault, message=_silent(silent, named, fault))
         busy = [rank for rank, state in answers.items() if not state["waits"] and not state["collective"]]
         found = silent or busy
-        names = ", ".join(map(named, found)) or "no single rank"
+        names = ", ".join(map(named, found)) or "an unknown rank"
         table = "\n".join(f"  {named(rank)} {_state_line(answers.get(rank))}" for rank in range(self.size))
         message = f"{fault.message}, because of {names}:\n{table}"
         return replace(fault, message=message, rank=found[0] if found else -1, name=named(found[0]) if found else "")
@@ -196,7 +202,7 @@ class RollCall:
 
 
 def _process_state() -> dict[str, Any]:
-    """What this process is doing."""
+    """What this process is doing, as a JSON-serializable dict."""
     frames = main_stack()
     users = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in LIBRARY_FRAMES)]
     at = ""
@@ -222,7 +228,7 @@ def _state_line(state: dict[str, Any] | None) -> str:
         others = ", ".join(map(str, state["waits"][:8])) + (", ..." if len(state["waits"]) > 8 else "")
         return f"has waited {since} for rank{'s' * (len(state['waits']) > 1)} {others} in {state['where']}"
     if state["collective"]:
-        return f"waits for other ranks in its own {state['collective']} call ({state['at']})"
+        return f"waits for other ranks in the script's {state['collective']} call ({state['at']})"
     module = f", {state['module']}" if state["module"] else ""
     return f"has been {since} in {state['where']}{module}" + (f" ({state['at']})" if state["at"] else "")
 
@@ -234,15 +240,15 @@ def _silent(silent: list[int], named: Callable[[int], str], fault: Fault) -> str
     return f"{names} is gone: it was killed, has crashed, or is offline (seen by rank {fault.told_by} in {fault.where})"
 
 
-TAG = 7919  # of a message that nobody sends
+TAG = 7919  # of a message that no rank sends
 
 
 def abort_groups() -> None:
-    """Break the connections of all process groups, so that a wait in any of them, in any thread, raises at once.
+    """Abort all process groups, so that every pending wait in them, in any thread, ends at once.
 
-    Collectives of gloo cannot be aborted, but cancelling a receive closes the connections of its group, and
-    ends everything in flight there; a receive over an already broken connection does not. Without this, a
-    process whose messages are not received would not even exit: it joins the threads that send them at its end.
+    Gloo collectives cannot be aborted, but cancelling a receive closes the connections of its group and aborts
+    everything in flight there, unless the receive's own connection was already broken. Without this, a process with
+    unreceived messages could not even exit, since on exit it joins the threads that send them.
     """
     backends: list[tuple[dist.ProcessGroup, Any]] = [
         (group, group._get_backend(torch.device(device)))
@@ -257,12 +263,13 @@ def abort_groups() -> None:
             next((other for other in others if _gives_up(backend, other)), None)
 
 
-ABORTING = 5.0  # seconds, after which those that are not aborted are left behind
+ABORTING = 5.0  # seconds after which unfinished aborts are abandoned
 
 
 def _abort(backends: Sequence[Any]) -> None:
-    """Abort all at the same time: the abort of an NCCL communicator frees memory, which waits for everything that runs
-    on the GPU, and so for the messages of the other communicators, which end only when these are aborted, too."""
+    """Abort all backends at the same time. Aborting an NCCL communicator frees memory, which waits for everything that
+    runs on the GPU, including messages of other communicators, and these end only when their communicator is
+    aborted."""
 
     def abort(backend: Any) -> None:
         with contextlib.suppress(RuntimeError):
@@ -277,7 +284,7 @@ def _abort(backends: Sequence[Any]) -> None:
 
 
 def _gives_up(backend: Any, other: int) -> bool:
-    """Whether a receive was started, and cancelled."""
+    """Start a receive from `other` and let it time out; return False if the connection was already broken."""
     try:
         backend.recv([torch.empty(1)], other, TAG).wait(timedelta(milliseconds=1))
     except RuntimeError as error:
@@ -285,23 +292,23 @@ def _gives_up(backend: Any, other: int) -> bool:
     return False
 
 
-TEXT = 2000  # characters of an error that others are told
-OURS = ("/torch/", "/pipeshard/")  # where an error of a lost connection is raised
+TEXT = 2000  # characters of an error's text that are sent to other ranks
+OURS = ("/torch/", "/pipeshard/")  # files in which the error of a lost connection is raised
 LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error for other ranks, even if its own text fails."""
+    """The type and text of an error, for other ranks: at most TEXT characters, even if its `__str__` raises."""
     try:
         text = str(error)
-    except Exception as why:  # of the user's own class
-        text = f"(its text cannot be shown: {type(why).__name__})"
+    except Exception as why:  # `__str__` of a user's exception class
+        text = f"(its text cannot be shown, since __str__ raised {type(why).__name__})"
     return f"{type(error).__name__}: {text if len(text) <= TEXT else text[:TEXT] + ' ...'}"
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error is that of a broken connection, and so not this rank's own. It must come from a function of
-    torch's: the user's own code may use the same words."""
+    """Whether a broken connection caused an error, which is then not this rank's own. The error must be raised inside
+    torch or pipeshard, since user code may raise errors with the same text."""
     if isinstance(error, dist.DistError) or type(error) is not RuntimeError or not LOST.search(str(error)):
         return isinstance(error, dist.DistError)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

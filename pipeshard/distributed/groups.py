@@ -9,16 +9,17 @@ import torch.distributed as dist
 
 from pipeshard.errors import UsageError
 
-# By default torch ends a process, by SIGABRT, in which a communicator of NCCL breaks or is aborted. Here the watch
-# aborts communicators after a fault, and the call that waited raises an error with the rank and the reason.
+# By default, torch aborts a process (SIGABRT) if one of its NCCL communicators fails or is aborted. Here the watch
+# aborts communicators after a fault, and the waiting call raises an error with the rank and the reason.
 ERRORS_ARE_RAISED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 
 @contextmanager
 def raising_errors() -> Iterator[None]:
-    """Groups created inside keep the process alive when NCCL fails. Settings of the user are kept."""
+    """Context manager that creates groups whose NCCL failures do not abort the process. Variables that the user has set
+    are kept."""
     ours = {name: value for name, value in ERRORS_ARE_RAISED.items() if name not in os.environ}
-    os.environ.update(ours)  # torch reads them when a group is made
+    os.environ.update(ours)  # torch reads them when it creates a group
     try:
         yield
     finally:
@@ -34,12 +35,12 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """The backend of a group, or of the world, for the tensors of a device; "" if it has none."""
+    """The backend of a group (by default, the world) for tensors on a device of this type; "" if it has none."""
     if isinstance(group, LocalGroup):
         return "local"
     try:
         config = dist.get_backend_config(group)
-    except (TypeError, ValueError) as error:  # of torch, for a group that it does not know any more
+    except (TypeError, ValueError) as error:  # torch raises it for a destroyed group
         raise UsageError(
             "the process group of this boosted model was destroyed with torch.distributed.destroy_process_group(): "
             "create a new process group, and boost the model again in it, from weights saved earlier"
@@ -49,7 +50,7 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
 
 
 class LocalGroup(dist.ProcessGroup):
-    """A group of ranks that live in one process; `ranks` are their numbers in their world."""
+    """A process group whose ranks all run in this process; `ranks` are their numbers in the local world."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # torch's stub lacks this overload

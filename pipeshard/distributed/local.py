@@ -1,10 +1,10 @@
-"""Local world: all ranks of a mesh in one process, of which a single one runs at a time.
+"""Local world: all ranks of a mesh as threads of one process, of which only one runs at a time.
 
-Each rank is a thread that runs the engine's own code. A rank yields only if it would wait for another rank, in a
-collective call or for a message, and the ranks take turns in their order. Every run is therefore the same, autograd and
-the random generators are used by one thread at a time, and a deadlock is detected at once. torch tests its collectives
-with threads, too (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group. The
-default process group stays in use here.
+The thread of a rank runs the engine's own code. A rank yields only if it would wait for another rank, in a collective
+call or for a message, and the ranks take turns in rank order. Every run is therefore the same, only one thread at a
+time uses autograd and the random generators, and a deadlock is detected immediately. torch also tests its collectives
+with threads (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group; a local
+world leaves the default process group in use.
 """
 
 import threading
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Aborted(BaseException):
-    """Ends the thread of a rank after another rank has failed."""
+    """Raised in the thread of a rank to end the thread after another rank has failed."""
 
 
 class _Rank:
@@ -39,7 +39,7 @@ class _Rank:
     def __init__(self, number: int, work: Callable[[int], Any]) -> None:
         self.number, self._work = number, work
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self.ready: Callable[[], bool] | None = lambda: True  # None: it pauses
+        self.ready: Callable[[], bool] | None = lambda: True  # None: the rank is paused
         self.waits_for = ""
         self.is_done = self._is_aborted = self._has_turn = False
         self.result: Any = None
@@ -48,7 +48,7 @@ class _Rank:
         self._thread = threading.Thread(target=context.run, args=(self._run,), name=f"rank {number}", daemon=True)
 
     def give_back(self, ready: Callable[[], bool] | None = None, waits_for: str = "") -> None:
-        """Let the thread of the world continue. Called by the thread of the rank."""
+        """Let the world's thread continue, and wait for the next `resume()`. Called by the rank's thread."""
         if self._is_aborted:
             raise Aborted
         self.ready, self.waits_for = ready, waits_for
@@ -67,7 +67,7 @@ class _Rank:
         self._has_turn = False
 
     def abort(self) -> None:
-        """End a thread that waits. If an interrupt left the thread computing, it ends when it waits next."""
+        """End the rank's thread if it is waiting. A thread that an interrupt left computing ends at its next wait."""
         self._is_aborted = True
         if self._thread.ident is not None and not self.is_done and not self._has_turn:
             self.resume()
@@ -76,7 +76,7 @@ class _Rank:
         self._turn.acquire()
         try:
             self.result = self._work(self.number)
-        except BaseException as error:  # the world raises it
+        except BaseException as error:  # `LocalWorld.run` raises it
             self.error = error
         finally:
             self.is_done = True
@@ -99,7 +99,7 @@ class LocalWork:
 
 
 class _Noting(Progress):
-    """The progress of a rank, which pauses before each action."""
+    """The Progress of a rank that pauses the rank before each action."""
 
     def __init__(self, world: "LocalWorld") -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Noting(Progress):
 
 @dataclass
 class _Meeting:
-    """One collective call of a group, with the arguments of each rank by its place in the group."""
+    """One collective call of a group; `brought` has the arguments of each rank by its index in the group."""
 
     kind: str
     brought: dict[int, Any] = field(default_factory=dict)
@@ -120,10 +120,10 @@ class _Meeting:
 
 
 class LocalWorld:
-    """`size` ranks in this process; `run` calls one function on each of them.
+    """`size` ranks in this process; `run` calls a function on each rank.
 
-    `note` is called before each action of a rank's steps. `keeping()` makes a context for each rank, which is entered
-    whenever the rank runs: it can give the rank its own random generators.
+    `note` is called before each action of a rank's steps. `keeping()` returns a context manager for each rank, which is
+    entered whenever the rank runs. It can, for example, switch to the rank's own random generators.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class LocalWorld:
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Call `work(rank)` on every rank and return the results.
 
-        Raises the first error of a rank, and DeadlockError if all ranks wait for each other.
+        Raises the first error of a rank, or DeadlockError if all ranks wait for each other.
         """
         inherited = _inherited()
 
@@ -163,7 +163,7 @@ class LocalWorld:
         return [rank.result for rank in ranks]
 
     def _turn(self, rank: _Rank, context: AbstractContextManager[None]) -> bool:
-        """Run a rank until it waits or ends; return False if it still has to wait."""
+        """Run a rank until it waits or ends, and raise its error. Return False, without running it, if it must wait."""
         if rank.ready is not None and not rank.ready():
             return False
         self._running = rank
@@ -178,25 +178,28 @@ class LocalWorld:
         return True
 
     def wait(self, ready: Callable[[], bool], waits_for: str) -> None:
-        """Let other ranks run until `ready()`. Called by the rank that runs."""
+        """Let other ranks run until `ready()`. Called by the running rank."""
         assert self._running is not None
         self._running.give_back(ready, waits_for)
 
     def pause(self) -> None:
-        """Let the world's own thread call `note`, if there is one. Called by the rank that runs."""
+        """Let the world's thread call `note`, if there is one. Called by the running rank."""
         assert self._running is not None
         if self.note is not None:
             self._running.give_back()
 
     def meet(self, group: "WorldGroup", kind: str, brought: Any, finish: Callable[[list[Any]], None]) -> LocalWork:
-        """Join a collective call of a group; `finish` gets the arguments of all ranks once the last rank has joined."""
+        """Join a collective call of a group. When the last rank joins, `finish` receives the arguments of all ranks."""
         meetings, place = self._meetings[group.ranks], group.rank()
         meeting = next((other for other in meetings if place not in other.brought), None)
         if meeting is None:
             meeting = _Meeting(kind)
             meetings.append(meeting)
         if meeting.kind != kind:
-            raise DeadlockError(f"rank {group.ranks[place]} calls {kind}, but another rank calls {meeting.kind}")
+            raise DeadlockError(
+                f"rank {group.ranks[place]} calls {kind}, but another rank calls {meeting.kind}: make the same call on "
+                "every rank"
+            )
         meeting.brought[place] = brought
         if len(meeting.brought) == group.size():
             finish([brought for _, brought in sorted(meeting.brought.items())])
@@ -206,7 +209,7 @@ class LocalWorld:
 
 
 class WorldGroup(LocalGroup):
-    """A process group of a local world, for the functions of torch.distributed. Sums are in the order of the ranks."""
+    """A process group of a local world, for torch.distributed functions. Sums are computed in rank order."""
 
     def __init__(self, world: LocalWorld, ranks: Sequence[int], rank: int) -> None:
         super().__init__(tuple(ranks), rank)
@@ -247,7 +250,7 @@ class WorldGroup(LocalGroup):
 
 
 class LocalP2P(P2P):
-    """Messages between ranks of a local world, which arrive when they are sent."""
+    """Messages between ranks of a local world; each message arrives as soon as it is sent."""
 
     def __init__(self, world: LocalWorld, ranks: Sequence[int], rank: int, device: torch.device) -> None:
         self.world, self.ranks, self.rank, self.device = world, list(ranks), rank, device
@@ -268,11 +271,11 @@ class LocalP2P(P2P):
 
 @dataclass
 class _Edge:
-    """The messages from one rank to another. As with processes, the first receive that was posted gets the first one,
-    in whatever order receives are waited for."""
+    """The messages from one rank to another. As between processes, the n-th posted receive gets the n-th message, in
+    whatever order receives are waited for."""
 
-    sent: list[Tensor | None] = field(default_factory=list)  # None: copied into its buffer
-    received: int = 0  # receives that were posted
+    sent: list[Tensor | None] = field(default_factory=list)  # None: already received
+    received: int = 0  # the number of posted receives
 
 
 class _Receipt(LocalWork):
@@ -280,15 +283,15 @@ class _Receipt(LocalWork):
 
     def __init__(self, p2p: LocalP2P, edge: _Edge, number: int, buffer: Tensor, source: int) -> None:
         self._edge, self._number, self._buffer = edge, number, buffer
-        super().__init__(p2p.world, lambda: len(edge.sent) > number, f"a message of rank {p2p.ranks[source]}")
+        super().__init__(p2p.world, lambda: len(edge.sent) > number, f"a message from rank {p2p.ranks[source]}")
 
     def wait(self, timeout: Any = None) -> bool:
         super().wait(timeout)
         message, self._edge.sent[self._number] = self._edge.sent[self._number], None
         if message is None:
-            return True  # waited for before
+            return True  # already received
         if message.shape != self._buffer.shape:
-            sizes = f"{message.numel()} bytes, but {self._buffer.numel()} are expected"
+            sizes = f"{message.numel()} bytes, but the receiver expects {self._buffer.numel()}"
             raise MessageSizeError(f"{self._waits_for} has {sizes}")
         self._buffer.copy_(message)
         return True
@@ -309,17 +312,17 @@ class LocalMesh(ProcessGroupMesh):
     create_group_along_axis = get_group_along_axis
 
     def warm_up(self, device: torch.device) -> None:
-        """Nothing has to be connected."""
+        """Does nothing: a local world has no connections."""
 
 
 def in_thread(work: Callable[[], T]) -> T:
-    """Call `work()` in a thread, as ranks run, and return its result: it does not see the main thread's
-    `threading.local` values either."""
+    """Call `work()` in a thread, as for a rank of a local world, and return its result. Like a rank, `work` does not
+    see the main thread's `threading.local` values."""
     return LocalWorld(1).run(lambda rank: work())[0]
 
 
 class LocalGrid(Grid):
-    """The grid of a rank of a local world; nothing of it is sliced."""
+    """The grid of a rank of a local world, without tensor parallelism (tp_size=1)."""
 
     def __init__(self, world: LocalWorld, rank: int, pp_size: int, dp_size: int, device: torch.device) -> None:
         self.dp_size, self.pp_size, self.tp_size, self.device = dp_size, pp_size, 1, device
@@ -332,13 +335,13 @@ class LocalGrid(Grid):
 
 
 def _inherited() -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that makes contexts with the autocast state and the default device of this thread."""
+    """Return a factory of context managers that set the CPU autocast state and default device of this thread."""
     device = torch.get_default_device()
     of_cpu, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     @contextmanager
     def inherited() -> Iterator[None]:
-        # The context of a default device is slow, and on the CPU it changes nothing.
+        # Entering the context of a default device is slow, and has no effect for the CPU.
         with torch.autocast("cpu", dtype, of_cpu), nullcontext() if device.type == "cpu" else device:
             yield
 

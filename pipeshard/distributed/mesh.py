@@ -33,11 +33,11 @@ logger = logging.getLogger("pipeshard")
 class ProcessGroupMesh:
     """Ranks on a grid in row-major order: on a mesh of (2, 2, 2), rank 2 is at coordinate (0, 1, 0).
 
-    The groups along each single axis are those of a `torch.distributed` DeviceMesh and are created here; others are
-    created on request. Methods are those of `colossalai.cluster.ProcessGroupMesh` 0.5. Construct it on all ranks.
+    The constructor creates a `torch.distributed` DeviceMesh, with the groups along each single axis; other groups are
+    created on request. It has the methods of `colossalai.cluster.ProcessGroupMesh` 0.5. Construct it on all ranks.
 
     Args:
-        *size: ranks along each axis; their product is the world size.
+        *size: the number of ranks along each axis; the product must be the world size.
 
     Attributes:
         shape: `size`.
@@ -51,30 +51,33 @@ class ProcessGroupMesh:
         if not dist.is_initialized():
             raise ConfigurationError(f"A mesh requires a process group: {NEEDED}.")
         if not size or min(size) < 1 or math.prod(size) != dist.get_world_size():
-            raise ConfigurationError(f"{size}: choose sizes whose product is {dist.get_world_size()}, the world size.")
+            raise ConfigurationError(
+                f"A mesh of {size} requires positive sizes whose product is {dist.get_world_size()}, the world size."
+            )
         self.shape: Coordinate = size
         self.rank = dist.get_rank()
-        on_gpu = torch.cuda.is_available() and carrier(torch.device("cuda"))  # where tensors on the mesh are
+        on_gpu = torch.cuda.is_available() and carrier(torch.device("cuda"))  # the device of tensors on the mesh
         kind = "cuda" if on_gpu else "cpu"
         names = tuple(map(axis_name, range(len(size))))
         with raising_errors():
             self._device_mesh = init_device_mesh(kind, size, mesh_dim_names=names)
-        # By ranks and backend. The keys are the same on every rank, so that all agree on what is yet to be made.
+        # By ranks and backend. The keys are the same on every rank, so that all ranks see which groups are missing.
         self._groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None] = {}
         for axis in range(len(size)):
             for ranks in self._ranks_along(axis, None):
                 self._groups[ranks, None] = self._device_mesh.get_group(axis) if self.rank in ranks else None
 
     def along(self, *axes: int) -> DeviceMesh:
-        """torch's own mesh of the ranks that differ from this one only on these axes, in the order of the axes."""
+        """The DeviceMesh of the ranks whose coordinates differ from this rank's only on these axes, in ascending
+        order."""
         return self._device_mesh[tuple(axis_name(axis) for axis in sorted(_axis(axis, self.shape) for axis in axes))]
 
     def size(self, dim: int | None = None) -> int | Coordinate:
-        """Ranks along axis `dim`, or the whole shape."""
+        """The number of ranks along axis `dim`, or the shape if `dim` is None."""
         return self.shape if dim is None else self.shape[_axis(dim, self.shape)]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
-        """This process's index on axis `dim`, or its whole coordinate."""
+        """This process's index on axis `dim`, or its coordinate if `dim` is None."""
         coord = self.unravel(self.rank, self.shape)
         return coord if dim is None else coord[_axis(dim, coord)]
 
@@ -87,7 +90,7 @@ class ProcessGroupMesh:
 
     @staticmethod
     def ravel(coord: Coordinate, shape: Coordinate, mode: Literal["raise", "wrap", "clip"] = "raise") -> int:
-        """The rank at a coordinate; `mode` is for an index out of range, as in `numpy.ravel_multi_index`.
+        """The rank at a coordinate. `mode` sets how an index out of range is treated, as in `numpy.ravel_multi_index`.
 
         Raises:
             ConfigurationError: unknown mode, wrong number of indices, or (in mode "raise") an index out of range.
@@ -95,25 +98,29 @@ class ProcessGroupMesh:
         try:
             return int(np.ravel_multi_index(coord, shape, mode))
         except ValueError as error:
-            raise ConfigurationError(f"{coord} is outside a mesh of {shape} in mode {mode!r}: {error}.") from error
+            raise ConfigurationError(
+                f"Coordinate {coord} is outside a mesh of {shape} in mode {mode!r}: {error}."
+            ) from error
 
     @staticmethod
     def get_coords_along_axis(base_coord: Coordinate, axis: MeshAxes, indices_at_axis: Indices) -> list[Coordinate]:
-        """`base_coord` with its indices on `axis` replaced by every choice of `indices_at_axis`, the last axis fastest.
+        """All copies of `base_coord` with indices on `axis` from `indices_at_axis`; the last axis varies fastest.
 
         Args:
-            base_coord: where to start from.
-            axis: one axis, or several.
-            indices_at_axis: indices on that one axis, or a list of them for each of the several.
+            base_coord: the coordinate whose indices on all other axes are kept.
+            axis: one axis, or several axes.
+            indices_at_axis: a list of indices for one axis, or one list per axis for several axes.
 
         Raises:
-            ConfigurationError: no such axis, or indices that are not of this form.
+            ConfigurationError: an axis does not exist, or `indices_at_axis` does not have this form.
         """
         axes = [axis] if isinstance(axis, int) else axis
         choices: Any = [indices_at_axis] if isinstance(axis, int) else indices_at_axis
         lists = all(isinstance(chosen, Sequence) and all(isinstance(i, int) for i in chosen) for chosen in choices)
         if len(axes) != len(choices) or not lists:
-            raise ConfigurationError(f"Give one list of indices per axis: {indices_at_axis} does not fit axis {axis}.")
+            raise ConfigurationError(
+                f"indices_at_axis must have one list of indices per axis, got {indices_at_axis} for axis {axis}."
+            )
         coords = [base_coord]
         for at, chosen in zip([_axis(ax, base_coord) for ax in axes], choices):
             coords = [(*coord[:at], index, *coord[at + 1 :]) for coord in coords for index in chosen]
@@ -122,20 +129,21 @@ class ProcessGroupMesh:
     def create_group_along_axis(
         self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ from this one only on `axis`; created on all ranks if it is missing.
+        """The group of the ranks whose coordinates differ from this rank's only on `axis`; created if it is missing.
 
-        A collective: call it on every rank of the world, with the same `backend`. The axes and indices may differ.
+            A collective: call it on every rank of the world, with the same `backend`. Axes and indices may differ by
+                rank.
 
         Args:
-            axis: one axis, or several (the group then spans all their combinations).
-            indices_at_axis: indices on that one axis, or a list of them for each of the several; None means all.
-            backend: None for that of the world.
+            axis: one axis, or several axes (the group then spans all combinations of their indices).
+            indices_at_axis: a list of indices for one axis, or one list per axis for several; None means all indices.
+            backend: the group's backend; None means the world's.
 
         Returns:
             The group, or None if this rank's own index is not among `indices_at_axis`.
 
         Raises:
-            ConfigurationError: an axis or index the mesh does not have.
+            ConfigurationError: the mesh does not have an axis or index.
         """
         wanted = self._ranks_along(axis, indices_at_axis)[self.rank]
         mask = torch.zeros(math.prod(self.shape), dtype=torch.int8)
@@ -152,34 +160,34 @@ class ProcessGroupMesh:
     def get_group_along_axis(
         self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Like `create_group_along_axis`, but purely local once all ranks' groups of this kind exist.
+        """Like `create_group_along_axis`, but without communication if the groups of all ranks already exist.
 
-        A single full axis always exists. For others the first call is a collective; if some ranks' indices are new then
-        and others' are not, only `create_group_along_axis` is safe.
+        The groups along a single full axis always exist. For other groups, the first call is a collective. If ranks
+        pass different arguments, and only some ranks' groups exist, only `create_group_along_axis` is safe.
         """
         wanted = self._ranks_along(axis, indices_at_axis)
-        # Every rank's group is looked at, not only this one's, so that all come to the same decision.
+        # Check the groups of every rank, not only this rank's, so that all ranks make the same decision.
         if all((ranks, backend) in self._groups for ranks in wanted):
             return self._groups[wanted[self.rank], backend]
         return self.create_group_along_axis(axis, indices_at_axis, backend)
 
     def get_ranks_in_group(self, group: dist.ProcessGroup | None) -> list[int]:
-        """The world ranks of a group that this mesh returned, ascending; none for None."""
+        """The global ranks of a group that this mesh returned, ascending; an empty list for None."""
         return [] if group is None else ranks_of(group)
 
     def warm_up(self, device: torch.device) -> None:
-        """Use every group once, in one order on all ranks: in a step, lazily created connections would make hosts wait
-        for each other, and GPUs for everything in their queues."""
+        """Use every group of the world's backend once, in the same order on all ranks. Connections that are created
+        lazily in a step would make hosts wait for each other, and GPUs for everything in their queues."""
         for (_, backend), group in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if group is not None and backend is None and group.size() > 1:
                 work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
                 own_progress().wait_in(group, work)
 
     def destroy_mesh_process_groups(self) -> None:
-        """Destroy every group made by this mesh, never the world's own; the mesh has no groups afterwards."""
+        """Destroy every group of this mesh except the world's group; the mesh has no groups afterwards."""
         for group in self._groups.values():
             if group not in (None, dist.group.WORLD):
-                with suppress(ValueError):  # already gone: kept twice, or the world was destroyed first
+                with suppress(ValueError):  # already destroyed: stored twice, or the world was destroyed first
                     dist.destroy_process_group(group)
         self._groups.clear()
 
@@ -189,7 +197,7 @@ class ProcessGroupMesh:
         return not self._groups
 
     def _ranks_along(self, axis: MeshAxes, indices_at_axis: Indices | None) -> list[tuple[int, ...]]:
-        """For each rank of the world, the members of the group that it would get."""
+        """For each rank of the world, the ascending ranks of the group that these arguments select for it."""
         if indices_at_axis is None:
             axis = [axis] if isinstance(axis, int) else axis
             indices_at_axis = [range(self.shape[_axis(ax, self.shape)]) for ax in axis]
@@ -199,7 +207,7 @@ class ProcessGroupMesh:
 
 
 def axis_name(axis: int) -> str:
-    """The name of an axis of this mesh in torch's own mesh."""
+    """The name of a mesh axis in the DeviceMesh."""
     return f"axis{axis}"
 
 
@@ -213,16 +221,18 @@ DP, PP, TP = 0, 1, 2  # the axes of the mesh
 
 
 class Grid:
-    """`dp_size` replicas of a pipeline of `pp_size` stages, each on `tp_size` ranks with a slice of it or its experts.
+    """`dp_size` replicas of a pipeline of `pp_size` stages; each stage (or its experts) is sharded across `tp_size`
+    ranks.
 
-    Neighbouring ranks are slices of one stage, then come the stages, then the replicas: with (2, 2, 1) the pipelines
-    are ranks 0, 1 and ranks 2, 3.
+    Consecutive ranks are the slices of one stage, then the stages of one replica, then the replicas (Megatron's order
+    tp-pp-dp): with two replicas of two stages, the pipelines are ranks 0, 1 and ranks 2, 3.
 
     Attributes:
-        mesh: the ranks, with the axes DP, PP and TP.
-        replica, stage, slice: this process's place on each.
-        replicas, stages, slices: the groups of the ranks that differ from this one only on that axis.
-        device: where this process computes.
+        mesh: the mesh of the ranks, with the axes DP, PP and TP.
+        replica, stage, slice: this rank's index on each axis.
+        replicas, stages, slices: the group of the ranks that differ from this rank only on that axis.
+        world: the group of all ranks.
+        device: the device on which this process computes.
 
     Raises ConfigurationError if the product of the sizes is not the world size.
     """
@@ -230,7 +240,7 @@ class Grid:
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
         self.dp_size, self.pp_size, self.tp_size = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
         self._p2ps: dict[tuple[str, tuple[int, ...]], P2P | None] = {}
-        self.device = own_device()  # before any group is used, as NCCL makes communicators on the current GPU
+        self.device = own_device()  # before any group is used, as NCCL creates communicators on the current GPU
         self._place(ProcessGroupMesh(self.dp_size, pp_size, tp_size))
         if self.first and self.device.type == "cuda" and carrier(self.device) == "gloo":
             logger.warning(
@@ -245,8 +255,9 @@ class Grid:
         self.world = self._group([DP, PP, TP])
 
     def p2p(self, kind: object, placement: Sequence[int]) -> P2P | None:
-        """The P2P for the messages of this rank's pipeline, with stage s on rank `placement[s]`. One of pipeshard's own
-        is created once for each placement; one of a user's class may have a state, so it is created for each model."""
+        """The P2P for the messages of this rank's pipeline, with stage s on rank `placement[s]`; None if all stages are
+        on one rank. A built-in P2P is created once per placement. A user's class may have state, so it is
+        instantiated for each model."""
         ranks = self.mesh.get_ranks_in_group(self.stages)
         if not isinstance(kind, str):
             return make_p2p(kind, ranks, placement, self.device)
@@ -262,7 +273,7 @@ class Grid:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is of the first replica, and of its first slice: one that writes for all."""
+        """Whether this rank belongs to the first replica and its first slice: such ranks write on behalf of all."""
         return self.replica == self.slice == 0
 
     @property
@@ -271,7 +282,7 @@ class Grid:
         return self.leads and self.stage == 0
 
     def named(self, rank: int) -> str:
-        """The name of a rank of the world in errors, as `rank 2 (stage 2)`."""
+        """The name of a global rank in errors, such as `rank 2 (stage 2)`."""
         replica, stage, piece = self.mesh.unravel(rank, self.mesh.shape)
         names = (
             [f"replica {replica}"] * (self.dp_size > 1) + [f"stage {stage}"] + [f"slice {piece}"] * (self.tp_size > 1)
@@ -279,13 +290,13 @@ class Grid:
         return f"rank {rank} ({', '.join(names)})"
 
     def at(self, stage: int, group: dist.ProcessGroup) -> int:
-        """The first global rank of `group` that is of this stage."""
+        """The first global rank of `group` that belongs to this stage."""
         ranks = ranks_of(group)
         return next(rank for rank in ranks if self.mesh.unravel(rank, self.mesh.shape)[PP] == stage)
 
     @staticmethod
     def divides(tensor: torch.Tensor, axis: int) -> bool:
-        """Whether the ranks along an axis have different slices of a tensor."""
+        """Whether a tensor is sharded along an axis: a DTensor that is not replicated on it."""
         if not isinstance(tensor, DTensor):
             return False
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -294,8 +305,9 @@ class Grid:
         )
 
     def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ from this one only on `axes`, and also on PP if there are several
-        `stages`, which they are then of; None for a rank of none of these. A collective of the world."""
+        """The group of the ranks that differ from this rank only on `axes` and, given several `stages`, on PP within
+        these stages. None if there are neither axes nor several stages, or if this rank's stage is not among
+        several stages. A collective: call it on every rank of the world."""
         if len(stages) < 2:
             return self._group(axes) if axes else None
         chosen = [list(range(self.mesh.shape[axis])) for axis in axes]
@@ -311,11 +323,11 @@ _grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # of the curr
 
 
 def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:
-    """The Grid of these sizes, the same for all models of this world. Call it on all ranks.
+    """The Grid of these sizes, shared by all models of this world. Call it on all ranks.
 
-    torch keeps a process group, with its threads and what NCCL allocates, until its world ends; a sweep that boosts one
-    model after another would have more of them with each. Models do not run at the same time, so their messages
-    cannot be mistaken for one another.
+    torch keeps a process group, with its threads and NCCL's allocations, until the world is destroyed; a sweep that
+    boosts one model after another would create more groups with each model. Models do not run at the same time, so
+    messages of different models cannot be confused.
     """
     sizes = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
     world = dist.group.WORLD
@@ -329,19 +341,19 @@ def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> G
 
 
 def join_alone(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int) -> None:
-    """Create a process group of this process alone if a single stage is requested and no launcher has started ranks, as
-    in a notebook or a plain `python script.py`."""
+    """Create a process group with only this process if all sizes are 1 and no launcher has started ranks, as in a
+    notebook or a plain `python script.py`."""
     is_single = pp_size == tp_size == ep_size == (dp_size or 1) == 1
     if is_single and not dist.is_initialized() and "RANK" not in os.environ:
-        # Both backends where there is a GPU. The store lives in this process and opens no port.
+        # With a GPU, both gloo and NCCL. The store is in this process and opens no port.
         backend = None if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int = 1) -> int:
-    """The number of replicas of a pipeline of these sizes in the world: all that fit, or `dp_size`.
+    """The number of replicas of a pipeline of these sizes: the world size divided by the size of one replica.
 
-    Raises ConfigurationError if the product of the sizes is not the world size, or no world exists.
+    Raises ConfigurationError if this is not an integer or differs from `dp_size`, or if no process group exists.
     """
     if not dist.is_initialized():
         raise ConfigurationError(f"a pipeline requires a process group: {NEEDED}")
@@ -352,14 +364,14 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
         wanted = f"{sizes} and dp_size={dp_size}" if dp_size else sizes
         processes = one * (dp_size or 1)
         raise ConfigurationError(
-            f"{wanted} but the world has {world} processes: start torchrun --nproc-per-node {processes} ..., "
+            f"{wanted}, but the world has {world} processes: start torchrun --nproc-per-node {processes} ..., "
             f"{'' if dp_size else 'or a multiple of it for replicas, '}or choose sizes whose product is {world}"
         )
     return world // one
 
 
 def own_device() -> torch.device:
-    """The GPU on which this process computes, which becomes the current device, or the CPU if it has none."""
+    """The device on which this process computes: a GPU, which becomes the current device, or the CPU without GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     bound = getattr(dist.group.WORLD, "bound_device_id", None)  # init_process_group(device_id=...)
@@ -371,8 +383,8 @@ def own_device() -> torch.device:
 
 
 def own_index(bound: torch.device | None, current: int, local: int) -> int:
-    """The index of the GPU to which the process group is bound; otherwise of the current one, if it was chosen (it is 0
-    if not); otherwise this rank's number on its machine."""
+    """The index of this process's GPU: the GPU to which the process group is bound, otherwise the current GPU if the
+    user selected one (its index is not 0), otherwise the one with this process's local rank."""
     if bound is not None and bound.type == "cuda" and bound.index is not None:
         return bound.index
     return current or local

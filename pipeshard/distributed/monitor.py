@@ -1,9 +1,9 @@
-"""Monitor: a small process for each rank, which ends the rank if it hangs while it holds the interpreter's lock.
+"""Monitor: a small process for each rank that kills the rank if it hangs while it holds the GIL.
 
-A thread of the rank itself needs the GIL to end it, which a hanging extension or regular expression
-may hold forever. This program runs separately, and imports only the standard library; it takes 10 MB.
+A thread of the rank needs the GIL to kill it, but a hanging extension or regular expression may hold the GIL forever.
+The monitor is therefore a separate process. It imports only the standard library, and takes 10 MB.
 
-    rank ── each second: how long it may be silent ──▶ monitor ── SIGABRT, then SIGKILL ──▶ rank
+    rank ── each second: how long the rank may be silent ──▶ monitor ── SIGABRT, then SIGKILL ──▶ rank
 """
 
 import contextlib
@@ -14,13 +14,13 @@ import subprocess
 import sys
 import time
 
-LOOK = 0.5  # seconds between two looks
-SLACK = 2.0  # seconds beyond the limit
+LOOK = 0.5  # seconds between two checks
+SLACK = 2.0  # seconds by which a rank may exceed its limit
 KILL_AFTER = 2.0  # seconds from SIGABRT to SIGKILL
 
 
 class Monitor:
-    """The rank's end of it."""
+    """The rank's side of the monitor: starts the monitor process and sends it heartbeats."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
@@ -33,15 +33,15 @@ class Monitor:
         os.set_blocking(self._pipe, False)
 
     def beat(self, limit: float) -> None:
-        """Report that this process lives, and for how many seconds it may be silent from now on; infinity is
-        forever."""
-        with contextlib.suppress(OSError):  # it was killed, or is stopped: training goes on without it
+        """Send a heartbeat, with the number of seconds for which this process may be silent from now on; infinity means
+        no limit."""
+        with contextlib.suppress(OSError):  # the monitor was killed or is stopped: training continues without it
             os.write(self._pipe, f"{0 if limit == float('inf') else limit:.3f}\n".encode())
 
 
 def supervise(rank: int) -> None:
-    """Supervise the process `rank`, the parent of this one, until it has ended. Time in which it is stopped, or this
-    process is, does not count."""
+    """Supervise the parent process, with process id `rank`, until it exits, and kill it if it is silent for too long.
+    Time during which one of the two processes is stopped does not count."""
     limit, silent = 0.0, 0.0
     while os.getppid() == rank:
         ready, _, _ = select.select([0], [], [], LOOK)
@@ -60,7 +60,7 @@ def supervise(rank: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped it; False if the system does not report it."""
+    """Whether a signal or a debugger has stopped a process; False if the system does not report this."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in b"Tt"

@@ -1,8 +1,9 @@
-"""P2P: messages from one rank of a pipeline to another, which contain only a tensor's bytes.
+"""P2P: messages between ranks of a pipeline, which contain only a tensor's bytes.
 
-Both ends know shapes and dtypes from the trace: no header is sent, nothing is pickled, and no handshake could wait in
-another order than the schedule's. On a GPU with NCCL a message is a kernel on both ranks, and kernels of
-one communicator run one after the other on each rank; so a P2P states which messages share one (its `lanes`).
+Both ends know shapes and dtypes from the trace. Messages therefore have no header, nothing is pickled, and no handshake
+can wait in an order other than the schedule's. On a GPU with NCCL, a message is a kernel on both ranks, and each rank
+runs the kernels of one communicator one after the other. A P2P therefore declares which messages share a communicator
+(its `lanes`).
 """
 
 import inspect
@@ -30,18 +31,18 @@ Edge = tuple[int, int]
 class P2P(ABC):
     """Point-to-point messages of one pipeline; subclass it to add another transport.
 
-    `ranks[r]` is the global rank of rank r of the pipeline and `edges` are the (source, destination) pairs, sorted,
-    that will be used, in pipeline ranks. Every rank constructs it at the same time, so groups may be created here, with
-    `new_group`, since there may be other pipelines. Messages of one edge arrive in the order they were
-    sent. Tensors are contiguous, flat bytes (uint8), and both ends know their size. Neither call may wait for
-    the other end: they return an object whose `wait()` does.
+    `ranks[r]` is the global rank of pipeline rank r, and `edges` is the sorted list of the (source, destination) pairs
+    that will be used, in pipeline ranks. Every rank of the world constructs its P2P at the same time, so the
+    constructor may create groups; it must use `new_group`, since there may be other pipelines. Messages of one edge
+    arrive in the order in which they were sent. Tensors are contiguous, flat bytes (uint8), and both ends know their
+    size. `send` and `receive` must not wait for the other end; they return an object whose `wait()` does.
 
     Attributes:
         lanes: which messages share a communicator; by default, all do.
-        kernels: whether messages are kernels on a GPU's streams. Then a step's messages are posted in an order in which
-            these never deadlock.
-        tells: whether `is_completed()` of the result of `send` becomes true by itself. If not, the sent tensor is kept
-            until it is waited for, which is soon.
+        kernels: whether messages are kernels on a GPU's streams. If so, a step's messages are posted in an order in
+            which these kernels never deadlock.
+        tells: whether `is_completed()` of the work that `send` returns becomes true without a call of `wait()`. If not,
+            the sent tensor is kept until pipeshard waits for the work, soon after.
     """
 
     lanes: ClassVar[Lanes] = Lanes()
@@ -53,11 +54,11 @@ class P2P(ABC):
         self.kernels = carrier(device) == "nccl"
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A new group of these global ranks. Call it on every rank of the world with ranks of its own pipeline."""
+        """Create a group of these global ranks. Call it on every rank of the world, with ranks of its own pipeline."""
         return self.new_groups([ranks])[0]
 
     def new_groups(self, members: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
-        """Several separate groups. Request equally many on every rank of the world."""
+        """Create a group for each list of global ranks. Call it on every rank of the world, with equally many lists."""
         world: Any = dist.group.WORLD
         options = options_of_kernels() if self.kernels else {}
         groups: list[Any] = []
@@ -69,28 +70,29 @@ class P2P(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int) -> dist.Work:
-        """Start to send; the tensor is not changed until the returned work is done."""
+        """Start sending to pipeline rank `destination`. pipeshard does not modify the tensor until the work is done."""
 
     @abstractmethod
     def receive(self, buffer: Tensor, source: int) -> dist.Work:
-        """Start to receive into `buffer`."""
+        """Start receiving into `buffer` from pipeline rank `source`."""
 
 
 class EdgeP2P(P2P):
-    """A group of two for each edge, not one for both directions of a pair: messages of one direction would
-    queue behind those of the other, which may need them first, or be mistaken for them (see `check_streams`)."""
+    """Messages in a group of two ranks for each edge. If the two directions of a pair shared a group, messages of one
+    direction would queue behind messages of the other, which may need them first, or be mistaken for these (see
+    `check_streams`)."""
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
         pairs = [[self.ranks[r] for r in sorted(edge)] for edge in self.edges]
         self.groups = dict(zip(self.edges, self.new_groups(pairs)))
-        for edge in self.edges:  # connections are made now, in one order, not amid a schedule
+        for edge in self.edges:  # connect now, in the same order on all ranks, not during a schedule
             if self.rank in edge:
                 self.move(torch.zeros(1, dtype=torch.uint8, device=device), *edge).wait()
 
     @abstractmethod
     def move(self, tensor: Tensor, source: int, destination: int) -> dist.Work:
-        """Start this rank's end of a message."""
+        """Start this rank's end of a message between two pipeline ranks: a send on `source`, a receive on the other."""
 
     def send(self, tensor: Tensor, destination: int) -> dist.Work:
         return self.move(tensor, self.rank, destination)
@@ -100,7 +102,7 @@ class EdgeP2P(P2P):
 
 
 class BroadcastP2P(EdgeP2P):
-    """A broadcast in the group of an edge: works wherever collectives do, and on every device."""
+    """Messages as broadcasts in the group of an edge, which work with every backend that supports collectives."""
 
     lanes = Lanes("edge", numbered=True)
 
@@ -112,7 +114,7 @@ class BroadcastP2P(EdgeP2P):
 
 
 class ISendP2P(EdgeP2P):
-    """torch.distributed's own isend and irecv, in the group of an edge."""
+    """Messages as torch.distributed.isend and irecv in the group of an edge."""
 
     lanes = Lanes("edge")
 
@@ -122,7 +124,7 @@ class ISendP2P(EdgeP2P):
                 "p2p='isend' cannot send CUDA tensors with gloo: use p2p='broadcast', or a process group with NCCL "
                 "(init_process_group() without a backend, or 'cpu:gloo,cuda:nccl')"
             )
-        self.tells = device.type != "cpu"  # gloo does not
+        self.tells = device.type != "cpu"  # gloo's is_completed() stays False
         super().__init__(ranks, edges, device)
 
     def move(self, tensor: Tensor, source: int, destination: int) -> dist.Work:
@@ -134,7 +136,9 @@ class ISendP2P(EdgeP2P):
 
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise ConfigurationError("this process does not belong to the process group of this message")
+        raise ConfigurationError(
+            "this process is not in the process group of its message: create groups with P2P.new_group"
+        )
     return work
 
 
@@ -153,20 +157,20 @@ def check_p2p(kind: object) -> type[P2P]:
 
 
 def edges_of(placement: Sequence[int]) -> list[Edge]:
-    """The pairs of ranks of a pipeline between which messages are sent, with stage s on rank `placement[s]`."""
+    """The sorted (source, destination) pairs of pipeline ranks that need messages, with stage s on `placement[s]`."""
     pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
     return sorted(pairs | {(b, a) for a, b in pairs})
 
 
 def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
-    """The P2P of a pipeline with stage s on rank `placement[s]`, or None if all stages are on one."""
+    """The P2P of a pipeline with stage s on rank `placement[s]`, or None if all stages are on one rank."""
     edges = edges_of(placement)
     return check_p2p(kind)(ranks, edges, device) if edges else None
 
 
 def with_messages(program: Program, p2p: P2P | None) -> Program:
-    """`program` with messages for this P2P. If they are kernels, it is proven to end; raises DeadlockError
-    otherwise."""
+    """Add the messages of a P2P to `program`. If messages are kernels, raises DeadlockError if the result can
+    deadlock."""
     if p2p is None or not p2p.kernels:
         return add_communication(program)
     program = add_ordered_communication(program)
@@ -175,8 +179,8 @@ def with_messages(program: Program, p2p: P2P | None) -> Program:
 
 
 def options_of_kernels() -> dict[str, Any]:
-    """Options of a group only for messages, without gloo. NCCL's own timer starts when the
-    host posts a message, and aborts the process without an explanation: the watchdog decides what is a stall. A message
-    does not wait for resources behind the next layer's kernels."""
+    """The `new_group` options of a group that is only for messages. NCCL's own timer would start when the host posts a
+    message, and abort the process without an explanation, so it is set to a day: the watchdog decides what is a stall.
+    High priority keeps a message from waiting behind the next layer's kernels."""
     day = timedelta(days=1)
     return {"backend": "nccl", "timeout": day, "pg_options": nccl_options(day)}

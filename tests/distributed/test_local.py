@@ -73,7 +73,7 @@ def test_a_message_of_another_size_is_an_error() -> None:
         else:
             p2p.receive(torch.empty(4, dtype=torch.uint8), 0).wait()
 
-    with pytest.raises(MessageSizeError, match="a message of rank 0 has 8 bytes, but 4 are expected"):
+    with pytest.raises(MessageSizeError, match="a message from rank 0 has 8 bytes, but the receiver expects 4"):
         world.run(of_rank)
 
 
@@ -85,7 +85,7 @@ def test_ranks_that_wait_for_each_other_are_found_at_once() -> None:
         assert p2p is not None
         p2p.receive(torch.empty(1, dtype=torch.uint8), 1 - rank).wait()
 
-    with pytest.raises(DeadlockError, match="rank 0 waits for a message of rank 1; rank 1 waits for a message of"):
+    with pytest.raises(DeadlockError, match="rank 0 waits for a message from rank 1; rank 1 waits for a message from"):
         world.run(of_rank)
 
 
@@ -98,7 +98,9 @@ def test_other_collectives_are_found_at_once() -> None:
         else:
             sum_scalar(torch.zeros(()), grid[1].world)
 
-    with pytest.raises(DeadlockError, match="rank 1 calls all_reduce, but another rank calls all_gather"):
+    with pytest.raises(
+        DeadlockError, match="rank 1 calls all_reduce, but another rank calls all_gather: make the same call"
+    ):
         world.run(of_rank)
 
 

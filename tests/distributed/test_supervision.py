@@ -334,7 +334,7 @@ class Mute(Exception):
 def test_an_error_of_any_text_can_be_told() -> None:
     # An exception with a text of 20 MB, over the store's limit, and one whose __str__ raises: the others said that
     # the rank was killed.
-    assert text_of(Mute()) == "Mute: (its text cannot be shown: TypeError)"
+    assert text_of(Mute()) == "Mute: (its text cannot be shown, since __str__ raised TypeError)"
     assert len(text_of(Loud())) < 3000 and text_of(Loud()).startswith("Loud: aaa")
 
 

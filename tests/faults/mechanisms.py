@@ -45,7 +45,7 @@ def _no_look_at_the_store() -> None:
     """A store that does not answer is an error as any other."""
 
     def fail(self: watch.Watch) -> NoReturn:
-        raise RuntimeError("the store does not answer")
+        raise RuntimeError("the store does not respond")
 
     _patch(watch.Watch, "_without_store", fail)
 
