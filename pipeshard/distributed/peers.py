@@ -1,8 +1,8 @@
-"""Peers: the processes of the other ranks on this host, and what the kernel reports of them.
+"""Peers: the processes of the other ranks on this host, and their states as the kernel reports them.
 
-A killed rank leaves its connections open if a child that it has forked lives on, and a stopped one
-always does; none of their threads is left to report it. The ranks of one host see each other's processes, and need
-neither a connection nor a timeout to know.
+A killed rank leaves its connections open if a child that it has forked lives on, and a stopped rank always does; none
+of their threads can report it. The ranks of one host see each other's processes, and can detect this without a
+connection or a timeout.
 """
 
 import ctypes
@@ -17,25 +17,25 @@ from typing import Any
 
 import psutil
 
-EVERY = 4  # looks of the watch between two of this class
-STOPPED = 5  # of these, one after the other, in which a process is stopped: a job may be paused as a whole
-PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent ends
-SAME = 2.0  # seconds: each process reckons from when the system was started, which the kernel tells by the second
+EVERY = 4  # checks of the watch for each check of this class
+STOPPED = 5  # consecutive checks that find a process stopped, before it counts: a whole job may be paused
+PDEATHSIG = 1  # option of prctl: the signal that a process receives when its parent exits
+SAME = 2.0  # seconds by which readings of a start time can differ: the kernel reports the boot time in whole seconds
 KILLED = "is gone: it was killed or has crashed"
-UNASKED = 8  # looks of the watch without an answer after which the store is not waited for
+UNASKED = 8  # checks of the watch without a response of the store, after which a rank counts as killed anyway
 
 
 class Peers:
     """Finds a rank of this host that was killed or is stopped.
 
-    `look` only asks the kernel, and is called by the thread that checks timeouts; `meet` asks the store, which may be
-    silent, and is called by the thread that polls it.
+    `look` queries only the kernel, and is called by the thread that checks timeouts. `meet` queries the store, which
+    may not respond, and is called by the thread that polls the store.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self.left: set[int] = set()  # ranks whose program is through
-        self._processes: dict[int, psutil.Process] = {}  # those of this host that are looked after
+        self.left: set[int] = set()  # ranks that have signed off
+        self._processes: dict[int, psutil.Process] = {}  # of the other ranks of this host
         self._stopped: dict[int, int] = {}
         self._suspect, self._sure = -1, False
         self._met, self._looks = False, 0
@@ -43,7 +43,7 @@ class Peers:
         self.store.set(f"process/{rank}", json.dumps([_host(), own.pid, own.create_time()]))
 
     def meet(self) -> None:
-        """Read which processes are here, and which ranks have left."""
+        """Read from the store which ranks are on this host, and whether rank 0 and the suspect have signed off."""
         keys = [f"process/{rank}" for rank in range(self.size)]
         if not self._met and self.store.check(keys):
             self._met = True
@@ -51,13 +51,14 @@ class Peers:
                 host, pid, created = json.loads(text)
                 if host == _host() and rank != self.rank and (process := _process(pid, created)) is not None:
                     self._processes[rank] = process
-        asked = {0, self._suspect} - self.left - {-1}  # the store goes with rank 0
+        asked = {0, self._suspect} - self.left - {-1}  # the store ends with rank 0
         self.left |= {rank for rank in asked if self.store.check([f"left/{rank}"])}
         self._sure = self._suspect >= 0
 
     def look(self, silent: int = 0) -> tuple[int, str] | None:
-        """A rank that was killed or is stopped, and its state; `silent` is the number of looks for which the store has
-        not responded. It counts as killed only once the store does not say that its program had finished."""
+        """A rank that was killed or is stopped, and a text that says so; None if no rank is. `silent` is the number of
+        checks for which the store has not responded. A rank counts as killed only if it has not signed off in the
+        store, or if the store does not respond."""
         self._looks += 1
         if self._looks % EVERY == 0:
             for rank, process in self._processes.items():
@@ -73,16 +74,16 @@ class Peers:
         return None
 
     def killed(self) -> int:
-        """A rank of this host whose process does not exist, and which has not reported that it leaves; -1 for none."""
+        """A rank of this host whose process no longer exists, although the rank has not signed off; -1 if none."""
         gone = (rank for rank, process in self._processes.items() if rank not in self.left and _is_gone(process))
         return next(gone, -1)
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A DataLoader's `worker_init_fn`, for workers that end with their rank, in any case (on Linux).
+    """A DataLoader's `worker_init_fn` that makes workers exit with their rank, however the rank ends (on Linux).
 
-    Ordinary workers check for it every 5 seconds, and keep its connections and its port until then.
+    Ordinary workers check only every 5 seconds whether their rank exists, and keep its connections and port until then.
     """
 
     then: Callable[[int], None] | None = None
@@ -95,13 +96,13 @@ class Attached:
 
 
 def attach_workers(dataloader: Any) -> None:
-    """Have the workers of a DataLoader end with this process."""
+    """Make the workers of a DataLoader exit with this process."""
     if getattr(dataloader, "num_workers", 0) and not isinstance(dataloader.worker_init_fn, Attached):
         dataloader.worker_init_fn = Attached(dataloader.worker_init_fn)
 
 
 def _host() -> list[str]:
-    """A key that is equal for two processes that can see each other by their process ids."""
+    """A key that is equal for two processes on the same host and in the same process id namespace."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:  # not on Linux

@@ -19,43 +19,44 @@ from pipeshard.schedule.program import Action, Kind
 
 Timeout = float | str | None | Mapping[str, Any]
 STEPS = ("execute_pipeline", "optimizer.step")
-OTHER_CALLS = 3  # how much longer than a step's action a save, a load or a boost may stand still
+OTHER_CALLS = 3  # the timeout of a save, a load or a boost, as a multiple of the timeout of a step's action
 COMPUTES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 
 
 class Progress:
-    """Written by the thread that trains, at the cost of a few attributes, and read by the one that watches it.
+    """The current activity of a rank. The training thread writes it, at the cost of a few attributes; the watch reads
+    it.
 
     Attributes:
-        call: the current collective call of the user's, as `execute_pipeline`; "" between two.
-        number: how many of them this process has begun; the same on every rank, whichever calls they are.
+        call: the current collective call of the user's program, such as `execute_pipeline`; "" between calls.
+        number: the number of collective calls that this process has begun, of any kind; the same on every rank.
         action: the current action of a step, or the purpose of a wait.
-        waits: the global ranks that are waited for; () while this process computes.
-        since: when the last of these changed, in seconds of `time.monotonic`.
+        waits: the global ranks that this process waits for; () while it computes.
+        since: when `call`, `action` or `waits` last changed, in seconds of `time.monotonic`.
         longest: the longest time between two changes within a step so far, in seconds.
         in_flight: whether messages are in flight that will not be received if the step ends here.
-        history: the last actions, and when they began.
+        history: the last actions and calls, each with its start time.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start again, in a new world."""
+        """Reset all attributes, for a new world."""
         self.call, self.number, self.in_flight = "", 0, False
         self.action: Action | str | None = None
         self.history: deque[tuple[float, Action | str]] = deque(maxlen=50)
         self.waits: Sequence[int] = ()
         self.since, self.longest = time.monotonic(), 0.0
-        self._model: Callable[[], nn.Module | None] = lambda: None  # not kept alive
+        self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._chunks: Sequence[int] = ()
 
     def begin(self, model: nn.Module, chunks: Sequence[int]) -> None:
-        """From now on a model runs, of which this process has these stages. Errors name its modules."""
+        """Set the model that runs from now on, and this process's stages of it (`chunks`), for use in errors."""
         self._model, self._chunks = weakref.ref(model), chunks
 
     def start(self, action: Action | str) -> None:
-        """The next action of a step, from the schedule or not."""
+        """Record the start of an action of a step: an Action of the schedule, or the name of another action."""
         now = time.monotonic()
         if self.call in STEPS:  # and not in the proof at boost
             self.longest = max(self.longest, now - self.since)
@@ -63,11 +64,11 @@ class Progress:
         self.history.append((now, action))
 
     def wait(self, work: Any, ranks: Sequence[int]) -> None:
-        """`work.wait()`, in which these ranks take part; if it raises, `waits` still has them."""
+        """Call `work.wait()`, and record that it waits for these ranks. If it raises, `waits` keeps the ranks."""
         self.wait_until(work.wait, ranks)
 
     def wait_until(self, done: Callable[[], Any], ranks: Sequence[int]) -> None:
-        """The same for a function that returns when it has completed."""
+        """Like `wait`, for a function that returns when the ranks have responded."""
         self.waits, self.since = ranks, time.monotonic()
         done()
         now = time.monotonic()
@@ -76,7 +77,7 @@ class Progress:
         self.waits, self.since = (), now
 
     def wait_in(self, group: dist.ProcessGroup, work: Any) -> None:
-        """The same for a collective of `group`."""
+        """Like `wait`, for a collective that waits for the other ranks of `group`."""
         own = group.rank()
         self.wait(work, [rank for place, rank in enumerate(ranks_of(group)) if place != own])
 
@@ -90,12 +91,12 @@ class Progress:
 
     @property
     def present(self) -> int:
-        """The number of the current call, or of the next one between two."""
+        """The number of the current call or, between calls, of the next call."""
         return self.number + (not self.call)
 
     @property
     def where(self) -> str:
-        """As in `execute_pipeline, F3@2 (forward of microbatch 3 on stage 2)`."""
+        """The current activity in words, such as `execute_pipeline, F3@2 (forward of microbatch 3 on stage 2)`."""
         if not self.call:
             return "the program, between two calls"
         if self.action is None or isinstance(self.action, str):
@@ -126,7 +127,7 @@ def own_progress() -> Progress:
 
 @contextmanager
 def running(progress: Progress) -> Iterator[None]:
-    """Use this progress for the rank that this thread runs."""
+    """Context manager that sets the progress of the rank that this thread runs."""
     token = _of_rank.set(progress)
     try:
         yield
@@ -135,7 +136,8 @@ def running(progress: Progress) -> Iterator[None]:
 
 
 def allowed(timeout: Timeout) -> float:
-    """The seconds that the current state may last, by the plugin's `timeout`."""
+    """The number of seconds that the current action or wait may last according to the plugin's `timeout`; infinity
+    without a limit."""
     kind = "step" if NOW.call in STEPS else "other" if NOW.call else "between"
     factor, limit = 1 if kind == "step" else OTHER_CALLS, timeout
     if isinstance(timeout, Mapping):
@@ -146,7 +148,8 @@ def allowed(timeout: Timeout) -> float:
 
 
 def collective_of(frames: Sequence[FrameType]) -> FrameType | None:
-    """The frame of the torch function that currently waits for other ranks, as `barrier`, if any."""
+    """The innermost frame if it is a torch.distributed function, such as `barrier`, that waits for other ranks; None
+    otherwise."""
     return frames[-1] if frames and frames[-1].f_code.co_filename.endswith("/distributed_c10d.py") else None
 
 

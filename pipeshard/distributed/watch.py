@@ -1,4 +1,4 @@
-"""Watch: a thread that supervises this process's calls, so that a failure on one rank ends all of them and is named."""
+"""Watch: threads that supervise this process's calls, so that a failure on one rank stops all ranks with its cause."""
 
 import contextlib
 import logging
@@ -34,41 +34,45 @@ from pipeshard.distributed.progress import NOW, Timeout, allowed, collective_of,
 from pipeshard.errors import BatchError, RankError, is_of_all
 
 logger = logging.getLogger("pipeshard")
-PERIOD = 0.25  # seconds between two looks at the store
-SETTLED = 0.3  # seconds after which a wait is taken for one that will not end, where a rank has failed
-HEARD = 2 * PERIOD + SETTLED + 0.2  # seconds after which the others have left the call in which a rank has failed alone
-GRACE = 3.0  # seconds that a call has to end by itself, where a rank has failed; then it is interrupted
-END_AFTER = 6.0  # seconds after which the process is ended
-SILENT = 12  # looks after which a store is taken for one that does not answer, where nothing moves, or one asks it
-PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
-BEAT = 4  # looks between two words to the monitor
+PERIOD = 0.25  # seconds between two checks of the store
+SETTLED = 0.3  # seconds after which a wait is considered stuck, if a rank has failed
+HEARD = 2 * PERIOD + SETTLED + 0.2  # seconds after which all other ranks have left a call that failed on one rank
+GRACE = 3.0  # seconds in which a call can end by itself if a rank has failed, before the watch interrupts it
+END_AFTER = 6.0  # seconds after which the watch kills the process
+SILENT = 12  # checks without a response after which the store counts as gone, if this process waits or is stalled
+PATIENCE = 0.5  # seconds to wait for a report of the failed rank after a lost connection
+BEAT = 4  # checks for each heartbeat to the monitor
 AGENT = "TORCHELASTIC_RUN_ID"  # what torchrun sets for its workers
-NOTE = "pipeshard: "  # how a line below an error begins that says where it was
+NOTE = "pipeshard: "  # prefix of the note on an error that says where the error occurred
 
 
 class Interrupt(RankError):
-    """Interrupts the thread that trains, wherever it is."""
+    """Raised in the training thread to interrupt it, wherever it is."""
 
 
 class OtherBatchError(RankError, BatchError):
-    """Another rank cannot use its part of the batch, which all ranks have read."""
+    """Another rank cannot use its part of a batch that all ranks have read."""
 
 
 class Watch:
-    """Ranks report failures in the store in which they met, each under the number of its call, which is the
-    same on all of them. The thread of this class polls the store. If another rank has failed while this one waits, it
-    breaks the connections, and the wait raises. Errors raised in `call` are reported to the others.
+    """Supervises the collective calls of this process.
 
-    An error that all ranks raise in the same call (a batch that no rank can use) breaks nothing: each has left the call
-    before it is interrupted, and the next call has its own number. After any other failure groups are broken, and
-    each further call raises RankError.
+    Ranks report failures in the rendezvous store, each under the number of its call, which is the same on all ranks. A
+    thread of this class polls the store. If another rank has failed while this rank waits, the thread aborts the
+    process groups, and the wait raises. Errors raised in `call` are reported to the other ranks.
+
+    An error that all ranks raise in the same call (a batch that no rank can use) aborts nothing: each rank has left the
+    call before the watch would interrupt it, and the next call has another number. After any other failure the groups
+    are aborted, and each further call raises RankError.
 
     Args:
         timeout: seconds after which an action of a step, or a wait, is considered stalled; None for never. "adaptive":
-            20 times the longest one so far, but at least 30 seconds, and 600 until a step is done. A mapping has one
-            for each "step", each "other" call (a save, a load, a boost), and for waits of the user's "between" two.
-        named: the name of a rank in errors, as `rank 2 (stage 2)`.
-        well: the number of the last call before, if it ended without an error.
+            20 times the longest action so far, but at least 30 seconds, and 600 seconds until a step has completed. A
+            mapping has a limit for each "step", each "other" call (a save, a load, a boost), and for waits of the
+            user's own code "between" calls.
+        named: returns the name of a rank in errors, such as `rank 2 (stage 2)`.
+        well: the number of the last call that succeeded before the watch started; -1 if none did.
+        monitor: receives the heartbeats of this process.
     """
 
     def __init__(
@@ -79,33 +83,33 @@ class Watch:
         self.world: dist.ProcessGroup = world
         self.rank, self.timeout = dist.get_rank(), timeout
         self.named = named
-        self.fault: Fault | None = None  # why groups are broken
+        self.fault: Fault | None = None  # why the groups were aborted
         self._alarm = Alarm(self.rank, dist.get_world_size())
         self._roll = RollCall(self._alarm.store, self.rank, dist.get_world_size())
         self._peers = Peers(self._alarm.store, self.rank, dist.get_world_size())
         self._monitor, self._parent = monitor, os.getppid()
-        self._lost: tuple[Fault, float] | None = None  # what this thread has found out without the store, and when
-        self._outside: tuple[FrameType, float] | None = None  # a wait for others of the user's own, and since when
-        self._heard: tuple[Fault, int, float] | None = None  # with the number of the call, and when
-        self.interrupt: Callable[[], None] = lambda: None  # makes the thread that trains raise an Interrupt
+        self._lost: tuple[Fault, float] | None = None  # a fault detected without the store, and when
+        self._outside: tuple[FrameType, float] | None = None  # a wait in the user's own code, and since when
+        self._heard: tuple[Fault, int, float] | None = None  # a reported fault, the call's number, and when
+        self.interrupt: Callable[[], None] = lambda: None  # makes the training thread raise an Interrupt
         self._broken = False
-        self._failed: tuple[Fault, float] | None = None  # this rank's own, in the call before, and when
-        self._interrupted, self._well = -1, well  # the number of the call that was, and of the last one that ended well
-        self._ticks = 0  # looks since the store has last answered
+        self._failed: tuple[Fault, float] | None = None  # this rank's own fault in the previous call, and when
+        self._interrupted, self._well = -1, well  # numbers of the interrupted call and of the last successful call
+        self._ticks = 0  # checks since the store last responded
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self.start()
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """A call of the user's that every rank makes, and not inside of another. Raises RankError instead of an error
-        that another rank's failure caused."""
+        """Context manager for a collective call of the user's program, outside any other call. Raises RankError instead
+        of an error that another rank's failure caused."""
         self._let_others_leave()
         NOW.enter(name)
         try:
             self._refuse_broken()
             yield
-            self._refuse_broken()  # with NCCL what waited in an aborted group returns, without an error
+            self._refuse_broken()  # with NCCL, a wait in an aborted group returns without an error
             self._well, self._failed = NOW.number, None
         except BaseException as error:
             if is_of_all(error) or (told := self._explained(error)) is None:
@@ -115,8 +119,8 @@ class Watch:
             NOW.leave()
 
     def _let_others_leave(self) -> None:
-        """After an error of this rank, which the program caught: until the others, if it is not theirs, have ended
-        their waits. Messages of the next call would be taken for those that they wait for."""
+        """If the program caught an error of this rank, wait until the other ranks have left the failed call. Otherwise
+        they could mistake messages of the next call for the messages that they wait for."""
         if self._failed is not None:
             time.sleep(max(0.0, self._failed[1] + HEARD - time.monotonic()))
 
@@ -136,18 +140,18 @@ class Watch:
             thread.start()
 
     def stop(self) -> bool:
-        """End the threads, before the process ends or continues without them; False if one hangs at a silent store."""
+        """Stop the threads of the watch; return False if one of them hangs because the store does not respond."""
         self._stop.set()
-        for thread in self._threads[: 1 if self._alarm.gone else 2]:  # who asks a silent store hangs there
+        for thread in self._threads[: 1 if self._alarm.gone else 2]:  # the thread that polls a dead store hangs
             thread.join(timeout=2)
         return not any(thread.is_alive() for thread in self._threads)
 
-    # In the thread that trains.
+    # Called in the training thread.
 
     def _explained(self, error: BaseException) -> RankError | None:
-        """The error to raise instead of one that another rank has caused; None where it is this one's own."""
+        """The error to raise instead of an error that another rank has caused; None for this rank's own error."""
         lost, number = is_lost(error), NOW.number
-        if lost and self._failed is not None:  # it failed alone, and the others have ended their waits for it
+        if lost and self._failed is not None:  # it failed alone, and the other ranks have aborted their waits
             self._break(self._failed[0], error)
             return self._no_further(self._failed[0])
         own, mine = not lost and not isinstance(error, Interrupt), self._fault_of(error, lost)
@@ -170,7 +174,7 @@ class Watch:
         return (OtherBatchError if is_of_batch else RankError)(self._met(fault), fault)
 
     def _met(self, fault: Fault) -> str:
-        """A fault and, if that rank has just ended, which call of this rank it did not make."""
+        """The text of a fault and, if the rank has reached the end of its program, the call that it did not make."""
         if fault.kind != ENDED or fault.message != THROUGH:
             return str(fault)
         return (
@@ -192,14 +196,14 @@ class Watch:
         return Fault(kind, self.rank, self.named(self.rank), NOW.where, module, message, self.rank)
 
     def leaving(self, kind: str, message: str) -> None:
-        """Report what ends this process between two calls, to ranks that will wait for it in the next."""
+        """Report that this process ends between two calls, to ranks that will wait for it in the next call."""
         with contextlib.suppress(RuntimeError, ValueError):
             if not NOW.call and self.fault is None and self._is_last:
                 fault = self._own(kind, message)
                 self._alarm.ask(lambda: self._alarm.tell(fault, NOW.present))
 
     def ended(self, error: BaseException) -> None:
-        """Report an error that ends this process, wherever it came from, and whose fault it is."""
+        """Report an uncaught error that ends this process. If it is a lost connection, log which rank caused it."""
         if is_lost(error):
             until = time.monotonic() + GRACE
             while not (why := self.why()) and time.monotonic() < until:
@@ -212,7 +216,8 @@ class Watch:
             leave_report(self.rank, self.named(self.rank), self._own(RAISED, text_of(error)), error)
 
     def left(self) -> bool:
-        """At the end of the process; False if a thread hangs at a silent store."""
+        """Stop and sign off when the process exits; return False if a thread hangs because the store does not
+        respond."""
         stopped = self.stop()
         if stopped and self._is_last:
             gone = [self.fault.rank] if self.fault is not None and self.fault.kind == GONE else []
@@ -221,11 +226,11 @@ class Watch:
 
     @property
     def _is_last(self) -> bool:
-        """Whether this process has created no other world since; the group may have been destroyed."""
+        """Whether this process has not created another world since; the watched world may have been destroyed."""
         return dist.group.WORLD in (self.world, None)
 
     def why(self) -> str:
-        """The known reason why another rank ended, for a process that receives a signal to end; "" if unknown."""
+        """The reason why another rank ended, for a process that receives SIGTERM; "" if the reason is not known."""
         fault = self.fault or (self._heard[0] if self._heard else None)
         if fault is not None and fault.is_asked:
             with contextlib.suppress(RuntimeError):
@@ -234,10 +239,11 @@ class Watch:
             return f"{self.named(rank)} {KILLED}"
         return "" if fault is None or fault.rank == self.rank else str(fault)
 
-    # In both.
+    # Called in all threads.
 
     def _killed(self, otherwise: Fault, lost: bool) -> Fault:
-        """The rank that is known to be dead, if a connection was lost."""
+        """A fault of a killed rank of this host, if a connection was lost and there is such a rank; else
+        `otherwise`."""
         rank = self._peers.killed() if lost else -1
         return otherwise if rank < 0 else self._gone(rank, KILLED)
 
@@ -245,7 +251,8 @@ class Watch:
         return Fault(GONE, rank, self.named(rank), NOW.where, message=f"{self.named(rank)} {how}")
 
     def _told(self, patience: float = 0.0) -> Fault | None:
-        """What was reported of the call before, if it succeeded here, or of this one (or the next, between two)."""
+        """The fault reported in the previous call, if this rank succeeded in it, or in the current call (between calls,
+        the next one); None if there is none."""
         number = NOW.present
         return self._alarm.told([*([number - 1] if self._well == number - 1 else []), number], patience)
 
@@ -257,14 +264,14 @@ class Watch:
             abort_groups()
 
     def _without_store(self) -> Fault:
-        holder = "the agent of the first machine hosts it" if has_agents() else f"{self.named(0)} hosts it"
-        why = f"{holder}, and was killed, is stopped, or is disconnected"
+        holder = "the agent of the first machine" if has_agents() else f"{self.named(0)}"
+        why = f"{holder}, which hosts the store, was killed, is stopped, or is disconnected"
         return Fault(GONE, 0, self.named(0), message=f"the rendezvous store does not respond: {why}")
 
-    # In the threads that watch: one listens to the store, which may be silent, the other one looks at the clock.
+    # Called in the watch's threads: one polls the store, which may not respond, and the other checks timeouts.
 
     def _listen(self) -> None:
-        with contextlib.suppress(dist.DistError):  # the store has gone, with the last ranks or too early
+        with contextlib.suppress(dist.DistError):  # the store has ended, with the last ranks or before them
             while self._goes_on():
                 self._once()
                 self._ticks = 0
@@ -291,10 +298,11 @@ class Watch:
             self._monitor.beat(float("inf"))
 
     def _find_out(self) -> Fault | None:
-        """A reason to end this process that no rank reports: other ranks are killed or stopped, or the store is, or the
-        agent."""
+        """A fault that no rank reports, since a rank of this host, the store or the agent was killed or is stopped;
+        None
+            if there is none."""
         if AGENT in os.environ and os.getppid() != self._parent:
-            agent = "the agent of this process (torchrun, or pipeshard.launch) is gone, and cannot restart it"
+            agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"
             return Fault(ORPHANED, -1, "", message=agent)
         if self._alarm.gone and NOW.call:
             return self._without_store()
@@ -302,7 +310,8 @@ class Watch:
         return None if found is None else self._gone(*found)
 
     def _look_outside(self) -> None:
-        """Record a wait for others in the user's own code. The frame is kept, so that no other is mistaken for it."""
+        """Record a wait for other ranks in the user's own code. The frame is kept alive, so its address is not
+        reused."""
         frame = None if NOW.call else collective_of(main_stack())
         if frame is None or self._outside is None or self._outside[0] is not frame:
             self._outside = None if frame is None else (frame, time.monotonic())
@@ -312,10 +321,10 @@ class Watch:
 
     def _once(self) -> None:
         number = NOW.present
-        fault = self._told()  # asked also where it is known, so that a store which falls silent is noticed
+        fault = self._told()  # queried even if known, to notice if the store stops responding
         self._peers.meet()
         if fault is None and self._lost is not None and (NOW.call or self._outside):
-            fault = self._alarm.tell(self._lost[0], number)  # ranks of other hosts see none of it
+            fault = self._alarm.tell(self._lost[0], number)  # ranks of other hosts cannot detect this fault
         if self._heard is not None and self._heard[1] == number:
             return
         if fault is None and self._is_stalled():
@@ -328,7 +337,8 @@ class Watch:
             self._heard = fault, number, time.monotonic()
 
     def _press(self) -> None:
-        """If a rank has failed in the current call: first end its waits, then interrupt it, then end the process."""
+        """If another rank has failed in the current call: abort this rank's waits, then interrupt its training thread,
+        then kill the process."""
         heard = self._heard
         if heard is None or not self.interrupts:
             return
@@ -344,27 +354,27 @@ class Watch:
 
     @property
     def interrupts(self) -> bool:
-        """Whether the training thread is still where it should be interrupted."""
+        """Whether the training thread is still in the call or wait that is to be interrupted."""
         heard = self._heard
         if heard is None or heard[1] != NOW.present:
             return False
         if heard[0].kind == GONE and not NOW.call:
-            return collective_of(main_stack()) is not None  # it waits in vain, and the program would not end
+            return collective_of(main_stack()) is not None  # otherwise the wait would never end
         return bool(NOW.call) or heard[0].kind in (STALLED, ORPHANED)
 
     def _end(self, fault: Fault) -> None:
-        """End a process that hangs in code that cannot be interrupted."""
-        if fault.is_asked and self._ticks < SILENT // 3:  # else the store may be silent, and this thread hang there
+        """Kill this process, which hangs in code that cannot be interrupted."""
+        if fault.is_asked and self._ticks < SILENT // 3:  # otherwise this thread could hang at the store
             with contextlib.suppress(RuntimeError):
                 fault = self._roll.result(fault, self.named)
         leave_report(self.rank, self.named(self.rank), fault, None)
         stack = "".join(traceback.format_stack(main_stack()[-1]))
-        logger.error("this process does not stop, so it is killed, because %s\nIts stack:\n%s", fault, stack)
+        logger.error("this process did not stop after a failure, and is killed: %s\nIts stack:\n%s", fault, stack)
         os._exit(1)
 
     @property
     def limit(self) -> float:
-        """Seconds that may pass without a change, in the current call, or between two."""
+        """The number of seconds that may pass without progress, in the current call or between calls."""
         return allowed(self.timeout)
 
     def _is_stalled(self) -> bool:

@@ -1,4 +1,4 @@
-"""Watching: the calls that this process makes together with the others, their Watch, and how all of them end."""
+"""Watching: the collective calls of this process, the Watch that supervises them, and the handlers for its exit."""
 
 import atexit
 import contextlib
@@ -23,14 +23,14 @@ from pipeshard.ghost import inside_pipeshard
 
 
 class _Process:
-    """What this process knows of its calls.
+    """The state of this process's collective calls.
 
     Attributes:
         world: the process group whose calls are counted.
         well: the number of the last call that succeeded without a watch.
         interrupts: whether the next SIGTERM is the watch's own.
-        pid: the id of the process that has hooks. Its forks inherit them, but are not ranks.
-        exit: how the program has requested to end.
+        pid: the id of the process that installed the hooks. Forked children inherit the hooks, but are not ranks.
+        exit: how the program has called sys.exit; "" if it has not, or without an error.
     """
 
     world: dist.ProcessGroup | None = None
@@ -46,13 +46,13 @@ _here = _Process()
 _names: list[Callable[[int], str]] = []
 _mask = threading.local()  # the signal mask of a thread that is in fork()
 
-ANSWERED = 30.0  # seconds in which a store has answered, unless it never will
+ANSWERED = 30.0  # seconds within which a store responds, if it responds at all
 
 logger = logging.getLogger("pipeshard")
 
 
 def watch_world(timeout: Timeout, watchdog: bool) -> None:
-    """Count the calls of the default process group from now on, and watch them, unless `watchdog` is declined.
+    """Count the collective calls in the default process group from now on and, if `watchdog` is set, supervise them.
     Call it on all ranks at the same time."""
     _count_calls()
     if watchdog:
@@ -65,7 +65,7 @@ def watch_world(timeout: Timeout, watchdog: bool) -> None:
 
 
 def _count_calls() -> None:
-    """Count from the first call on, in a new world."""
+    """In a new world, restart the count of calls, and stop the watch of the previous world."""
     if _here.world is not dist.group.WORLD:
         NOW.reset()
         if _here.watch is not None:
@@ -75,8 +75,9 @@ def _count_calls() -> None:
 
 @contextlib.contextmanager
 def constructing() -> Iterator[None]:
-    """The constructor of a plugin, which counts as a call of the user's. If it is refused only on this rank, the others
-    end in their next call, with this error: it is reported here, as nothing may watch yet."""
+    """Context manager for the constructor of a plugin, which counts as a collective call. If it raises only on this
+    rank, the other ranks raise this error in their next call. The error is reported here, since there may not be a
+    watch yet."""
     _count_calls()
     with calling("PipelinePlugin"):
         try:
@@ -92,10 +93,10 @@ def constructing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[bool]:
-    """A call of the user's that every rank makes; yields whether it is one: a call inside of another, or before the
-    first boost of this world, is not.
+    """Context manager for a collective call of the user's program. Yields whether the call counts: a call inside
+    another call, or before the first boost of this world, does not.
 
-    Raises RankError instead of an error that another rank's failure caused, if it is watched.
+    With a watch, raises RankError instead of an error that another rank's failure caused.
     """
     with inside_pipeshard():
         if _here.world is None or _here.world is not dist.group.WORLD or NOW.call or own_progress() is not NOW:
@@ -113,20 +114,20 @@ def calling(name: str) -> Iterator[bool]:
 
 
 def name_ranks(names: Callable[[int], str]) -> None:
-    """Set the names of the ranks of this world in errors."""
+    """Set the function that returns the names of this world's ranks in errors."""
     _names[:] = [names]
 
 
 def named(rank: int) -> str:
-    """The name of a rank of the world in errors, as `rank 2 (stage 2)`."""
+    """The name of a global rank in errors, such as `rank 2 (stage 2)`."""
     return _names[0](rank) if _names else f"rank {rank} of {dist.get_world_size()}"
 
 
 def _hook() -> None:
-    """Once per process: report errors that end it between two calls, too."""
+    """Start the monitor, and install hooks that report errors and exits between two calls. Called once per process."""
     _here.pid, _here.monitor = os.getpid(), Monitor()
     if not faulthandler.is_enabled():
-        faulthandler.enable(2)  # for the monitor's SIGABRT
+        faulthandler.enable(2)  # prints the stacks at the monitor's SIGABRT
     before, leave = sys.excepthook, sys.exit
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -149,7 +150,7 @@ def _hook() -> None:
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # torch would join threads that wait for ranks which are gone, and may do so for ever
+            os._exit(1)  # torch would join threads that wait, possibly forever, for ranks that are gone
         _await_threads()
 
     sys.excepthook, sys.exit = excepthook, exit
@@ -160,8 +161,8 @@ def _hook() -> None:
 
 
 def _await_threads() -> None:
-    """Wait for threads that a slow store has not answered yet: C++ code that returns to a thread while Python finalizes
-    aborts the process, which had succeeded."""
+    """Wait for threads that still wait for a slow store: if their C++ code returned during Python's finalization, it
+    would abort a process that has succeeded."""
     until = time.monotonic() + ANSWERED
     for thread in threading.enumerate():
         if thread.name.startswith("pipeshard-"):
@@ -169,7 +170,7 @@ def _await_threads() -> None:
 
 
 def _block_sigterm() -> None:
-    # Python drops the signals that reach a child before it has left fork(): one from Process.terminate would be lost.
+    # Python drops signals that a child receives before it leaves fork(): one from Process.terminate would be lost.
     _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
@@ -178,7 +179,7 @@ def _unblock_sigterm() -> None:
 
 
 def _in_child() -> None:
-    """A child is not a rank: SIGTERM ends it as without a handler."""
+    """Restore the default handler of SIGTERM in a forked child, which is not a rank."""
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _unblock_sigterm()
@@ -195,8 +196,8 @@ def _on_sigterm(number: int, frame: Any) -> None:
         _here.interrupts = False
         if _here.watch is not None and _here.watch.fault is not None and _here.watch.interrupts:
             raise Interrupt(str(_here.watch.fault) if NOW.call else _here.watch.why(), _here.watch.fault)
-        return  # it has come out by itself meanwhile
-    if _here.watch is not None and (why := _here.watch.why()):  # torchrun ends those that are left
+        return  # the call has ended by itself meanwhile
+    if _here.watch is not None and (why := _here.watch.why()):  # torchrun terminates the remaining ranks
         logger.error("ended by SIGTERM, because %s", why)
     _leaving("by SIGTERM")
     raise SystemExit(128 + number)

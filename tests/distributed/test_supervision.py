@@ -318,7 +318,7 @@ def step_of_an_orphan() -> str:
 def test_a_rank_whose_agent_is_gone_ends(pool: Pool) -> None:
     # Ranks whose torchrun was killed trained on for hours, and saved into the folder of the job that was started again.
     [message] = pool.run(step_of_an_orphan, 1, timeout=60)
-    assert "the agent of this process (torchrun, or pipeshard.launch) is gone" in message
+    assert "the agent of this process (torchrun or pipeshard.launch) is gone" in message
 
 
 class Loud(Exception):
