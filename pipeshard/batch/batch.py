@@ -1,4 +1,4 @@
-"""Batch: the inputs of a model, the dimension of each leaf that counts its samples, and how it is cut by them."""
+"""Batch: the inputs of a model, the batch dimension of each leaf, and their split into microbatches."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,12 +12,12 @@ from pipeshard.batch.tree import Tree, flatten, has_tensors, is_entries, map_ten
 from pipeshard.errors import BatchError, ConfigurationError
 from pipeshard.hf import POSITIONS
 
-BatchDims = Mapping[str, int | None]  # by path: the dimension that counts the samples; None: none does
-FOR_CRITERION = "criterion."  # begins the names of what the model is not called with
+BatchDims = Mapping[str, int | None]  # by path: the leaf's batch dimension; None: it has none
+FOR_CRITERION = "criterion."  # prefix of inputs that the model is not called with
 
 
 class Span(NamedTuple):
-    """Where the positions of a microbatch begin in its batch, which has `total`, and their number."""
+    """The positions of a microbatch in its batch: the first one, their number, and the batch's `total` number."""
 
     start: int
     length: int
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The samples of its batch that a microbatch has, and by path the positions that it has of a leaf."""
+    """The rows of the batch that a microbatch contains, and by path the positions of leaves that it contains."""
 
     rows: tuple[int, ...]
     spans: Mapping[str, Span]
@@ -37,12 +37,12 @@ class Batch:
 
     `data` is the model's input: a mapping is passed as keyword arguments, a tuple or list as positional ones,
     anything else as a single argument. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that
-    counts them (for a list with one entry per sample: 0), or None for a leaf that every microbatch receives whole (a
-    scalar, a (1, 1, s, s) mask, a string, ...). `owners` has, for leaves by path whose dimension 0 (or else the last)
-    counts something else, how many of its entries each sample has, () if that is not known. Of positional entries, the
-    model is called with the first `taken` ones (None: all), and a criterion gets all of them. `entry` names the module
-    that is called with it, "" for the model itself. `place` is where a microbatch lies in its batch, if it
-    does not have consecutive samples with all their positions.
+    counts them (for a list with one entry per sample: 0), or None for a leaf that every microbatch receives in full (a
+    scalar, a (1, 1, s, s) mask, a string, ...). `owners` is for leaves, by path, whose dimension 0 (or last dimension)
+    counts something other than samples: the number of entries that each sample has, or () if that is not known. The
+    model is called with the first `taken` positional entries (None: all); a criterion receives all of them. `entry`
+    names the module that is called with the batch, "" for the model itself. `place` is the position of a microbatch in
+    its batch, unless the microbatch has consecutive samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -63,11 +63,12 @@ class Batch:
         declared: BatchDims | None = None,
         lists: dict[str, bool] | None = None,
     ) -> Self:
-        """Read a batch from a dataloader; `main_input` names the tensor whose dimension 0 counts the samples, and
-        `declared` has the dimension that does for leaves where it is another one. `lists` records which lists of
-        tensors have one entry per sample, as far as known, and is updated.
+        """Read a batch from a dataloader. `main_input` names the tensor whose dimension 0 counts the samples;
+        `declared`
+            has the batch dimensions of leaves for which it differs. `lists` records which lists of tensors have one
+            entry per sample, as far as known, and is updated.
 
-        Raises BatchError if it has no tensor, or if a declared dimension does not count the samples.
+            Raises BatchError if the batch has no tensor, or if a declared dimension does not count the samples.
         """
         declared = declared or {}
         paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
@@ -76,7 +77,7 @@ class Batch:
                 f"{path} is a nested tensor, which has no batch dimension: pass a padded tensor, "
                 f"{path}.to_padded_tensor(0.0), with a mask"
             )
-        # What was made in inference mode has no version counter, by which writes in place are seen.
+        # Inference tensors have no version counter, which detects in-place writes.
         leaves = tuple(leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf for leaf in leaves)
         return cls(leaves, paths, tree, *_count_rows(paths, leaves, main, declared))
 
@@ -90,7 +91,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first tensor, which may be inside of a list."""
+        """The device of the first tensor, including tensors inside lists."""
         return next(tensor.device for leaf in self.leaves for tensor in tensors_in(leaf))
 
     def by_sample(self, path: str) -> Tensor:
@@ -106,7 +107,7 @@ class Batch:
 
     @property
     def others(self) -> tuple[tuple[str, str], ...]:
-        """Values that are not tensors, by path, as text; for one entry per sample, only that fact."""
+        """The leaves that are not tensors, as (path, text); a list of one entry per sample is described as such."""
         return tuple(
             (path, "one entry per sample" if is_entries(leaf, dim) else text(leaf))
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
@@ -124,12 +125,12 @@ class Batch:
         return model(**{name: value for name, value in data.items() if not str(name).startswith(FOR_CRITERION)})
 
     def for_criterion(self) -> Any:
-        """The batch as a criterion receives it: a tensor that was passed alone is alone again."""
+        """The batch as a criterion receives it: a tuple of one entry is unwrapped."""
         data = self.data
         return data[0] if isinstance(data, tuple) and len(data) == 1 else data
 
     def map(self, fn: Callable[[str, Tensor, int | None], Tensor | None]) -> Self:
-        """Each tensor replaced by fn(path, tensor, row dimension)."""
+        """A batch with each tensor replaced by fn(path, tensor, row dimension)."""
         leaves = tuple(
             fn(path, leaf, dim) if isinstance(leaf, Tensor) else leaf
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
@@ -139,17 +140,17 @@ class Batch:
         return replace(self, leaves=leaves, rows=next(rows, self.rows))
 
     def counted(self, dims: BatchDims) -> Self:
-        """The same, with these dimensions (or None) counting the samples in the leaves with these paths."""
+        """This batch with other row dimensions (or None) for the leaves at these paths."""
         pairs = zip(self.paths, self.row_dims, strict=True)
         owners = {path: counts for path, counts in self.owners.items() if path not in dims}
         return replace(self, row_dims=tuple(dims.get(path, dim) for path, dim in pairs), owners=owners)
 
     def owned(self, owners: Mapping[str, tuple[int, ...]]) -> Self:
-        """The same, with dimension 0 of some leaves counting what `owners` says."""
+        """This batch with these `owners`; the leaves with owners have no row dimension."""
         return replace(self.counted(dict.fromkeys(owners)), owners=owners)
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """This batch on a device."""
 
         def place(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) and not has_tensors(leaf):
@@ -159,7 +160,7 @@ class Batch:
         return replace(self, leaves=tuple(map(place, self.leaves)))
 
     def copied(self, paths: Collection[str]) -> Self:
-        """The same with copies of the tensors at these paths, one copy for the same tensor."""
+        """This batch with copies of the tensors at these paths; paths to the same tensor share one copy."""
         copies: dict[Any, Tensor] = {}
 
         def copy(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -172,19 +173,19 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """The elements of `input_ids`, including padding; 0 without."""
+        """The number of elements of `input_ids`, including padding; 0 if there are no `input_ids`."""
         tokens = self.tensors.get("input_ids")
         return 0 if tokens is None else tokens.numel()
 
     def take(self, rows: Tensor) -> Self:
-        """The samples with these indices (int64)."""
+        """A batch of the samples with these indices (int64)."""
         return self._pick(rows.tolist(), lambda leaf, dim, at: leaf.index_select(dim, torch.tensor(at).to(leaf.device)))
 
     def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Self]:
-        """Cut along the samples, in order, into views.
+        """Split along the samples, in order, into views.
 
-        `num_microbatches` gives sizes that differ by at most one (and fewer microbatches if there are fewer
-        samples); `microbatch_size` gives equal sizes and a smaller last one.
+        With `num_microbatches`, sizes differ by at most one (and there are at most as many microbatches as
+        samples). With `microbatch_size`, sizes are equal, except for a smaller last microbatch.
         """
         sizes = split_sizes(self.rows, num_microbatches, microbatch_size)
         return [self._narrow(end - size, size) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
@@ -196,12 +197,12 @@ class Batch:
 
         def view(leaf: Tensor, dim: int, at: Sequence[int]) -> Tensor:
             part = leaf.narrow(dim, at[0] if at else 0, len(at))
-            return part if leaf.requires_grad else part.data  # which may be written to without the others knowing
+            return part if leaf.requires_grad else part.data  # with a separate version counter, for in-place writes
 
         return self._pick(rows, view)
 
     def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, Sequence[int]], Tensor]) -> Self:
-        """These samples; `select(leaf, dimension, indices)` takes the part that belongs to them."""
+        """A batch of these samples; `select(leaf, dimension, indices)` returns a tensor's part for them."""
 
         def pick(path: str, leaf: Any, dim: int | None) -> Any:
             if is_entries(leaf, dim):
@@ -212,7 +213,7 @@ class Batch:
             if owners is not None:
                 entries = [entry for row in rows for entry in self._entries(path, owners, row)]
                 dim = 0 if len(leaf) == sum(owners) else leaf.ndim - 1
-                return select(leaf, dim, entries) if entries else None  # as if there were no images at all
+                return select(leaf, dim, entries) if entries else None  # None, as for a batch without images
             return leaf if dim is None else select(leaf, dim, rows)
 
         leaves = tuple(map(pick, self.paths, self.leaves, self.row_dims))
@@ -231,7 +232,7 @@ class Batch:
 
 
 def split_sizes(rows: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
-    """The samples in each microbatch of a batch of this size; see `Batch.split`."""
+    """The number of samples in each microbatch of a batch with `rows` samples; see `Batch.split`."""
     if microbatch_size is not None:
         return [min(microbatch_size, rows - start) for start in range(0, rows, microbatch_size)]
     m = min(num_microbatches or 1, rows)
@@ -241,11 +242,11 @@ def split_sizes(rows: int, num_microbatches: int | None, microbatch_size: int | 
 def _read_leaves(
     data: Any, main_input: str | None, declared: BatchDims, known: dict[str, bool]
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree, str | None]:
-    """Paths, leaves and tree of a batch, in which a list of one tensor (or mapping of tensors) per sample is a leaf,
-    and the path of the leaf that counts the samples, if it is known already.
+    """The paths, leaves and tree of a batch, and the path of the leaf that counts the samples, if known. A list of one
+    tensor (or mapping of tensors) per sample is a single leaf.
 
-    `known` records which lists are of this kind, by path, from earlier batches, and is updated from this one.
-    Raises BatchError if this is ambiguous, or if a list has another number of entries than there are samples.
+    `known` records by path which lists have one entry per sample, from earlier batches, and is updated. Raises
+    BatchError if this is ambiguous, or if the length of such a list is not the number of samples.
     """
     lists: dict[str, Sequence[Any]] = {}
     paths, leaves, tree = flatten(data, lambda path, entries: bool(lists.update({path: entries})))
@@ -265,11 +266,11 @@ def _read_leaves(
 
 
 def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, known: Mapping[str, bool]) -> list[str]:
-    """The lists with one entry per sample in a batch without a tensor outside of lists; none if no list surely is one.
+    """The lists with one entry per sample, in a batch whose tensors are all in lists; empty if no list is certain.
 
-    A list is one if it is declared or known, if its entries are mappings and not all tensors of the batch have as
-    many rows, or if its entries differ only in their number of rows, as boxes do; so are the lists with as many
-    entries.
+    A list is certain if it is declared or known, if its entries are mappings and the tensors of the batch have
+    different numbers of rows, or if its entries differ only in their number of rows, like boxes. All lists of the same
+    length are then returned.
     """
     outermost = {path: entries for path, entries in lists.items() if not _is_inside(path, lists)}
     free = {path: entries for path, entries in outermost.items() if declared.get(path, 0) == 0}
@@ -287,8 +288,8 @@ def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, kno
 
 
 def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
-    """Raise BatchError for several lists of equal length that may be the samples: some are mappings, or tensors
-    `differ` in their first dimension, as images and labels do."""
+    """Raise BatchError for several lists of equal length that may have one entry per sample: entries are mappings, or
+    tensors `differ` in their first dimension, as images and labels do."""
     lengths = {len(entries) for entries in lists.values()}
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
@@ -326,14 +327,14 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
         return known[path]
     if path in known:
         raise BatchError(
-            f"{path} had one entry per sample in earlier batches, but now has {len(entries)} entries for {rows} samples"
+            f"{path} must have one entry per sample, as in earlier batches, but has {len(entries)} for {rows} samples"
         )
     if rows == 1 or len(entries) != rows:
         known |= {path: False} if rows > 1 else {}
         return False
     tensors = [tensors_in(entry) for entry in entries]
     if not all(tensors) or len({type(entry) for entry in entries}) > 1:
-        return False  # a structure of several things
+        return False  # a structure of several inputs
     shapes = [tuple(leaf.shape for leaf in leaves) for leaves in tensors]
     with_samples = all(shape[:1] == (rows,) for entry in shapes for shape in entry)
     if with_samples and (type(entries) is tuple or len({tuple(shape[1:] for shape in entry) for entry in shapes}) > 1):
@@ -351,15 +352,16 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
 def _count_rows(
     paths: Sequence[str], leaves: Sequence[Any], main_input: str | None, declared: BatchDims
 ) -> tuple[int, tuple[int | None, ...]]:
-    """The number of samples, and for each leaf the dimension that counts them (None: every microbatch gets it whole).
+    """The number of samples, and the dimension of each leaf that counts them (None: every microbatch receives all of
+    it).
 
-    The first dimension of the main input counts the samples, or the one that is declared for it. In other tensors the
-    first dimension does if its size equals their number; so do the entries of lists without tensors, and of tuples with
-    strings. Raises BatchError without a tensor or a sample, and for a declared dimension that has another size.
+    In the main input, the first or the declared dimension counts the samples. In other tensors, the first dimension
+    counts them if it has the same size, and so do the entries of lists without tensors, and of tuples with strings.
+    Raises BatchError for a batch without a tensor or a sample, and for a declared dimension of another size.
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
-    if main_input in named and has_tensors(named[main_input]):  # a list of one entry a sample
+    if main_input in named and has_tensors(named[main_input]):  # a list of one entry per sample
         tensors = {main_input: named[main_input]}
     if not tensors:
         kinds = {path: type(leaf).__name__ for path, leaf in named.items()}
@@ -425,7 +427,8 @@ def _checked_dim(path: str, leaf: Any, dim: int | None) -> int:
 
 
 def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int | None:
-    """The dimension that is declared for a leaf, if it has as many entries as there are samples."""
+    """The dimension that is declared for a leaf, non-negative. Raises BatchError if its size is not the number of
+    samples (or, for dimension 0 of a tensor, a multiple)."""
     if dim is None:
         return None
     dim = _checked_dim(path, leaf, dim)

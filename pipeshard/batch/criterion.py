@@ -1,4 +1,4 @@
-"""Criterion: computes a loss from a model's output."""
+"""Criterion: a function that computes a loss from a model's output."""
 
 import contextlib
 import inspect
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError
 
-Criterion = Callable[[Any, Any], Any]  # gives a scalar, or (sum, count)
+Criterion = Callable[[Any, Any], Any]  # returns a scalar, or (sum, count)
 
 
 def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
-    """The criterion's scalar, or without a criterion the output's own loss, if it has one; a sum over its count."""
+    """The criterion's loss or, without a criterion, the output's own loss or None; (sum, count) is divided."""
     loss, count = sum_and_count(output, criterion, batch)
     return loss if loss is None or count is None else loss / count
 
@@ -25,7 +25,8 @@ def sum_and_count(
 ) -> tuple[Tensor | None, Tensor | float | None]:
     """The result of the criterion: a scalar and no count, or a sum and the number to divide it by.
 
-    A criterion of the model itself (`of_batch`) receives the original batch, and returns None for one without labels.
+    A criterion with a method `of_batch` (the model's own loss) receives the original batch, and returns None for a
+    batch without labels.
     """
     count: Tensor | float | None = None
     if criterion is None:
@@ -53,16 +54,16 @@ def _without_dimensions(loss: Tensor | None) -> Tensor | None:
 
 
 def in_step(criterion: Criterion | None) -> Criterion | None:
-    """The function that a step calls: a criterion that does more than a loss there has it as `in_step`."""
+    """The function that a step calls: the criterion's attribute `in_step` if it has one, otherwise the criterion."""
     return getattr(criterion, "in_step", criterion)
 
 
 def takes_outputs_alone(criterion: Criterion) -> bool:
-    """Whether it is a function of only the model's output, not of (outputs, inputs). Raises ConfigurationError if it is
-    neither."""
+    """Whether the criterion takes only the model's output, instead of (outputs, inputs). Raises ConfigurationError if
+    it takes neither."""
     try:
         signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
-    except (TypeError, ValueError):  # nothing is known of it
+    except (TypeError, ValueError):  # it has no signature
         return False
     for count in (2, 1):
         with contextlib.suppress(TypeError):
@@ -106,8 +107,8 @@ def is_tuple_with_loss(output: Any) -> bool:
 
 
 def key_of(criterion: Any) -> Hashable:
-    """A key that distinguishes criteria; a function that is created again in each step has the same key by its code and
-    its captured values."""
+    """A key that distinguishes criteria. Functions with the same code and captured values have equal keys, so that a
+    function can be created again in each step."""
     if isinstance(criterion, FunctionType):
         return _Function(criterion)
     try:
@@ -118,7 +119,7 @@ def key_of(criterion: Any) -> Hashable:
 
 
 class _Same:
-    """Equal to another one of the same object, which need not be hashable."""
+    """A hashable key of an object, which compares by identity."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
@@ -131,7 +132,7 @@ class _Same:
 
 
 class _Function:
-    """Equal to another one of the same function, or of the same code with the same captured values."""
+    """A key of a function, which is equal for functions with the same code and captured values."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
@@ -151,7 +152,7 @@ class _Function:
 def _cell_content(cell: Any) -> Hashable:
     try:
         return _identified(cell.cell_contents)
-    except ValueError:  # empty so far
+    except ValueError:  # an empty cell
         return None
 
 

@@ -1,7 +1,7 @@
 """Grouping: samples of different lengths as microbatches, within a limit of padded tokens.
 
-Among samples sorted by length, the fastest groups are runs of neighbours, which dynamic programming finds (DynaPipe,
-Jiang et al. 2023, arXiv:2311.10418).
+In the order of their lengths, the samples of each group of the fastest grouping are consecutive, so dynamic programming
+finds it (DynaPipe, Jiang et al. 2023, arXiv:2311.10418).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,29 +10,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LEVELS = 64  # limits for the longest microbatch that are tried
-CLUSTERS = 3  # of microbatches of similar times, whose orders are tried
+LEVELS = 64  # the largest number of time limits to try for the longest microbatch
+CLUSTERS = 3  # the number of clusters of microbatches with similar times, whose orders are tried
 
 
 class TokenCost(NamedTuple):
-    """The time of a microbatch, in that of a token: `fixed`, and for each token 1 + `slope` for each one before it."""
+    """The time of a microbatch in units of a token's time: `fixed`, plus 1 + `slope` * (earlier tokens) per token."""
 
     fixed: float = 0.0
     slope: float = 0.0
 
     def of(self, rows: Any, lengths: Iterable[Any]) -> Any:
-        """The time of `rows` samples, padded to these lengths (of an encoder and a decoder, or one alone); of several
-        microbatches, if all of these are arrays."""
+        """The time of `rows` samples padded to `lengths` (one length, or one for the encoder and one for the decoder).
+        With arrays, the times of several microbatches."""
         return self.fixed + rows * sum(length + self.slope * length**2 / 2 for length in lengths)
 
 
 def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: float) -> list[list[int]]:
-    """The samples of each microbatch, by their number, from short ones to long ones.
+    """The indices of each microbatch's samples, from short to long samples.
 
-    `lengths` has the tokens of each sample: one number, or one for the encoder and one for the decoder. A group's rows
-    times its largest lengths are at most `limit`; a single sample must fit. The sum of all groups' times and
-    `idle` times the longest, which is what the other stages wait for, is the smallest of all runs of neighbours. If
-    these have more than LEVELS different times, only as many limits for the longest are tried.
+    `lengths` has the number of tokens of each sample: one number, or one for the encoder and one for the decoder. The
+    number of samples in a group times the sum of its largest lengths is at most `limit`; a single sample must fit. The
+    result minimizes the sum of all groups' times plus `idle` times the longest time (for which other stages wait),
+    over all groupings into consecutive samples. At most LEVELS limits for the longest time are tried.
     """
     order = sorted(range(len(lengths)), key=lambda k: (*lengths[k], k))
     costs = _costs([lengths[k] for k in order], limit, cost)
@@ -56,7 +56,7 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
 
 
 def _costs(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost) -> list[np.ndarray]:
-    """For each end of a run, the times of the runs within the limit that end there, from the longest run on."""
+    """For each end of a run of samples, the times of the runs that end there and fit the limit, longest run first."""
     table = np.array(lengths, dtype=np.int64)
     found = []
     for end in range(1, len(table) + 1):
@@ -69,15 +69,15 @@ def _costs(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost) -> lis
 
 
 def _levels(costs: Sequence[np.ndarray]) -> np.ndarray:
-    """The times that the longest microbatch may have: at least that of the longest sample alone."""
+    """Limits to try for the longest microbatch's time, ascending: at most LEVELS, none below the slowest sample's."""
     times = np.unique(np.concatenate(costs))
     times = times[times >= max(of_end[-1] for of_end in costs)]
     return times[np.linspace(0, len(times) - 1, min(LEVELS, len(times))).astype(np.int64)]
 
 
 def orders(times: Sequence[float]) -> Iterator[list[int]]:
-    """Orders of microbatches with these times that a schedule may hide best: arrangements of clusters, each from short
-    to long, from long to short, and the longest in the middle or at the ends."""
+    """Yield promising orders of microbatches with these times: all orders of CLUSTERS clusters (each from short to
+    long), from long to short, and with the longest in the middle or at the ends."""
     rising, m = sorted(range(len(times)), key=times.__getitem__), len(times)
     clusters = [rising[k * m // CLUSTERS : (k + 1) * m // CLUSTERS] for k in range(CLUSTERS)]
     yield from (list(chain(*clusters)) for clusters in permutations(clusters))

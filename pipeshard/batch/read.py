@@ -1,12 +1,13 @@
-"""Read: how samples become a Batch: collated, with batch dims for every leaf and an owner for every image.
+"""Read: how samples become a Batch, which is collated, and has a batch dimension for each leaf and owners of images.
 
-Processors concatenate the media of all samples, so that a leaf's first dimension counts images, or patches
-of all of them, and nothing in its shape shows where a sample's end. A leaf of counts does (`num_local_patches`), or
-each sample's number of placeholder tokens, with the sizes of the images. If neither does, the batch cannot be cut.
+Processors concatenate the media of all samples. The first dimension of such a leaf counts images, or the patches of all
+images, and its shape does not show which entries belong to which sample. A leaf of counts shows this
+(`num_local_patches`), or each sample's number of placeholder tokens, together with the sizes of the images. Otherwise
+the batch cannot be split.
 
-A single batch may be ambiguous: a table has as many rows as there are samples by chance, and a (s, b) leaf looks like
-one that every microbatch needs whole. So a leaf must have the same role in all batches, and a leaf that may be cut
-either way is refused until `batch_dims` declares it. One of the architectures in docs/parity.md has such a leaf.
+A single batch may be ambiguous: a table may have as many rows as there are samples by chance, and a (s, b) leaf looks
+like a leaf that every microbatch needs in full. A leaf must therefore have the same role in all batches, and an
+ambiguous leaf is an error until `batch_dims` declares it. One of the architectures in docs/parity.md has such a leaf.
 """
 
 import copy
@@ -42,7 +43,7 @@ from pipeshard.hf import (
 )
 
 logger = logging.getLogger("pipeshard")
-Owners = dict[str, tuple[int, ...]]  # by path: how many entries each sample has, () where that is not known
+Owners = dict[str, tuple[int, ...]]  # by path: the number of entries of each sample, () if not known
 
 
 def read_batch(
@@ -50,8 +51,8 @@ def read_batch(
 ) -> Batch:
     """A batch for `model` from a dataloader, with the media of each sample.
 
-    `declared` has, by path, the dimension that counts the samples (None: every microbatch gets the leaf whole), and
-    `lists` records which lists of tensors have one entry per sample, from earlier batches.
+    `declared` has, by path, the dimension that counts the samples (None: every microbatch receives the full leaf).
+    `lists` records which lists of tensors have one entry per sample, from earlier batches, and is updated.
     """
     declared = declared or {}
     batch = Batch.of(data, main_input(model), declared, lists)
@@ -73,16 +74,16 @@ def _refuse_meta(batch: Batch) -> None:
 
 
 def taken_by(model: nn.Module, data: Any) -> int | None:
-    """With how many entries of a tuple the model is called, as in `for images, labels in dataloader`: entries without a
-    positional argument in its forward are for the criterion, and so are last labels if it has an optional mask.
+    """The number of entries of a tuple, such as (images, labels), with which the model is called; None for all.
 
-    None stands for all of them.
+    Entries without a positional argument in the model's forward are for the criterion. So is a last entry of class
+    labels if it would be passed as an optional mask.
     """
     if not isinstance(data, tuple | list) or len(data) < 2:
         return None
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):  # nothing is known of it
+    except (TypeError, ValueError):  # it has no signature
         return None
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None
@@ -91,7 +92,7 @@ def taken_by(model: nn.Module, data: Any) -> int | None:
         return None
     taken = min(len(data), len(places))
     last, value = places[taken - 1], data[taken - 1]
-    # Integers, one for each sample, are no mask.
+    # One integer per sample is a label, not a mask.
     is_class = isinstance(value, Tensor) and value.ndim == 1 and value.dtype in (torch.int32, torch.int64)
     is_mask = "mask" in last.name and last.default is not last.empty
     if taken == len(data) and taken > 1 and is_class and is_mask:
@@ -114,7 +115,8 @@ def _owners(model: nn.Module, batch: Batch) -> Owners:
 
 
 def _several(batch: Batch, path: str) -> tuple[int, ...]:
-    """Equally many entries per sample, if a leaf has a multiple of the number of samples; otherwise ()."""
+    """The number of entries of each sample, if a leaf's first dimension is a multiple (at least twice) of the number of
+    samples; otherwise ()."""
     leaf = batch.tensors.get(path)
     count, remainder = divmod(len(leaf) if leaf is not None and leaf.ndim else 0, batch.rows)
     return (count,) * batch.rows if count > 1 and not remainder else ()
@@ -131,7 +133,7 @@ def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
 
 
 def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:
-    """For each leaf without one entry per sample: how many entries each sample has, by its tokens."""
+    """The number of entries of each sample by its placeholder tokens, for leaves without one entry per sample."""
     sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
     values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
     if not tokens or values is None:
@@ -157,7 +159,7 @@ def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:
 
 
 def _assign(areas: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:
-    """How many consecutive items belong to each sample, if each item has as many tokens as its area implies."""
+    """The number of consecutive items of each sample, if items have tokens in proportion to their areas; else None."""
     area, total, counts, at = sum(areas), sum(tokens), [], 0
     for of_sample in tokens:
         first, covered = at, 0
@@ -174,16 +176,18 @@ LeafKind = tuple[str, int]  # a leaf's path and its number of dimensions
 
 
 class RowDims:
-    """Reads batches for one model, and remembers what earlier batches have shown of each leaf."""
+    """Reads the batches of one model, and remembers the sizes of each leaf in earlier batches."""
 
     def __init__(self, model: nn.Module, declared: BatchDims | None = None) -> None:
         self.model, self.declared = model, dict(declared or {})
         self._lists: dict[str, bool] = {}
-        self._first: dict[LeafKind, tuple[int, int]] = {}  # the size of the first dimension, and the samples
-        self._other: dict[LeafKind, set[int]] = {}  # dimensions that once had a size which does not count the samples
+        self._first: dict[
+            LeafKind, tuple[int, int]
+        ] = {}  # in the first batch: the size of dimension 0, and the samples
+        self._other: dict[LeafKind, set[int]] = {}  # dimensions that in some batch did not count the samples
 
     def read(self, data: Any, is_cut: bool = True) -> Batch:
-        """A batch from a dataloader; one that is not cut into microbatches may have ambiguous leaves.
+        """Read a batch from a dataloader. A batch that is not split into microbatches may have ambiguous leaves.
 
         Raises BatchError for a batch that cannot be read.
         """
@@ -191,10 +195,9 @@ class RowDims:
         return self.settle(batch) if is_cut else batch
 
     def settle(self, batch: Batch) -> Batch:
-        """The batch, with leaves kept whole that have as many entries as there are samples by chance.
+        """The batch, without row dimensions for leaves whose size equals the number of samples only by chance.
 
-        Raises BatchError for leaves for which this, or another dimension that may count the samples, is ambiguous, and
-        for graphs, which cannot be cut.
+        Raises BatchError for leaves whose row dimension is ambiguous, and for graphs, which cannot be split.
         """
         _refuse_graphs(batch)
         if batch.rows == 1:
@@ -221,7 +224,8 @@ class RowDims:
         return batch.counted(whole)
 
     def _is_whole_as_before(self, path: str, leaf: Tensor, rows: int) -> bool:
-        """Whether the first dimension did not count the samples in the first batch, but seems to do so now."""
+        """Whether the first dimension did not count the samples in the first batch, but has the number of samples now.
+        Raises BatchError if its role cannot be the same in both batches."""
         size = leaf.shape[0] if leaf.ndim else 1
         if size == 1:
             return False
@@ -239,8 +243,10 @@ class RowDims:
         return True
 
     def _doubtful(self, path: str, leaf: Tensor, batch: Batch) -> int | None:
-        """The dimension of an uncut leaf that may count the samples: the only one with as many entries, or otherwise
-        the first one, if it has a multiple. A dimension that once had another size is not ambiguous."""
+        """The dimension of an unsplit leaf that may count the samples: the only one of this size, or otherwise the
+        first
+            one, if its size is a multiple. None if there is none; a dimension that once had another size is
+            excluded."""
         if batch.owners.get(path) and path != LABELS:  # labels: (s, b), or one row for each codebook
             return None
         several = leaf.ndim > 0 and len(leaf) % batch.rows == 0
@@ -266,8 +272,8 @@ COLLATORS = "DataCollatorForSeq2Seq(tokenizer), DataCollatorWithPadding(tokenize
 
 
 def collate(samples: list[Any]) -> Any:
-    """torch's default_collate, or, for mappings with lists of numbers (as a tokenizer leaves in a `datasets.Dataset`),
-    transformers' default_data_collator, as in its Trainer: `label` becomes `labels`, strings are omitted.
+    """Collate samples with torch's default_collate. Mappings with lists of numbers (a tokenized `datasets.Dataset`) are
+    collated with transformers' default_data_collator, as in Trainer: `label` becomes `labels`, strings are omitted.
 
     Raises BatchError for lists of different lengths.
     """
@@ -286,10 +292,10 @@ def collate(samples: list[Any]) -> Any:
 
 
 def first_samples(dataloader: DataLoader[Any]) -> Any:
-    """The batch that the dataloader would make of its dataset's first samples; its order and state do not change.
+    """The dataset's first samples, collated as the dataloader does; its order and state do not change.
 
-    Returns None for a loader without a dataset, and for a stream that cannot be copied or read here.
-    Raises BatchError if it would split lists of tokens.
+    Returns None for a loader without a dataset or a collate_fn, and for a stream that cannot be copied or read here.
+    Raises BatchError if default_collate would transpose lists of tokens.
     """
     dataset: Any = getattr(dataloader, "dataset", None)
     collate_fn = getattr(dataloader, "collate_fn", None)
@@ -318,10 +324,10 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
 
 
 def _first_of_stream(dataset: Any, count: int) -> list[Any]:
-    """The first samples of a copy of a stream, so that the stream itself stays where it is.
+    """The first samples of a copy of a stream, so that the stream itself does not advance.
 
-    Returns none if it cannot be copied (it holds a generator, a socket or an open file) or cannot be read in this
-    process. The caller then makes up a batch or requests one.
+    Returns an empty list if the stream cannot be copied (it holds a generator, a socket or an open file) or cannot be
+    read in this process. The caller then uses dummy inputs or asks the user for a batch.
     """
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
@@ -336,7 +342,7 @@ def _first_of_stream(dataset: Any, count: int) -> list[Any]:
 
 
 def _constants(dataset: Any) -> Iterator[Any]:
-    """The stream's data, which a copy shares: copying it could take as much memory again."""
+    """The stream's data, which a copy shares, since copying the data could double the memory."""
     seen: set[int] = set()
     while dataset is not None and id(dataset) not in seen:
         seen.add(id(dataset))
@@ -347,7 +353,7 @@ def _constants(dataset: Any) -> Iterator[Any]:
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether this is a list of numbers, or of such lists."""
+    """Whether a value is a list of numbers, or a nested list of numbers."""
     return isinstance(value, list) and (not value or isinstance(value[0], int | float) or _is_numbers(value[0]))
 
 
@@ -379,7 +385,7 @@ def find_sample(
     """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), the dataset's first
     samples, or otherwise dummy inputs for the model.
 
-    Raises BatchError if none can be read or made, ConfigurationError for declared leaves that it does not have.
+    Raises BatchError if no batch can be read or generated, ConfigurationError for declared paths that it lacks.
     """
     is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
     data = dry_run_input(size, device) if is_function else dry_run_input

@@ -1,9 +1,10 @@
 """Tree: nested batches as flat leaves with readable paths.
 
-A batch is cut, compared and sent leaf by leaf, and the model receives it reassembled. torch's pytree opens dicts,
-lists, tuples and registered classes, process-wide and permanently. Batches also hold dataclasses, namespaces,
-mappings and plain objects with tensors, and which lists are leaves depends on the batch, so the walk is done here: one
-level of what torch knows with its pytree, everything else by its keys or attributes. No class is registered.
+A batch is split, compared and sent leaf by leaf, and the model receives it reassembled. torch's pytree flattens dicts,
+lists, tuples and registered classes; a registration is process-wide and permanent. Batches also contain dataclasses,
+namespaces, mappings and plain objects with tensors, and which lists are leaves depends on the batch. This module
+therefore walks batches itself: containers known to torch one level at a time with pytree, all others by their keys or
+attributes. It registers no class.
 """
 
 import copy
@@ -35,8 +36,8 @@ PathKey = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey
 
 @dataclass(frozen=True)
 class Tree:
-    """The structure of a batch around its leaves: a class, the keys of its parts and their Trees; no class is a
-    leaf."""
+    """The structure of a batch: the class of a container, the keys of its children and their Trees; a leaf has no
+    class."""
 
     kind: type | None = None
     keys: tuple[Any, ...] = ()
@@ -62,18 +63,18 @@ class Tree:
 def flatten(
     data: Any, by_sample: Decide = lambda path, entries: False
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
-    """The leaves of a dataloader's result, their paths, and the Tree that reassembles them.
+    """The paths of the leaves of a dataloader's result, the leaves, and the Tree that reassembles them.
 
-    Anything but a mapping, tuple or list becomes a tuple of that one object. A leaf is a tensor, a list or tuple
-    without any tensor in it (of strings, of one number per sample), one with tensors for which `by_sample(path, list)`
-    says that it has one entry per sample, or anything else that is not a container. Dataclasses, namespaces and objects
-    with tensors as attributes are reassembled in their own class, without calling `__init__` or `__post_init__`.
+    An object that is not a mapping, tuple or list becomes a tuple of this object. A leaf is a tensor, a list or tuple
+    without tensors (of strings, of one number per sample), a list or tuple with tensors for which
+    `by_sample(path, list)` is true (one entry per sample), or any other object that is not a container. Dataclasses,
+    namespaces and objects with tensors as attributes are reassembled without calling `__init__` or `__post_init__`.
 
-    The path of an entry of the mapping, or a field of the dataclass, that the batch is, is its name; deeper paths
-    are Python expressions: ['inputs']['ids'], .inputs.ids.
+    The path of a top-level entry or field is its name; deeper paths are Python expressions: ['inputs']['ids'],
+    .inputs.ids.
     """
     if isinstance(data, Mapping):
-        data = dict(data)  # also a BatchEncoding: a model gets keyword arguments of it anyway
+        data = dict(data)  # also a BatchEncoding: a model receives it as keyword arguments anyway
     is_alone = not isinstance(data, dict | tuple | list)
     paths: list[str] = []
     leaves: list[Any] = []
@@ -103,7 +104,7 @@ def tensors_in(node: Any) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], node: Any) -> Any:
-    """A nested object with each tensor replaced by the result of the function for it."""
+    """A nested object with each tensor replaced by `function(tensor)`."""
     if isinstance(node, Tensor):
         return function(node)
     opened = _opened(node)
@@ -114,7 +115,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], node: Any) -> Any:
 
 
 def has_tensors(node: Any) -> bool:
-    """Whether a list or tuple has tensors in it."""
+    """Whether a node is a list or tuple that contains tensors."""
     return type(node) in (list, tuple) and bool(tensors_in(node))
 
 
@@ -124,7 +125,7 @@ def is_entries(leaf: Any, dim: int | None = 0) -> bool:
 
 
 def text(leaf: Any) -> str:
-    """A value that is not a tensor, as the same text in every process: without addresses, and sets in one order."""
+    """A value as a text that is the same in every process: without addresses, and with sets sorted."""
     shown = sorted(map(repr, leaf)) if isinstance(leaf, set | frozenset) else leaf
     return f"{type(leaf).__name__} {re.sub(r' at 0x[0-9a-f]+', '', repr(shown))}"
 
@@ -143,7 +144,8 @@ def field_of(name: str) -> str:
 
 
 def _as_dicts(tree: Any) -> Any:
-    """Model outputs, which are ordered dicts, as plain ones: before version 5, transformers registered no names."""
+    """Convert ordered dicts such as ModelOutput to dicts: before version 5, transformers registered them without key
+    names."""
     return tree_map(
         lambda node: _as_dicts(dict(node)) if isinstance(node, OrderedDict) else node,
         tree,
@@ -152,10 +154,10 @@ def _as_dicts(tree: Any) -> Any:
 
 
 def _opened(node: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]] | None:
-    """The parts of a container by their keys, and a function that rebuilds it from others; None if it is not one."""
+    """The (key, child) pairs of a container, and a function that rebuilds it from new children; None for a leaf."""
     if isinstance(node, Tensor | nn.Module | type | str | int | float | None):
         return None
-    children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)  # of what torch knows, one level
+    children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)  # one level, if torch knows the class
     if not spec.is_leaf():
         return list(zip(_keys(node), children, strict=True)), lambda values: tree_unflatten(values, spec)
     if isinstance(node, Mapping):
@@ -181,7 +183,7 @@ def _opened_mapping(node: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], Cal
     names = list(node)
     try:
         is_same = list(cls(dict(node))) == names
-    except Exception:  # whatever its constructor says to a dict
+    except Exception:  # whatever its constructor raises for a dict
         is_same = False
     if not is_same:
         raise BatchError(f"the batch contains a {cls.__name__} that cannot be built from a dict: use a dict instead")
@@ -197,14 +199,14 @@ def is_keyed(node: Any) -> bool:
 
 
 def _tensor_keys(node: Any) -> list[str]:
-    """The keys of such an object, if there are tensors among its entries."""
+    """The sorted keys of an object for which `is_keyed` is true, if any entry is a tensor; otherwise an empty list."""
     if not is_keyed(node):
         return []
     try:
-        keys = sorted(node.keys(), key=str)  # those of a set have another order in each process
-        probed = copy.copy(node)  # to read what is not there may make an entry
+        keys = sorted(node.keys(), key=str)  # the order of a set differs between processes
+        probed = copy.copy(node)  # reading a missing entry may create it
         values = [probed[key] for key in keys]
-    except Exception:  # the class's own: its keys are something else
+    except Exception:  # raised by the class: its keys are not the keys of its entries
         return []
     return keys if any(isinstance(value, Tensor) for value in values) else []
 
@@ -224,7 +226,7 @@ def _holds_tensors(node: Any) -> bool:
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    """Fields first, in their order, and then the other attributes of an instance."""
+    """The attributes of an object: a dataclass's fields first, in their order, then all others."""
     names = [each.name for each in fields(node)] if is_dataclass(node) else []
     held = {name: getattr(node, name) for name in names if hasattr(node, name)}
     return {**held, **getattr(node, "__dict__", {})}
@@ -233,7 +235,7 @@ def _attributes(node: Any) -> dict[str, Any]:
 def _rebuilt(cls: Any, attributes: dict[str, Any]) -> Any:
     node = cls.__new__(cls)
     for name, value in attributes.items():
-        object.__setattr__(node, name, value)  # a frozen dataclass has no other way
+        object.__setattr__(node, name, value)  # also works for a frozen dataclass
     return node
 
 

@@ -1,9 +1,9 @@
-"""Checkpoint: a pipeline's part of a Trainer's checkpoint-N folder, which any number of stages and replicas reads.
+"""Checkpoint: a pipeline's part of a Trainer's checkpoint-N folder, which any number of stages and replicas can load.
 
-checkpoint-7/config.json, model*.safetensors    a Hugging Face folder (of adapters: what peft writes)
-checkpoint-7/pipeline/                          the optimizer, the schedule, random numbers: this file
+checkpoint-7/config.json, model*.safetensors    a Hugging Face folder (for adapters, a peft folder)
+checkpoint-7/pipeline/                          the optimizer, the schedule, random states: this file
 checkpoint-7/manifest.json                      size and SHA-256 of all of these, as of every training state
-checkpoint-7/trainer_state.json, rng_state*     what Trainer writes, at last
+checkpoint-7/trainer_state.json, rng_state*     written by Trainer, last
 """
 
 import json
@@ -36,12 +36,12 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 @together_in("trainer.save_model")
 def save_weights(model: PipelineModel, folder: Path) -> None:
-    """Write a folder of the model or its adapters that `from_pretrained` reads. Call it on all ranks."""
+    """Save the model, or its adapters, to a folder that `from_pretrained` loads. Call it on all ranks."""
     grid = model.pipeline.grid
     with together(grid.world):
         if grid.first:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / MANIFEST).unlink(missing_ok=True)  # of a checkpoint that this one takes the place of
+            (folder / MANIFEST).unlink(missing_ok=True)  # of the checkpoint that this save replaces
     if not is_of_peft(model.unwrap(), "PeftModel"):
         refuse_packed(model.unwrap())
         io_of(model).save_folder(model, folder)
@@ -64,13 +64,13 @@ def load_checkpoint_weights(model: PipelineModel, folder: Path) -> None:
 
 
 def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any, step: int) -> None:
-    """Write `folder/pipeline`, and the manifest of all files now in the folder. Call it on all ranks."""
+    """Write `folder/pipeline`, and a manifest of all files that the folder then contains. Call it on all ranks."""
     grid = model.pipeline.grid
     random = {"layout": [grid.dp_size, grid.pp_size, grid.tp_size], "ranks": gather_objects(random_state(), grid.world)}
     with together(grid.world):
         if grid.first:
             lock(folder.parent, model)
-            for old in (folder / STATE, *folder.glob(RANDOM)):  # which Trainer writes anew
+            for old in (folder / STATE, *folder.glob(RANDOM)):  # Trainer writes new ones
                 old.unlink(missing_ok=True)
     with new_folder(folder / FOLDER, grid.world, mark=REST) as made:
         save_optimizer(optimizer, made / OPTIMIZER, shard=True)
@@ -81,8 +81,8 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 
 
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
-    """Restore weights, optimizer and schedule; returns this rank's random state, or the first rank's if the number of
-    ranks has changed."""
+    """Restore weights, optimizer and schedule. Return this rank's saved random state or, if the sizes of the grid have
+    changed, the first rank's."""
     grid = model.pipeline.grid
     load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
@@ -90,7 +90,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         rest = read_rest(folder / FOLDER / REST)
         restore_rest(model.pipeline, rest, lr_scheduler)
         if grid.first:
-            for file in folder.glob(RANDOM):  # for which nobody waits, when they are written: what is read here counts
+            for file in folder.glob(RANDOM):  # no rank waits for their writes; they may be partial, and are not used
                 if not zipfile.is_zipfile(file):
                     file.unlink()
     same = rest["layout"] == [grid.dp_size, grid.pp_size, grid.tp_size]
@@ -107,7 +107,7 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
-    """The newest complete, unchanged checkpoint; an interrupted save leaves an incomplete one. Call it on all
+    """The path of the newest complete, intact checkpoint in `folder`; others are skipped with a warning. Call it on all
     ranks."""
     found = {
         int(match[1]): path for path in folder.glob("checkpoint-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))
@@ -126,9 +126,9 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def flaw_of(folder: Path) -> str:
-    """The reason why a checkpoint is not complete, by the names and sizes of its files."""
+    """The reason why a checkpoint is incomplete, judging by the names and sizes of its files; "" if it is complete."""
     if not (folder / FOLDER / REST).is_file():
-        return f"it has no {FOLDER}/{REST}: its save was interrupted, or one process wrote it"
+        return f"it has no {FOLDER}/{REST}: its save was interrupted, or a Trainer without a pipeline wrote it"
     name = CHECKPOINT_NAME.fullmatch(folder.name)
     if why := flaw(folder, int(name[1]) if name else None):
         return why

@@ -1,9 +1,9 @@
 """Kept: Python state of a Trainer and its callbacks, compared, restored, and sent to other ranks.
 
-compute_loss runs on the last stage. State that it leaves on the Trainer is found by difference, as for a model's
-code: everything that it can reach is walked before, and compared after. So any attribute, list, deque, array or object
-counts, however it is changed. Changes are sent as plain data that names classes, which other ranks look up among their
-imported classes; none of it is code.
+compute_loss runs on the last stage. The state that it changes on the Trainer is found by difference, as for a model's
+code: everything reachable from the Trainer is recorded before the call and compared after it. Any attribute, list,
+deque, array or object therefore counts, however it is changed. Changes are sent as plain data that names classes, which
+other ranks look up among their imported classes; no code is sent.
 """
 
 import io
@@ -39,7 +39,7 @@ from pipeshard.graph.places import (
 )
 from pipeshard.graph.snapshot import Change, Snapshot, undo
 
-# Attributes of a Trainer that compute_loss reads and does not keep anything in.
+# Attributes of a Trainer that compute_loss reads but keeps no state in.
 NOT_KEPT = frozenset(
     {"model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset"}
     | {"accelerator", "processing_class", "data_collator", "pipeline", "_stages", "_objective", "_loader", "_held"}
@@ -47,14 +47,14 @@ NOT_KEPT = frozenset(
 )
 TRAINER_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers", "transformers")
 DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
-LONG = 1000  # entries: of a longer list or dict it is compared which entries it has, not what these hold
-MANY = 64  # entries: those of a longer one are known to be written to by torch's count of writes alone
-SMALL_BYTES = 1 << 20  # bytes of a tensor that is copied in order to be compared
+LONG = 1000  # entries: in a longer list or dict, the entries' identities are compared, not their content
+MANY = 64  # entries: in a longer container, only torch's version counters detect writes to tensors
+SMALL_BYTES = 1 << 20  # bytes: tensors up to this size are copied for the comparison
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class KeptState(Snapshot):
-    """Everything reached from a Trainer, its callbacks and its class, except models, data and the Trainer's own tools.
+    """Everything reachable from a Trainer, its callbacks and its classes, except models, data and library objects.
 
     With `copies`, tensors of any size can be restored; otherwise only those of up to SMALL_BYTES bytes.
     """
@@ -62,7 +62,7 @@ class KeptState(Snapshot):
     def __init__(self, trainer: Any, copies: bool = False) -> None:
         self.trainer, self.copies = trainer, copies
         self.roots = _roots(trainer)
-        self.marks: list[Any] = []  # of each tensor
+        self.marks: list[Any] = []  # one per tensor
         self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large ones
         self.files: list[tuple[Path, Any, int]] = []
         named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
@@ -128,7 +128,7 @@ class KeptState(Snapshot):
             if not isinstance(child, type | FunctionType) or _is_own(child.__module__):
                 yield step, child
 
-    # what other ranks are told
+    # changes sent to other ranks
 
     def told(self) -> list[Any]:
         """The changes, as plain data for `learn`; raises UsageError for changes that cannot be sent."""
@@ -183,7 +183,7 @@ class KeptState(Snapshot):
 
 
 class ValueWriter:
-    """Values as plain data: `known` has the paths of objects that other ranks also have, by address."""
+    """Converts values to plain data. `known` has the paths of objects that other ranks also have, by id."""
 
     def __init__(self, known: dict[int, Path], roots: dict[str, Any]) -> None:
         self.known, self.roots, self.numbers = known, roots, dict[int, int]()
@@ -200,7 +200,8 @@ class ValueWriter:
         return self.of(value, "", anew=True)
 
     def of(self, value: Any, where: str, anew: bool = False) -> Any:
-        """The value as plain data. Raises UsageError, which names `where` it is, for a value that cannot be sent."""
+        """The value as plain data. Raises UsageError, which names the place `where`, for a value that cannot be
+        sent."""
         if value is MISSING:
             return ("missing",)
         if isinstance(value, PLAIN) and not isinstance(value, range | slice):
@@ -230,7 +231,7 @@ class ValueWriter:
             return ("fixed", _name_of(kind, where), [self.of(entry, where) for entry in value])
         if isinstance(value, deque):
             return ("deque", value.maxlen, [self.of(entry, where) for entry in value])
-        if isinstance(value, list | set | bytearray):  # in the order in which they are read, which numbers them
+        if isinstance(value, list | set | bytearray):  # in iteration order, which the reader's numbering follows
             entries = [self.of(entry, where) for entry in value]
             return ("list", _name_of(kind, where), entries, self._attributes(value, where))
         if isinstance(value, dict):
@@ -256,7 +257,7 @@ class ValueReader:
         self.made: list[Any] = []
 
     def holder(self, how: str, path: Any) -> Any:
-        """The object that is changed, or that holds the new value."""
+        """The object that a change modifies: for `put`, the parent of the path's last step."""
         return self._at(path[:-1] if how == "put" else path)
 
     def _at(self, path: Any) -> Any:
@@ -344,7 +345,7 @@ class ValueReader:
 
 
 def _roots(trainer: Any) -> dict[str, Any]:
-    """A Trainer, and those of its classes that the script defines."""
+    """The objects to walk, by name: the Trainer, and the classes in its MRO that the script defines."""
     return {"trainer": trainer} | {
         kind.__qualname__: kind for kind in type(trainer).__mro__ if _is_own(kind.__module__)
     }
@@ -352,7 +353,7 @@ def _roots(trainer: Any) -> dict[str, Any]:
 
 @cache
 def _is_own(module: str | None) -> bool:
-    """Whether a module is neither Python's nor installed: a script, or a file next to it."""
+    """Whether a module is the user's script or a local file, not part of Python, pipeshard or an installed package."""
     name = (module or "").partition(".")[0]
     if not name or name == "pipeshard" or name in sys.stdlib_module_names - {"__main__"}:
         return False
@@ -361,7 +362,7 @@ def _is_own(module: str | None) -> bool:
 
 
 def _is_apart(value: Any) -> bool:
-    """Whether this is data, or a tool of a library, that is not walked."""
+    """Whether a value is a dataset, loader or tokenizer, or belongs to a library, and is therefore not walked."""
     if isinstance(value, DATA):
         return True
     if isinstance(value, type | FunctionType):
@@ -370,7 +371,8 @@ def _is_apart(value: Any) -> bool:
 
 
 def _mark(tensor: Tensor, copies: bool) -> Any:
-    """A mark that changes with the values of a tensor: a copy, or a sum for a large tensor."""
+    """A mark that changes with a tensor's values: a copy or, for a large tensor, a sum. None for a tensor that is on
+    meta or not strided."""
     is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
@@ -411,13 +413,13 @@ def _size(value: Any) -> str:
 
 
 def _place_name(path: Path) -> str:
-    """A place in the user's notation."""
+    """A path in the user's notation, such as `self.name`."""
     name = format_path(path[1:])
     return f"self.{name}" if path[0].key == "trainer" else f"{path[0].key}.{name}"
 
 
 def _is_of_set(path: Path, roots: dict[str, Any]) -> bool:
-    """Whether a path leads through a set, whose entries each rank has in another order."""
+    """Whether a path leads through a set, whose order of entries differs between ranks, or cannot be resolved."""
     holder = roots[path[0].key]
     for step in path[1:]:
         if isinstance(holder, MutableSet | frozenset):

@@ -1,12 +1,12 @@
 """Objective: a Trainer's own compute_loss as a criterion of the pipeline.
 
-Before a step, it is called on every rank to record the inputs that it passes to the model. In the step the last stage
-calls it, with the model's outputs in place of the model: as the pipeline's criterion, and for its other effects
-(metrics), which are sent to the other ranks. If the criterion is traced or tried, only the loss is kept.
+Before a step, compute_loss is called on every rank to record the inputs that it passes to the model. In the step, the
+last stage calls it with the model's outputs in place of the model, as the pipeline's criterion. Its other effects (such
+as metrics) are sent to the other ranks. In a trace or a trial, only the loss is used, and other effects are discarded.
 
 The loss of TRL's DPOTrainer includes a run of a second model, the reference, but a pipeline runs one model in a step.
-So the reference's log-probabilities are computed before, by its own stages, or by the model's with the adapters off,
-and added to the batch, where TRL also puts them if they are precomputed.
+The reference's log-probabilities are therefore computed before the step (by the reference's own stages, or by the
+model's stages without adapters) and added to the batch under TRL's names for precomputed ones.
 """
 
 import copy
@@ -47,34 +47,35 @@ class ComputesLoss(Protocol):
 
 
 class Called(Exception):
-    """The model was called, with these inputs."""
+    """Raised when compute_loss calls the model, with the inputs of the call."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
 
 
 class Resized(TraceError):
-    """The model was called with inputs whose sizes differ from those of the batch: a trace varies the sizes of each."""
+    """compute_loss called the model with inputs of other sizes than in the batch: a trace varies each size
+    separately."""
 
 
 class Objective:
-    """Calls `trainer.compute_loss`. `num_items` is the divisor for all batches of a window together."""
+    """Calls `trainer.compute_loss`. `num_items` is Trainer's `num_items_in_batch`, counted over a whole window."""
 
     def __init__(self, trainer: ComputesLoss) -> None:
-        self._trainer = weakref.ref(trainer)  # nothing of which the loss is traced through
+        self._trainer = weakref.ref(trainer)  # the loss is not traced through it
         self.num_items: Any = None
-        self.added: frozenset[str] = frozenset()  # what compute_loss gives the model beside the batch
-        self._kept: KeptState | None = None  # as it is before the window
+        self.added: frozenset[str] = frozenset()  # the model inputs that compute_loss adds to the batch
+        self._kept: KeptState | None = None  # the state before the window
         self._random: dict[str, Any] = {}  # the generators' states, as compute_loss leaves them
         self._failure: UsageError | None = None
-        self._calls = 0  # of compute_loss in this step
-        self._pipeline: Pipeline | None = None  # that steps
-        # Of the last trial in which sizes fit together: the sizes, and which outputs get a gradient from the loss.
+        self._calls = 0  # the number of compute_loss calls in this step
+        self._pipeline: Pipeline | None = None  # the pipeline whose step runs
+        # Of the last trial with consistent sizes: the sizes, and the outputs that receive a gradient from the loss.
         self._sizes: dict[str, torch.Size] = {}
         self._reached: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Objective":
-        """A copy that is only used for trials."""
+        """A copy that is used only for trials."""
         made = Objective(self.trainer)
         made.num_items, made.added = copy.deepcopy(self.num_items, memo), self.added
         made._sizes, made._reached = dict(self._sizes), self._reached
@@ -92,7 +93,7 @@ class Objective:
 
     @contextmanager
     def stepping(self, pipeline: Pipeline) -> Iterator[None]:
-        """Around the step of a window; at its end all ranks receive the changes of compute_loss.
+        """Context manager for the step of a window. On exit, all ranks receive the changes that compute_loss has made.
 
         Accelerate reports synchronized gradients only in the last call, as in one process.
         """
@@ -105,7 +106,8 @@ class Objective:
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs, and the parts of the batch that the loss may read in addition, under their own names."""
+        """The inputs that compute_loss passes to the model, and the rest of the batch under names with
+        FOR_CRITERION."""
         trainer, before = self.trainer, random_state()
         try:
             with self._undone():
@@ -122,10 +124,10 @@ class Objective:
         )
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss in a trace or a trial, without other effects.
+        """The loss in a trace or a trial, without other effects of compute_loss.
 
-        If compute_loss builds the model's inputs from several tensors of the batch, a trace that varies sizes has
-        inputs that do not fit together. In that case, a sum of outputs stands in for the loss.
+        If compute_loss builds the model's inputs from several tensors of the batch, a trace that varies sizes may
+        have inputs with inconsistent sizes. In that case, a sum of outputs replaces the loss.
         """
         leaves = tree_tensors(outputs)
         try:
@@ -157,8 +159,8 @@ class Objective:
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The loss in a step, on the last stage, with all other effects of compute_loss.
 
-        It uses the random numbers that it would use in one process. Refusals are raised at the step's end, on
-        every rank.
+        compute_loss uses the same random numbers as in one process. A UsageError is raised at the step's end, on every
+        rank.
         """
         if self._pipeline is None:
             return self(outputs, inputs)
@@ -184,10 +186,10 @@ class Objective:
             set_random_state(before)
 
     def note(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
-        """Does nothing: requested with a step, it brings the whole batch and all outputs to the last stage."""
+        """Does nothing. Passing it to a step sends the whole batch and all outputs to the last stage."""
 
     def _share(self, pipeline: Pipeline) -> None:
-        """Send the changes that compute_loss has made on the last stage to all ranks; all raise its refusal, if any."""
+        """Send the changes that compute_loss has made on the last stage to all ranks. If it failed, all ranks raise."""
         kept, self._kept = self._kept, None
         is_last = dist.get_rank() == pipeline.last_rank
         said: list[Any] = []
@@ -223,7 +225,7 @@ class Objective:
 
     @contextmanager
     def _muted(self) -> Iterator[None]:
-        """Inside, numbers are not gathered."""
+        """Context manager in which the accelerator gathers nothing, and returns ones instead."""
         accelerator = self.trainer.accelerator
         accelerator.is_muted = True
         try:
@@ -233,7 +235,7 @@ class Objective:
 
     @contextmanager
     def _undone(self, kept: KeptState | None = None) -> Iterator[None]:
-        """State that compute_loss leaves on the trainer inside is discarded."""
+        """Context manager that discards the changes that compute_loss makes to the trainer."""
         if kept is None:
             if self._kept is None or any(self._kept.changes()):
                 self._kept = KeptState(self.trainer)
@@ -247,8 +249,8 @@ class Objective:
 def evaluated_together(
     trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """The result of compute_loss, on every rank: if a rank lacks parameters that compute_loss reads, the result and
-    state of the last stage. Raises UsageError, on every rank, if the last stage cannot compute it either."""
+    """The result of compute_loss, on every rank. If a rank lacks parameters that compute_loss reads, all ranks use the
+    last stage's result and state changes. Raises UsageError, on every rank, if the last stage also fails."""
     world, failure, result = pipeline.grid.world, None, None
     is_last, kept = dist.get_rank() == pipeline.last_rank, KeptState(trainer)
     try:
@@ -286,9 +288,11 @@ class Asking(StandIn):
 
 
 class Answer(Asking):
-    """Replaces a model that is called once with the batch, and returns the pipeline's outputs for it. The batch may
-    contain inputs that compute_loss has `added`, which are computed again. In a trial only their sizes are compared,
-    since a trace that depended on values would have to be repeated for each batch."""
+    """A placeholder for the model that can be called once, with the batch, and returns the pipeline's outputs for it.
+
+    Inputs that compute_loss has `added` are compared with its earlier ones. In a trial only their sizes are compared,
+    since a trace that depended on values would have to be repeated for each batch.
+    """
 
     def __init__(
         self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: frozenset[str], is_trial: bool = False
@@ -299,7 +303,7 @@ class Answer(Asking):
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if self.was_called:
-            raise UsageError("compute_loss calls the model twice, but a pipeline runs it once on each batch")
+            raise UsageError("compute_loss calls the model twice, but a pipeline runs it once per batch: call it once")
         own = self.inputs.keys() & inputs.keys()
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
             raise UsageError(
@@ -340,7 +344,7 @@ def _edge(tensor: Tensor) -> tuple[Node, int]:
 
 
 def _edges_of(loss: Tensor) -> set[tuple[Node, int]]:
-    """The places in the graph of a loss that its gradient reaches."""
+    """The edges of a loss's autograd graph, as (node, output number)."""
     found = set[tuple[Node, int]]()
     queue = [_edge(loss)] if loss.requires_grad else []
     while queue:
@@ -352,13 +356,17 @@ def _edges_of(loss: Tensor) -> set[tuple[Node, int]]:
 
 
 def _is_same_state(one: Any, other: Any) -> bool:
-    """Whether all generators have the same states as before."""
+    """Whether two random states (nested dicts of tensors and values) are equal."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     return all(map(_is_same_state, one.values(), other.values())) if isinstance(one, dict) else bool(one == other)
 
 
-CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  # of B pairs, and of 2B rows
+CHOSEN, REJECTED, BOTH = (
+    "ref_chosen_logps",
+    "ref_rejected_logps",
+    "ref_logps",
+)  # for B pairs (first two), and for 2B rows
 
 
 class Preferences:
@@ -377,7 +385,8 @@ class Preferences:
         super().__init__(**kwargs)
 
     def _on_disk(self, dataset: Any, folder: Path) -> Any:
-        """Move an in-memory dataset to files that all ranks share: the first one adds log-probabilities to them."""
+        """Move an in-memory dataset to files that all ranks share, since TRL adds log-probabilities on the first
+        rank."""
         from datasets import Dataset  # which TRL needs, but transformers does not
 
         if isinstance(dataset, dict):
@@ -391,8 +400,8 @@ class Preferences:
         return Dataset.load_from_disk(folder)
 
     def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
-        """The batch with the reference's log-probabilities, one for each of its rows. Call it on all ranks. A sample
-        from which the stages are created gets zeros."""
+        """The batch with the reference's log-probabilities, one per row. Call it on all ranks. For a sample from which
+        the stages are traced, the log-probabilities are zeros."""
         if BOTH in inputs:
             return inputs
         inputs = dict(inputs)

@@ -14,7 +14,7 @@ from pipeshard.ghost import Ghost
 
 _DIVIDED = "shard across replicas with PipelinePlugin(zero_stage=1) or PipelinePlugin(fsdp=True) instead"
 _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which only cast the computation"
-# Why what these arguments are set to is not for a pipeline.
+# By argument: why a pipeline does not support it, and what to do instead.
 REFUSED = {
     "deepspeed": _DIVIDED,
     "fsdp": _DIVIDED,
@@ -36,13 +36,13 @@ REFUSED = {
     "sync_ref_model": "it averages the full parameters of two models, which no rank holds: remove it",
     "accelerator_config.dispatch_batches": "every rank reads its own batches: remove it",
 }
-# Which values of an argument are refused, where it is not all that are true.
+# By argument: which values are refused, if not all values that are true.
 SOME: dict[str, Callable[[Any], bool]] = {
     "optim": lambda value: "lomo" in str(value).lower() or "layerwise" in str(value).lower(),
     "past_index": lambda value: value >= 0,
     "train_sampling_strategy": lambda value: value == "batch_rebalance",
 }
-# What a single process may be given: it has no other rank that would differ.
+# Arguments that a single process supports, since no other rank could differ.
 OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches")
 
 
@@ -72,7 +72,7 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
 
 
 def refuse_split(model: nn.Module, name: str) -> None:
-    """Raise ConfigurationError for a model that was already split into stages: this rank only has a part of it."""
+    """Raise ConfigurationError for a model that was already split into stages, so this rank has only a part of it."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"{name} got a {type(model).__name__} that another Trainer, or booster.boost, has already split: no rank "
@@ -85,18 +85,18 @@ OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrain
 
 
 def refuse_class(kind: type) -> None:
-    """Raise ConfigurationError for a Trainer of TRL that is not in OF_TRL, even if it is a subclass of one of these."""
+    """Raise ConfigurationError for a TRL Trainer that is not in OF_TRL, even if it is a subclass of one that is."""
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
     if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
             f"{trl[0]} runs several models in one step, or generates in a way that has not been verified against a "
-            f"single process. Supported TRL trainers are {', '.join(OF_TRL)}, and your own subclasses of them"
+            f"single process. The supported TRL trainers are {', '.join(OF_TRL)}, and your own subclasses of them"
         )
 
 
 def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
-    """The arguments that cut each of the `window` batches so that together they have the requested number of
-    microbatches."""
+    """The PipelinePlugin arguments that split each of the `window` batches so that a window has the requested number of
+    microbatches in total."""
     if config.microbatch_size is not None:
         return {"microbatch_size": config.microbatch_size, "num_microbatches": None}
     if config.is_ragged:

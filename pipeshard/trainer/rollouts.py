@@ -1,8 +1,8 @@
 """Rollouts: a Trainer that generates the completions that it trains on, as TRL's GRPOTrainer and RLOOTrainer do.
 
-TRL's own code generates, scores and buffers completions, on every rank. Four things differ from one process, and are
-overridden here: the model that it calls is the stages of all ranks, the processes that it gathers from are replicas,
-the size of a generation batch counts replicas, and rewards are computed once per replica.
+TRL's own code generates, scores and buffers completions on every rank. This module overrides four things that differ
+from one process: TRL calls the stages of all ranks instead of a model, gathers from replicas instead of processes,
+computes the size of a generation batch from the number of replicas, and computes rewards once per replica.
 """
 
 import logging
@@ -25,11 +25,11 @@ from pipeshard.trainer.stand_ins import PipelineAccelerator
 
 logger = logging.getLogger("pipeshard")
 
-# Functions of accelerate.utils that gather from all processes, and what gathers from replicas in their place.
+# Functions of accelerate.utils that gather from all processes, and the methods that gather from replicas instead.
 GATHERS = {"gather": "gather", "gather_object": "gather_entries"}
 # The private names of GRPOTrainer and RLOOTrainer that are overridden or read here.
 PRIVATE = ("_prepare_inputs", "_calculate_rewards", "_pending_metrics")
-# Arguments of these Trainers that each rank would call for itself, by the attributes that have them.
+# By attribute: arguments of these Trainers that each rank would call separately.
 CALLED = {"rollout_func": "rollout_func", "tools": "tools", "environment_factories": "environment_factory"}
 
 
@@ -45,7 +45,9 @@ class Rollouts:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        set_seed(self.args.seed + self.accelerator.process_index)  # TRL has added the rank, but stages draw alike
+        set_seed(
+            self.args.seed + self.accelerator.process_index
+        )  # TRL adds the rank, but all stages of a replica need the same seed
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -85,7 +87,7 @@ class Rollouts:
             )
 
     def boosted_model(self, model: Any) -> Any:
-        """The stages of a model. A reward model stays whole, on the rank that computes rewards."""
+        """The stages of a model. A reward model is not split, and is moved to the device where rewards are computed."""
         if any(model is one for one in self.reward_funcs):
             assert isinstance(model, nn.Module)
             return model.to(self.args.device) if self._computes_rewards else model
@@ -97,14 +99,14 @@ class Rollouts:
         return grid.stage == grid.slice == 0
 
     def _boosted(self, model: nn.Module, objective: Any) -> Any:
-        """The stages of a model. The loss needs completions, so it is traced after stages have generated the first."""
+        """The stages of a model. The loss is traced only after the stages have generated the first completions."""
         return super()._boosted(model, None)  # type: ignore[misc]
 
     def _sample(self) -> None:
-        """None: the data has prompts, and the model is called with completions."""
+        """Return None: the dataset contains prompts, but the model is called with completions."""
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """TRL's inputs for a batch of prompts, new or buffered. Call it on all ranks."""
+        """TRL's inputs for a batch of prompts: newly generated or buffered completions. Call it on all ranks."""
         stages, module = self._own_stages(), self.model  # type: ignore[attr-defined]
         self.model = stages
         try:
@@ -114,14 +116,14 @@ class Rollouts:
             self.model = module
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The rewards of all replicas' completions. A reward function may draw random numbers or keep state, so the
-        first rank of a replica calls it, and the others receive its results."""
+        """The rewards of all replicas' completions. A reward function may use random numbers or keep state, so only the
+        first rank of a replica calls it, and the replica's other ranks receive the results."""
         rewards, failure = torch.empty(0), ""
         error: Exception | None = None
         if self._computes_rewards:
             try:
                 rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
-            except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+            except Exception as raised:  # of any type: the other ranks must not wait for this rank
                 error, failure = raised, summary(raised)
         metrics = {name: [float(value) for value in values] for name, values in self._pending_metrics.items()}
         shared = self._of_replica((rewards, metrics, random_state(), failure))
@@ -146,9 +148,10 @@ class Rollouts:
 
 @contextmanager
 def gathered_from_replicas(accelerator: PipelineAccelerator, kind: type) -> Iterator[None]:
-    """Inside, the modules of the class `kind` and its bases gather from replicas with accelerate's functions.
+    """Context manager in which the modules that define `kind` and its bases gather from replicas.
 
-    A PipelineAccelerator does so itself, but the functions of accelerate.utils only know processes.
+    A PipelineAccelerator always does so, but these modules also import functions of accelerate.utils, which gather from
+    processes.
     """
     modules = {one.__module__: sys.modules[one.__module__] for one in kind.__mro__}
     replaced = [

@@ -1,9 +1,9 @@
-"""Stand-ins: a boosted model and its processes, in the forms in which a Trainer uses a model and accelerate.
+"""Stand-ins: objects that a Trainer uses as its model and its Accelerator, backed by stages and replicas.
 
-A Trainer trains a model on windows of batches, and calls it on a batch to evaluate it. It assumes that every process
-reads different data and holds the whole model. Here the stages of a replica read the same data, so accelerate must
-distribute data among replicas and gather from them, not among processes; it wraps nothing, scales nothing and clips by
-the norm of the whole model.
+A Trainer trains a model on windows of batches, and calls the model on a batch to evaluate it. It assumes that every
+process reads different data and holds the full model. In a pipeline, the stages of a replica read the same data.
+Accelerate must therefore distribute data among replicas, and gather from replicas, instead of processes; it wraps no
+model, scales no loss, and clips by the norm of the full model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ from pipeshard.hf import LAYER_CACHES
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_map_only
 
-REPLICAS = "shared_by"  # attribute of a loader that deals out its batches: among how many replicas
+REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among which it distributes batches
 
 
 class Boosts(Protocol):
@@ -47,8 +47,8 @@ class PipelineAccelerator(Accelerator):
     grid: Grid
     trainer: Boosts
     is_alone: bool
-    is_muted: bool  # what is gathered is of no use, and not to be waited for: all of it is ones
-    is_last_call: bool  # of compute_loss in a step, which calls it for all batches of a window
+    is_muted: bool  # nothing is gathered: results are not used, and are ones
+    is_last_call: bool  # whether this is the last call of compute_loss in a step
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
@@ -57,12 +57,12 @@ class PipelineAccelerator(Accelerator):
         new.__dict__.update(vars(accelerator))
         new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
         new.is_last_call = True
-        new.scaler = None  # of the loss in fp16: the pipeline has one
+        new.scaler = None  # the pipeline scales the loss in fp16 itself
         return new
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, every replica reads the same data, as one process does."""
+        """Context manager in which every replica reads all data, as a single process does."""
         before, self.is_alone = self.is_alone, True
         try:
             yield
@@ -101,10 +101,10 @@ class PipelineAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
         seed = data_loader.worker_init_fn
-        if isinstance(seed, partial) and "rank" in seed.keywords:  # workers of all stages are to draw alike
+        if isinstance(seed, partial) and "rank" in seed.keywords:  # workers of all stages need the same seed
             data_loader.worker_init_fn = partial(seed.func, *seed.args, **seed.keywords | {"rank": self.process_index})
         given = self.dataloader_config.dispatch_batches
-        self.dataloader_config.dispatch_batches = False  # by rank 0: every rank reads for itself
+        self.dataloader_config.dispatch_batches = False  # every rank reads its own batches
         try:
             loader: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
         finally:
@@ -133,7 +133,8 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(combine, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Returns a list if there are objects; samples that were read twice at the end of an epoch are omitted."""
+        """Gather from replicas, without samples that were repeated at the end of an epoch; returns a list for
+        objects."""
         if self.is_muted:
             return recursively_apply(_ones, input_data)
         try:
@@ -171,7 +172,7 @@ class PipelineAccelerator(Accelerator):
         return nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip the whole model, whichever parameters are passed; does not clip if `max_norm` is inf."""
+        """Clip by the norm of the full model, whichever parameters are passed, and return it; inf only computes it."""
         optimizer = self.trainer.boosted_optimizer(None)
         if max_norm == float("inf"):
             return optimizer.get_grad_norm(norm_type)
@@ -191,12 +192,12 @@ class PipelineAccelerator(Accelerator):
 
 
 def _ones(tensor: Tensor) -> Tensor:
-    """A tensor of as many ones, on which nothing depends."""
+    """Ones with the shape, dtype and device of `tensor`, as a result that is not used."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 class StandIn:
-    """Has the attributes of `module`, and is called in its place."""
+    """Delegates attributes to `module`, and is called instead of it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -214,10 +215,10 @@ class Stages(StandIn):
         super().__init__(module)
         self.plugin, self.boosted = plugin, boosted
         self.optimizer: PipelineOptimizer | None = None
-        self.loss_only = False  # of what is evaluated
+        self.loss_only = False  # whether an evaluation needs only the loss
 
     def optimize(self, optimizer: Any) -> PipelineOptimizer:
-        """Let an optimizer of the whole model train this rank's part of it."""
+        """Boost an optimizer of the full model, so that it trains this rank's part of the model."""
         _, made, *_ = self.plugin.configure(self.boosted, optimizer)
         assert made is not None
         self.optimizer = made
@@ -226,7 +227,7 @@ class Stages(StandIn):
     def step(
         self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float, note: Any = False
     ) -> Tensor:
-        """Accumulate the gradients of several batches, and return the sum of their losses, each times `weight`.
+        """Accumulate the gradients of several batches, and return the sum of their losses, each multiplied by `weight`.
 
         `note(output, batch)` is called on the last stage, after each batch.
         """
@@ -268,7 +269,7 @@ class Stages(StandIn):
         pipeline = self.boosted.pipeline
         short = pipeline.config.autocast and tensor.dtype in (torch.float16, torch.bfloat16)
         tensor = tensor.as_subclass(Tensor).to(pipeline.device)
-        return tensor.float() if short else tensor  # as accelerate gives back what autocast has made
+        return tensor.float() if short else tensor  # as accelerate converts the outputs of autocast
 
     def train(self, mode: bool = True) -> "Stages":
         self.module.train(mode)
@@ -280,4 +281,4 @@ class Stages(StandIn):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
-        self.boosted.zero_grad(set_to_none)  # also of what no optimizer has, if a callback has unfrozen it
+        self.boosted.zero_grad(set_to_none)  # also parameters without an optimizer, unfrozen by a callback

@@ -1,12 +1,12 @@
-"""PipelineTrainer: transformers' Trainer, whose steps are those of a pipeline.
+"""PipelineTrainer: transformers' Trainer with steps that run in a pipeline.
 
     class                 purpose
     Pipelined...          takes the plugin, and is what the user constructs
     the user's Trainer    SFTTrainer, Seq2SeqTrainer, or a custom one: unchanged
     Loop                  between it and transformers.Trainer: runs the steps on stages instead of a whole model
 
-So methods that the user's class overrides are called as usual, and its calls of `super()` reach the pipeline. The loop,
-its callbacks, logs, schedules and files stay Trainer's own. An accumulation window is one step of the pipeline.
+Methods that the user's class overrides are therefore called as usual, and its `super()` calls reach the pipeline. The
+loop, callbacks, logs, schedules and files are still Trainer's. A gradient accumulation window is one pipeline step.
 """
 
 import time
@@ -44,8 +44,8 @@ from pipeshard.trainer.refusals import cut, refuse, refuse_class, refuse_split
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
-# The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. Nothing else
-# of it is taken for granted but what it documents.
+# The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. Everything
+# else that this module uses of Trainer is documented.
 PRIVATE = (
     "_wrap_model",
     "_load_from_checkpoint",
@@ -84,10 +84,10 @@ class Loop(Trainer):
     accelerator: PipelineAccelerator
     _stages: Stages | None = None
     _objective: Objective | None = None
-    _loader: Any = None  # the last one made: its samples are what a model is traced with
-    _random: dict[str, Any] | None = None  # a checkpoint's, until the loop is where it was
+    _loader: Any = None  # the latest dataloader, whose samples are used for the trace
+    _random: dict[str, Any] | None = None  # a checkpoint's state, until the loop reaches its step
     _held: tuple[dict[str, Any], ...] = ()  # the batches of a window that is not complete yet
-    _left: Written | None = None  # what is trained, as the latest batch has left it
+    _left: Written | None = None  # the trained parameters after the latest batch
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -99,7 +99,7 @@ class Loop(Trainer):
 
     @property
     def place_model_on_device(self) -> bool:
-        """False: the whole model may not fit on one device, or is on meta. Its stages are placed."""
+        """False: the full model may not fit on one device, or is on meta. Its stages are placed instead."""
         return False
 
     @place_model_on_device.setter
@@ -118,7 +118,7 @@ class Loop(Trainer):
         if self._stages is None or (self.model is not self._stages.module and self.model is not self._stages):
             self._objective = Objective(self) if self._makes_loss() else None
             if self._objective is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
-                self._objective.num_items = torch.tensor(1)  # while it is traced
+                self._objective.num_items = torch.tensor(1)  # during the trace
             self._stages = self._boosted(self.model, self._objective)
         return self._stages
 
@@ -147,13 +147,15 @@ class Loop(Trainer):
             boosted, *_ = self.pipeline.configure(model, None, objective)
         finally:
             self.pipeline.config = config
-        boosted.pipeline.criterion = None  # which belongs to training alone
+        boosted.pipeline.criterion = None  # the criterion is only for training
         if folder := getattr(model, "_pretrained", None):
             io_of(boosted).load_model(boosted, folder)
         return Stages(self.pipeline, model, boosted)
 
     def _sample(self) -> Any:
-        """The first samples, as the training loop will pass them to the model; generators do not change."""
+        """The first samples, as the training loop will pass them to the model; None if there are none. Random
+        generators
+            are not advanced."""
         before = random_state()
         try:
             sample = None if self._loader is None else first_samples(self._loader)
@@ -164,7 +166,7 @@ class Loop(Trainer):
         return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
 
     def boosted_model(self, model: Any) -> Any:
-        """`model`, or another model of the user's, as stages."""
+        """The stages of the Trainer's model, or of another model of the user."""
         if isinstance(model, Stages):
             return model
         return self._own_stages() if model is self.model else self._boosted(model, None)
@@ -172,7 +174,7 @@ class Loop(Trainer):
     def boosted_optimizer(self, optimizer: Any) -> PipelineOptimizer:
         made = None if self._stages is None else self._stages.optimizer
         if made is None or (optimizer is not None and optimizer not in (made, made.optim)):
-            raise UsageError(f"this {type(optimizer).__name__} is not the optimizer of the model that is trained")
+            raise UsageError(f"this {type(optimizer).__name__} is not the optimizer of the trained model")
         return made
 
     # data
@@ -211,7 +213,7 @@ class Loop(Trainer):
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Keep the batch until its window is complete, and then take one step with all of it."""
+        """Keep the batch until its window is complete, then run one step on the whole window."""
         assert self._stages is not None
         if self._held:
             self.refuse_written("between the batches of a window")
@@ -263,14 +265,15 @@ class Loop(Trainer):
         return loss.to(self.args.device)
 
     def _given(self, inputs: Any, num_items: Any, is_sample: bool = False) -> dict[str, Any]:
-        """The model's inputs."""
+        """The inputs of the model for a batch."""
         if self._objective is not None:
             return self._objective.called_with(self.with_reference(inputs, is_sample))
         accepts = self.model_accepts_loss_kwargs and num_items is not None
         return {**inputs, ITEMS: torch.as_tensor(num_items)} if accepts else dict(inputs)
 
     def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
-        """The batch with the values that the loss reads of another model, if any; for a sample, shapes suffice."""
+        """The batch with the values that the loss reads from another model, if any. For a sample, only shapes
+        matter."""
         return inputs
 
     def _weight(self, num_items: Any) -> float:
@@ -286,7 +289,7 @@ class Loop(Trainer):
     # evaluation
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Every replica evaluates all of the data, batch by batch, as one process does."""
+        """Evaluate all data on every replica, batch by batch, as one process does."""
         if getattr(dataloader, REPLICAS, 1) != 1:
             raise UsageError(
                 "this dataloader distributes its batches over replicas, but every replica must evaluate all batches: "
@@ -302,7 +305,7 @@ class Loop(Trainer):
 
     @contextmanager
     def _generated_together(self) -> Iterator[None]:
-        """Inside, the model generates with its stages: a Seq2SeqTrainer calls the model itself."""
+        """Context manager in which the model's own `generate` uses the stages, since a Seq2SeqTrainer calls it."""
         stages = self._own_stages()
         if not hasattr(stages.module, "generate"):
             yield
@@ -320,8 +323,9 @@ class Loop(Trainer):
 
     @contextmanager
     def _evaluated_together(self) -> Iterator[None]:
-        """Inside, every rank calls compute_loss. If it reads parameters that some ranks do not hold, the result of the
-        last stage is used, which holds all parameters that the loss reads."""
+        """Context manager in which every rank calls compute_loss. If it reads parameters that some ranks lack, all
+        ranks
+            use the result of the last stage, which holds all parameters that the loss reads."""
         if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
             yield
             return
@@ -350,10 +354,11 @@ class Loop(Trainer):
             stages.loss_only = False
 
     def _count_last(self, inputs: Any) -> None:
-        """Give accelerate the number of samples in the last batch of a stream.
+        """Set accelerate's `remainder` to the number of samples in the last batch of a stream.
 
-        Trainer repeats each batch's loss eval_batch_size times, and accelerate cuts off what the last batch lacks. It
-        derives this number from the dataset's length, which a stream does not have.
+        Trainer repeats each batch's loss eval_batch_size times, and accelerate truncates the repetition to
+        `remainder` for the last batch. It derives `remainder` from the dataset's length, which a stream does not
+        have.
         """
         loader = self.accelerator.gradient_state.active_dataloader
         if loader is None or not getattr(loader, "end_of_dataloader", False) or loader.remainder != -1:
@@ -365,8 +370,7 @@ class Loop(Trainer):
         raise UsageError("a pipeline does not support hyperparameter_search: start one run per trial")
 
     def generate(self, **inputs: Any) -> Tensor:
-        """The tokens that the stages generate together, with the arguments of the model's own `generate`. Call it on
-        every rank."""
+        """Generate tokens with all stages, with the arguments of the model's own `generate`. Call it on every rank."""
         tokens: Tensor = self._own_stages().eval().boosted.generate(**inputs)
         return tokens
 
@@ -381,7 +385,7 @@ class Loop(Trainer):
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. Call it on every rank: each writes its part."""
+        """Save the model. Call it on every rank: each rank writes its part."""
         folder = Path(output_dir or self.args.output_dir)
         save_weights(self._own_stages().boosted, folder)
         if self.pipeline.grid.first:
@@ -399,7 +403,7 @@ class Loop(Trainer):
         save_state(Path(output_dir), stages.boosted, stages.optimizer, self.lr_scheduler, step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Does nothing yet: the checkpoint is loaded once there are stages."""
+        """Does nothing: `_load_optimizer_and_scheduler` loads the checkpoint, once the stages exist."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -409,7 +413,7 @@ class Loop(Trainer):
         self._random = load_state(Path(checkpoint), stages.boosted, stages.optimizer, self.lr_scheduler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Use the checkpoint's random state, whichever ranks saved it, when Trainer would load each rank's own file."""
+        """Restore the random state that `load_state` returned, instead of Trainer's file for each rank."""
         random, self._random = self._random, None
         if random is not None:
             set_random_state(random)
@@ -419,7 +423,7 @@ class Loop(Trainer):
 
 
 class Front:
-    """Takes the plugin, before the Trainer behind it is constructed."""
+    """Takes the `pipeline` argument before it constructs the Trainer that it precedes in the MRO."""
 
     def __init__(self, *args: Any, pipeline: PipelinePlugin, **kwargs: Any) -> None:
         if not isinstance(pipeline, PipelinePlugin):
@@ -427,14 +431,14 @@ class Front:
         model = args[0] if args else kwargs.get("model")
         if isinstance(model, PipelineModel):
             raise ConfigurationError(
-                f"{type(self).__name__} boosts the model itself: pass the model as it was before booster.boost"
+                f"{type(self).__name__} boosts the model itself: pass the original model, not a boosted one"
             )
         self.pipeline = pipeline
         config = kwargs.get("peft_config")
         if config is None or not isinstance(model, nn.Module) or not is_blank(model):
             super().__init__(*args, **kwargs)
             return
-        begin = super().__init__  # of TRL's trainers, which put adapters on the model
+        begin = super().__init__  # of a TRL trainer, which adds adapters to the model
 
         def put(_: nn.Module, config: Any) -> Any:
             begin(*args, **kwargs | {"peft_config": config})
@@ -443,14 +447,14 @@ class Front:
         put_adapters(model, config, put)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The method of the user's class, which a window calls for each of its batches."""
+        """Call the training_step of the user's class, once per batch of a window; it must not write to parameters."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
         return loss
 
 
 def pipelined(trainer: type[Trainer]) -> Any:
-    """A PipelineTrainer for any subclass of Trainer: `pipelined(SFTTrainer)(model, ..., pipeline=plugin)`.
+    """Return a pipeline version of any subclass of Trainer: `pipelined(SFTTrainer)(model, ..., pipeline=plugin)`.
 
     Methods that the subclass overrides are called as usual; see `pipeshard.trainer.trainer`.
     """
