@@ -1,4 +1,4 @@
-"""Compare: finds differences between the split and the unsplit model, in a step and in the saved state."""
+"""Compare: comparisons of the split with the unsplit model, in a step and in the saved state."""
 
 import contextlib
 import math
@@ -19,18 +19,18 @@ from pipeshard.split.ties import first_names
 from pipeshard.verify.local import Different, LocalPipeline
 from pipeshard.verify.reference import Reference
 
-LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may make
+LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may cause
 FINE = 1e-9  # in fp64
-FLOOR = 1e-3  # of the largest gradient: what is smaller than that is compared with it
-HeldGradient = tuple[str, Tensor | None]  # on which rank, as errors name it, and the gradient there
-ATTRIBUTE_DEPTH = 3  # of the lists and dicts that an attribute may be
+FLOOR = 1e-3  # of the largest gradient: errors of smaller gradients are relative to this
+HeldGradient = tuple[str, Tensor | None]  # the suffix that names the replica in errors, and the gradient
+ATTRIBUTE_DEPTH = 3  # levels of nested lists and dicts that are compared in an attribute
 
 
 @dataclass
 class Comparison:
     """Counts the comparisons, and raises Different for a difference.
 
-    `fine` compares to the precision of fp64.
+    With `fine`, comparisons have the precision of fp64.
     """
 
     fine: bool = False
@@ -49,13 +49,13 @@ class Comparison:
     def gradients(
         self, split: Mapping[str, Sequence[HeldGradient]], unsplit: Mapping[str, Tensor | None], what: str
     ) -> None:
-        """Compare the gradients of every rank that holds a parameter, in the order of `unsplit`, which is the order of
-        the backward pass."""
+        """Compare each parameter's gradients on all ranks that hold it, in the order of `unsplit` (the order of the
+        backward pass), so that the first difference is the earliest one."""
         largest = max((size(gradient) for gradient in unsplit.values() if gradient is not None), default=0.0)
         for name, expected in unsplit.items():
             for where, gradient in split[name]:
                 if (gradient is None) != (expected is None):
-                    raise Different(f"{name} {what}{where} gets {_a(gradient)}, unsplit {_a(expected)}", "backward")
+                    raise Different(f"{name} {what}{where} has {_a(gradient)}, unsplit {_a(expected)}", "backward")
                 if gradient is not None and expected is not None:
                     if not self._close(gradient, expected, GRADIENT, FLOOR * largest):
                         how = gap(gradient, expected)
@@ -91,18 +91,18 @@ class Comparison:
         return True
 
     def _close(self, split: Tensor, unsplit: Tensor, relative: float, floor: float) -> bool:
-        """Whether the two are equal to the precision of their dtype."""
+        """Whether two tensors are equal to the precision of their dtype."""
         if split.shape != unsplit.shape:
             return False
         if not split.layout is unsplit.layout is torch.strided:
             split, unsplit = split.to_dense(), unsplit.to_dense()
         elif split.dtype is unsplit.dtype and split.device == unsplit.device and torch.equal(split, unsplit):
-            return True  # to the bit, as they mostly are: that is looked at first, since it is quick
+            return True  # bit for bit, the most frequent case and the fastest check
         if not (unsplit.is_floating_point() or unsplit.is_complex()) or not unsplit.numel():
             return torch.equal(split, unsplit.to(split.dtype))
         relative = FINE if self.fine else max(relative, 8 * torch.finfo(unsplit.dtype).eps)
         gap = (split.detach() - unsplit.detach().to(split.device)).abs()
-        gap = gap.masked_fill(split.isnan() & unsplit.isnan() | (split == unsplit), 0)  # infinities are alike, too
+        gap = gap.masked_fill(split.isnan() & unsplit.isnan() | (split == unsplit), 0)  # also equal infinities
         return bool(gap.max() <= relative * max(size(unsplit), floor))
 
 
@@ -137,7 +137,7 @@ def _poison(value: Any) -> bool:
 
 
 def size(tensor: Tensor) -> float:
-    """The largest finite magnitude."""
+    """The largest finite magnitude of a tensor's elements; 0 if there is none."""
     if not tensor.numel():
         return 0.0
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
@@ -146,10 +146,10 @@ def size(tensor: Tensor) -> float:
 
 
 def magnitude(tensor: Tensor) -> float:
-    """The largest magnitude; NaN if one is."""
+    """The largest magnitude; NaN if any element is NaN."""
     if tensor.is_complex():
         return float(tensor.abs().max())
-    low, high = tensor.aminmax()  # one pass, which needs no memory
+    low, high = tensor.aminmax()  # one pass without a temporary tensor
     return max(-float(low), float(high))
 
 
@@ -171,8 +171,8 @@ def _values_text(split: Any, unsplit: Any) -> str:
 def gradients(
     split: LocalPipeline, reference: Reference
 ) -> tuple[dict[str, list[HeldGradient]], dict[str, Tensor | None]]:
-    """The gradients by name, in the order of the backward pass, on each rank that holds the parameter; those of ties
-    are summed."""
+    """The gradients of the split model (by name, for each rank that holds the parameter) and of the unsplit model, in
+    the order of the backward pass. Gradients of ties are summed."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
     def place(name: str) -> int:
@@ -186,7 +186,7 @@ def gradients(
         for name in unsplit
     }
     if lost := [name for name, held in mine.items() if not held and unsplit[name] is not None]:
-        raise Different(f"no stage holds {lost[0]}, which gets a gradient")
+        raise Different(f"no stage holds {lost[0]}, which has a gradient in the unsplit model")
     for k, parameter in enumerate(reference.own.foreign()):
         name = f"parameter {k} of the optimizer, which is not in the model"
         unsplit[name], mine[name] = parameter.grad, [("", split.last().foreign[k].grad)]
@@ -201,8 +201,8 @@ def compare_state(
     fickle: Callable[[], Collection[str]],
     replica: int,
 ) -> None:
-    """Compare buffers, and state that forwards have left on modules, on the stages that have them, except attributes
-    that are `fickle()`, which is called once something differs."""
+    """Compare buffers, and state that forwards have left on modules, on the stages that hold the modules. Attributes in
+    `fickle()`, which is called only if an attribute differs, may differ."""
     buffers = dict(reference.model.named_buffers())
     mine = {name: split.of(name, replica).model.get_buffer(name) for name in buffers}
     comparison.tensors(mine, buffers, "buffers", during)
@@ -220,7 +220,7 @@ def compare_state(
 
 
 def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
-    """The attributes whose values differ between two runs of one model."""
+    """The attributes, as "module.name", whose values differ between two runs of one model."""
     found, comparison = set(), Comparison()
     for path, module in one.named_modules():
         there = attributes(other.get_submodule(path))
@@ -252,7 +252,7 @@ def compare_parameters(comparison: Comparison, split: LocalPipeline, reference: 
     comparison.tensors(saved, expected, "saved", f"in what is saved {when}")
 
 
-# The leaves of what units returned, by unit, which call of it in a microbatch's forward, and which microbatch.
+# The leaves of units' results, by unit, number of the call in a microbatch's forward, and microbatch.
 Results = dict[tuple[str, int, int], list[Any]]
 
 
@@ -272,7 +272,9 @@ def first_unit(
         for rank, results in zip(split.ranks, of_ranks, strict=True):
             around.enter_context(recorded(rank.model, units, results))
         around.enter_context(recorded(reference.model, units, unsplit))
-        with contextlib.suppress(Exception):  # of any kind: what was recorded until then tells where it begins
+        with contextlib.suppress(
+            Exception
+        ):  # of any type: the results recorded before it show where the difference begins
             split.step(lambda batch, replica: rows(batch, 0), m, False, at)
         reference.step(rows(reference.own.sample, 0).split(m), split.weights(0), at, note)
     for (unit, k, i), expected in unsplit.items():
@@ -288,7 +290,7 @@ def first_unit(
 
 @contextlib.contextmanager
 def recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[None]:
-    """Inside, the results of units in forwards are kept; on a stage, only the results of its own units."""
+    """Context manager that records the results of units in forwards; on a stage, only the results of its own units."""
     calls, microbatches = Counter[str](), Counter[tuple[str, int]]()
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -300,7 +302,7 @@ def recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[N
             calls[name] += 1
             result = forward(*args, **kwargs)
             leaves = tree_leaves(result)
-            if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):  # as in a trace
+            if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):  # a trace
                 copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
                 results[*call, microbatches[call]] = copies
                 microbatches[call] += 1

@@ -1,4 +1,4 @@
-"""Decide: selects the models that are proven when they are boosted, and logs the result."""
+"""Decide: the choice of models that are proven when they are boosted, and the log of the result."""
 
 import contextlib
 import logging
@@ -30,19 +30,19 @@ from pipeshard.verify.smaller import HOOK_TABLES
 from pipeshard.verify.whole import is_batch_norm
 
 logger = logging.getLogger("pipeshard")
-POSITIONS = 128  # of a sample that is proven in slices: long ones would take long
-SECONDS = 5.0  # that "auto" may take
-SECONDS_OF_LARGE = 60.0  # where a smaller copy stands for a large model
-LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy takes at most
-SHARE = 0.1  # of the free memory that it may take
-COPIES = 6, 4  # of the parameters, for each replica and beside: models, gradients and Adam's state, split and unsplit
-FEW_COPIES = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
-TELL_PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
-KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
+POSITIONS = 128  # maximum length of samples that are proven in slices, to limit the time
+SECONDS = 5.0  # time limit of verify="auto"
+SECONDS_OF_LARGE = 60.0  # time limit if a smaller copy is proven instead of a large model
+LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
+SHARE = 0.1  # share of the free memory that verify="auto" may allocate
+COPIES = 6, 4  # copies of the parameters per replica, and in addition: models, gradients, Adam's state
+FEW_COPIES = 5  # of the parameters: two models with gradients, and about one copy for the activations
+TELL_PERIOD = 1.0  # seconds between two signs of progress to the waiting ranks
+KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages with modules that docs/parity.md covers
 
 
 class Proven(BaseException):
-    """Raised by booster.boost to return the proof to the CLI; `what` names the model that was proven, or not."""
+    """Raised by booster.boost to return the proof to the CLI; `what` describes the model, its stages and schedule."""
 
     def __init__(self, proof: Proof, what: str) -> None:
         super().__init__(f"{what}: {proof.kind}")
@@ -51,7 +51,7 @@ class Proven(BaseException):
 
 @dataclass
 class Alone:
-    """`pp_size` is the number of stages, which overrides the plugin's."""
+    """The state inside `alone()`; `pp_size` overrides the plugin's number of stages, unless None."""
 
     pp_size: int | None = None
 
@@ -60,13 +60,13 @@ _now: Alone | None = None
 
 
 def standing_alone() -> Alone | None:
-    """Whether this process stands for all ranks, and their number."""
+    """The Alone state if this process acts for all ranks (inside `alone()`), otherwise None."""
     return _now
 
 
 @contextlib.contextmanager
 def alone(pp_size: int | None = None) -> Iterator[None]:
-    """Inside, a plugin in a world of one process has all stages, and booster.boost raises Proven."""
+    """Context manager in which a plugin in a world of one process builds all stages, and boost raises Proven."""
     global _now
     before, _now = _now, Alone(pp_size)
     try:
@@ -97,11 +97,11 @@ def prove_at_boost(
     if not alone and (not config.verify or (stages == 1 and not is_cut)):
         return ""
     known = auto and not is_cut and is_known(model, criterion, optimizer)
-    if int(gather(torch.tensor(int(known)), grid.world)[0]):  # a hook may be on one rank only
+    if int(gather(torch.tensor(int(known)), grid.world)[0]):  # a hook may exist on only one rank
         return ""
 
     of_world = replace(config, dp_size=grid.dp_size)
-    # On all ranks, which raise what it raises.
+    # On all ranks, so that all of them raise its errors.
     proven = shortened(sample, POSITIONS) if is_sliced else Ragged(model).padded(sample) if is_ragged else sample
 
     def work(note: Callable[[], None]) -> Proof:
@@ -154,7 +154,7 @@ def prove_at_boost(
 
 
 def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
-    """Raise an error about slices, which are the likelier cause."""
+    """Raise VerificationError or ConfigurationError that names slices, the more likely cause, instead of stages."""
     if proof.kind == UNPROVEN:
         raise ConfigurationError(
             f"num_slices={config.num_slices!r}: could not verify that {name} in slices matches the model on whole "
@@ -181,8 +181,8 @@ def _warn_of_batch_norms(model: nn.Module) -> None:
 
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
-    """Whether the model has a class that docs/parity.md lists as exact, unchanged: transformers' own modules, without
-    wrappers, the loss that they compute themselves, and an optimizer of torch or of these packages."""
+    """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified:
+    modules of KNOWN_PACKAGES without own forwards or hooks, no criterion, and an optimizer of KNOWN_PACKAGES."""
     if criterion is not None or not is_of_transformers(model):
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
@@ -208,7 +208,8 @@ def _remedies(sample: Batch) -> str:
 
 
 def _other_dims(sample: Batch) -> dict[str, int]:
-    """The leaves that could have their samples in dimension 1: all leaves cut along dimension 0, of one size."""
+    """batch_dims with dimension 1 for all leaves that are split along dimension 0; empty unless their dimension 1 has
+    one common size above 1."""
     leaves = zip(sample.paths, sample.leaves, sample.row_dims, strict=True)
     cut = {path: leaf for path, leaf, dim in leaves if dim == 0 and isinstance(leaf, Tensor)}
     sizes = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in cut.values()}
@@ -239,8 +240,8 @@ def _say(proof: Proof, name: str) -> None:
 
 
 def _copies(pp_size: int, replicas: int) -> int:
-    """How many copies of the parameters a proof needs at most: each rank starts with all of them, and the unsplit
-    model has taken a step."""
+    """The largest number of copies of the parameters that a proof needs: each rank starts with a full model, and the
+    unsplit model has taken a step."""
     of_replica, beside = COPIES
     return max(of_replica * replicas + beside, pp_size * replicas + 3)
 
@@ -250,14 +251,15 @@ def _free(device: torch.device) -> int:
 
 
 def _too_large(model: nn.Module, most: float, copies: int) -> str:
-    """The reason why a model is not proven in its own size, if copies of it take more than `most` bytes; "" if they do
-    not."""
+    """The reason why a model is too large for a proof, if `copies` of its parameters exceed `most` bytes; otherwise
+    ""."""
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return f"the check needs {format_bytes(needed)}, but may use {format_bytes(most)}" if needed > most else ""
 
 
 def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
-    """`work(note)` on the first rank, for all ranks; the others wait, and regularly receive a sign of progress."""
+    """Run `work(note)` on the first rank and return its Proof on all ranks. The waiting ranks regularly receive a sign
+    of progress."""
     if grid.size == 1:
         return work(lambda: None)
     if not grid.first:
@@ -276,5 +278,5 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
 
     proof = work(note)
     gather(torch.tensor(1), grid.world)
-    gather_objects(astuple(replace(proof, cause=None)), grid.world)  # the error itself may not travel
+    gather_objects(astuple(replace(proof, cause=None)), grid.world)  # the error may not be sendable
     return proof

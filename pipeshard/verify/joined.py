@@ -1,4 +1,4 @@
-"""Joined draws: random numbers for all samples at once, equal to those that their microbatches drew in turn."""
+"""Joined draws: random numbers for a whole batch, equal to the numbers that its microbatches have used in turn."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeshard.private import DispatchMode
 
 aten = torch.ops.aten
-# Operators that write random numbers and read nothing: results of others could hide a dependence of samples.
+# Operators that write random numbers and read no values; replacing other results could hide a dependence of samples.
 PURE = {
     *(aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default),
     *(aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default),
@@ -18,7 +18,7 @@ PURE = {
 
 
 class JoinedDraws(DispatchMode):
-    """Records the random numbers that microbatches draw in `with self:`."""
+    """A mode that records the random numbers of microbatches, and replays them for the whole batch in `joining`."""
 
     supports_higher_order_operators = True
 
@@ -29,7 +29,8 @@ class JoinedDraws(DispatchMode):
 
     @contextmanager
     def joining(self, parts: int) -> Iterator[None]:
-        """Inside, the samples of this many microbatches run at once."""
+        """Context manager in which the samples of all `parts` microbatches run as one batch, with the recorded
+        numbers."""
         each = len(self.drawn) // parts
         self.left = [self.drawn[k::each] for k in range(each)]
         with self:

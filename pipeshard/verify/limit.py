@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from pipeshard.verify.local import Unproven
 
-STEPS_MORE = 5  # of the unsplit model: the time that the fallback of a proof may take
+STEPS_MORE = 5  # the time limit of a proof's fallback, in steps of the unsplit model
 
 
 class TooMuch(Unproven):
@@ -13,8 +13,8 @@ class TooMuch(Unproven):
 
 
 class Limit:
-    """The seconds that a proof may take; `note` is called whenever they are checked. `step` is the number of seconds
-    that a step of the unsplit model takes."""
+    """The time limit of a proof in seconds, or None; `note` is called at each check. `step` is the duration of a step
+    of the unsplit model in seconds."""
 
     def __init__(self, seconds: float | None, note: Callable[[], None]) -> None:
         self.start, self.seconds, self.until, self.note = time.perf_counter(), seconds, seconds, note
@@ -34,10 +34,10 @@ class Limit:
             raise TooMuch(f"the check takes longer than {self.seconds:g} s")
 
     def allow_more(self) -> None:
-        """Give the next part its own time, longer for a model with long steps."""
+        """Restart the limit for the next part of the proof; it is at least STEPS_MORE steps."""
         if self.seconds is not None:
             self.until = self.elapsed + max(self.seconds, STEPS_MORE * self.step)
 
     def remove(self) -> None:
-        """Remove the limit: something differs, and the proof must find out whether rounding is the cause."""
+        """Remove the limit: there is a difference, and the proof must determine whether rounding is the cause."""
         self.until = None

@@ -20,11 +20,11 @@ from pipeshard.split.policy import Policy
 from pipeshard.verify.reference import Copies, Weights
 
 T = TypeVar("T")
-SLICES = 3  # that stand for "auto", also of the short samples of a proof
+SLICES = 3  # used for num_slices="auto", since the samples of a proof are short
 
 
 class Different(Exception):
-    """The split model differs from the unsplit one, with the difference and, if known, the part of the step."""
+    """The split model differs from the unsplit model; `part` is the part of the step in which it does, if known."""
 
     def __init__(self, what: str, part: str = "") -> None:
         super().__init__(what)
@@ -32,11 +32,11 @@ class Different(Exception):
 
 
 class Unproven(Exception):
-    """The proof has no result for the model, with the reason."""
+    """The proof has no result for the model; the message is the reason."""
 
 
 class LocalRank:
-    """One rank: a copy of the model that the engine traces, cuts and shards, as in a separate process."""
+    """One rank: a copy of the model that the engine traces and splits, as in a separate process."""
 
     def __init__(self, config: PipelineConfig, grid: LocalGrid, own: Copies) -> None:
         self.own, self.model = own, own.model
@@ -57,7 +57,7 @@ class LocalRank:
         return self.pipeline.holdings.held
 
     def boost(self) -> None:
-        """Narrow the optimizer as booster.boost does."""
+        """Wrap the optimizer for this rank's parameters, as booster.boost does."""
         if self.own.optimizer is not None:
             zero = self.pipeline.config.zero_stage == 1
             self.optimizer = PipelineOptimizer(self.own.optimizer, self.pipeline.gradients, zero)
@@ -98,7 +98,7 @@ class LocalPipeline:
         return self.ranks[replica * self.num_stages + self.placement[-1]]
 
     def of(self, name: str, replica: int = 0) -> LocalRank:
-        """The rank of a replica that has a parameter, a buffer, or another part of a module."""
+        """The rank of a replica that holds the parameter, buffer or module part of this name."""
         return self.ranks[replica * self.num_stages + self.policy.ownership.owner(name)]
 
     def named(self, rank: LocalRank) -> str:
@@ -108,10 +108,10 @@ class LocalPipeline:
     def step(
         self, rows: Callable[[Batch, int], Batch], m: int, asked: bool, at: tuple[int, int]
     ) -> tuple[Tensor, list[Any]]:
-        """A training step on `rows(sample, replica)` of each replica, in m microbatches each: the loss and, on request,
-        the outputs of all microbatches. `at` is (seed, number) of the step."""
+        """Run a training step on `rows(sample, replica)` in each replica, with m microbatches per replica. Return the
+        loss and, if `asked`, the outputs of all microbatches. `at` is the step's (seed, number)."""
         seed, number = at
-        torch.manual_seed(seed)  # which all ranks have at first
+        torch.manual_seed(seed)  # all ranks start with it
 
         def of_rank(rank: int) -> dict[str, Any]:
             pipeline = self.ranks[rank].pipeline
@@ -126,7 +126,7 @@ class LocalPipeline:
         return ends[0]["loss"], [output for end in ends for output in end["outputs"] or ()]
 
     def weights(self, *replicas: int) -> Weights:
-        """The weights of the last step's microbatches in the loss, of these replicas in turn."""
+        """The weights of the last step's microbatches in the loss, for these replicas in turn."""
         ran = [each for replica in replicas for each in self.last(replica).pipeline.ran]
         return Weights([each.share for each in ran], any(each.summed for each in ran))
 
@@ -136,7 +136,7 @@ class LocalPipeline:
         return self.last().pipeline.ran[0].flow
 
     def boost(self) -> None:
-        """Narrow the optimizers of all ranks."""
+        """Wrap the optimizers of all ranks."""
         self._run(lambda rank: self.ranks[rank].boost())
 
     def optimize(
@@ -186,7 +186,7 @@ def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
 def stepped(optimizer: Any) -> None:
     try:
         optimizer.step()
-    except TypeError:  # LBFGS and the like want a closure
+    except TypeError:  # optimizers such as LBFGS require a closure
         optimizer.step(lambda: torch.zeros(()))
 
 

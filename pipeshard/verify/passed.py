@@ -1,6 +1,6 @@
-"""Passed: the classes of transformers that docs/parity.md shows exact, and the version of transformers it used.
+"""Passed: the transformers classes that docs/parity.md shows as exact, for the transformers version of that page.
 
-`make parity` writes passed.json. Another minor version of transformers may have changed any of them.
+`make parity` writes passed.json. Another minor version of transformers may have changed any of the classes.
 """
 
 import functools
@@ -11,7 +11,7 @@ from importlib.resources import files
 
 @functools.cache
 def passed() -> frozenset[str]:
-    """The names of the classes; empty if the version of transformers differs from that of the page."""
+    """The names of the classes; empty if the installed transformers has another minor version than the page."""
     found = json.loads(files("pipeshard.verify").joinpath("passed.json").read_text())
     same = found["transformers"].split(".")[:2] == version("transformers").split(".")[:2]
     return frozenset(found["classes"]) if same else frozenset()

@@ -31,7 +31,9 @@ from pipeshard.verify.whole import Coupled, WholeBatch, WholeFound, copied_micro
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
-STEPS_OF_PROOF = 6  # of the unsplit model, which a proof takes after the first one if nothing differs
+STEPS_OF_PROOF = (
+    6  # steps' worth of time that a proof takes after the first step of the unsplit model, if nothing differs
+)
 BEGINS = {
     "forward": "All units return the same results: the difference begins in the model's code between or after units, "
     "or in the criterion",
@@ -41,14 +43,14 @@ BEGINS = {
 
 @dataclass(frozen=True)
 class Proof:
-    """ "exact", "compared in part", "different" or "unproven", the last two with the reason; the number of comparisons
-    of each kind, `but` for what was not compared, and the time.
+    """The result of a proof: `kind` is "exact", "compared in part", "different" or "unproven" (the last two have a
+    `reason`). `counts` has the number of comparisons of each kind; `but` lists comparisons that were not made.
 
-    `refused` says whether the reason is an error that training raises, too; `coupled` whether samples depend on each
-    other, so that microbatches do not give the batch. `moving` is state that changes with each microbatch, as in
-    gradient accumulation. `dependent`: a microbatch does not run by itself, for the given reason and `cause`.
-    `smaller` lists the reductions of the copy that was proven instead of a large model, `padding` how slices of samples
-    with padding differ.
+    `refused`: the reason is an error that training also raises. `coupled`: samples depend on each other, so that
+    microbatches do not give the result of the batch. `moving`: state that changes with each microbatch, as in gradient
+    accumulation. `dependent`: a microbatch does not run by itself, for this reason and `cause`. `smaller`: the
+    reductions of the copy that was proven instead of a large model. `padding`: how slices of samples with padding
+    differ.
     """
 
     kind: str
@@ -67,8 +69,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Large:
-    """The reason why a model is not split in its own size. The parameters of a smaller copy take at most `most` bytes
-    of fp32; `fits` says whether a few samples may run through the model itself."""
+    """Why a model is not proven in its own size. The parameters of a smaller copy may take at most `most` bytes in
+    fp32; `fits` says whether there is memory to run a few samples through the model itself."""
 
     reason: str
     most: float
@@ -96,15 +98,15 @@ def prove(
     large: Large | None = None,
     steps: int = 2,
 ) -> Proof:
-    """Train some `steps` of a model before it is boosted, split and unsplit, on different samples; the user's objects
+    """Train a model, split and unsplit, for `steps` steps on different samples before it is boosted. The user's objects
     do not change.
 
-    It compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules, parameters
-    after the optimizer's step, the saved state, and the unsplit model on the whole batch with itself on the
-    microbatches. `note` is called regularly. Instead of a `large` model, or one that takes longer than `seconds`, a
-    smaller copy is split. If there is none, or it takes too long as well, only the outputs of a few samples are
-    compared with the outputs of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE
-    steps if these take longer. Once something differs, the time is not limited.
+    The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
+    parameters after the optimizer's step, the saved state, and the unsplit model on the whole batch with itself on the
+    microbatches. `note` is called regularly. Instead of a `large` model, or a model that takes longer than `seconds`, a
+    smaller copy is split. If there is none, or the copy also takes too long, only the outputs of a few samples are
+    compared with the outputs of the same samples in microbatches. Each of the two fallbacks may take `seconds`, or
+    STEPS_MORE steps if these take longer. Once a difference is found, the time is not limited.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, Limit(seconds, note), steps)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -121,7 +123,7 @@ def prove(
             kind, reason, cause = UNPROVEN, str(error), error.__cause__
         except Unproven as error:
             kind, reason = UNPROVEN, str(error)
-        except PipeshardError as error:  # booster.boost, or the first step, says the same
+        except PipeshardError as error:  # booster.boost, or the first step, raises the same error
             kind, reason, refused = UNPROVEN, summary(error), True
         except Exception as error:  # whatever the user's code raises, or copying it
             logger.debug("the proof failed", exc_info=True)
@@ -153,7 +155,7 @@ class _Proving:
         return self.samples.m > 1 and self.config.has_exact_loss
 
     def run(self, large: Large | None) -> None:
-        """Prove the split, then that microbatches give the batch, as far as time allows."""
+        """Prove the split, then that microbatches give the result of the batch, as far as time allows."""
         if large is not None:
             why_none = self._take_smaller(large.most)
             large = replace(large, reason=f"{large.reason}; {why_none}") if why_none else None
@@ -195,7 +197,7 @@ class _Proving:
         return own.drawn(self.device, self.config.init_weights, torch.initial_seed() % 2**63)
 
     def _take_smaller(self, most: float) -> str:
-        """Use the first smaller copy that runs instead of the model; returns why there is none, or ""."""
+        """Replace the model by the first smaller copy that runs; return "", or the reason why there is none."""
         given, why = self.given, ""
         for make in smaller(given, self.config.num_stages, most, self.device):
             try:
@@ -204,7 +206,7 @@ class _Proving:
                 self._try()
             except TooMuch:
                 raise
-            except Exception as error:  # whatever a model raises that is made in another size
+            except Exception as error:  # whatever a model of another size raises
                 logger.debug("no smaller copy: %s: %s", type(error).__name__, error)
                 why = why or str(error)
                 self.given = given
@@ -214,8 +216,9 @@ class _Proving:
         return f"no smaller copy of the model could be verified instead ({why})"
 
     def _compare_few_or_all(self) -> None:
-        """Compare all samples, cut as in training, if a few do not run: the batch may contain indices of its samples,
-        such as the edges of a graph."""
+        """Compare a few samples or, if a few do not run, all samples split as in training: the batch may contain
+        indices
+            of its samples, such as the edges of a graph."""
         try:
             self._compare_both()
         except Exception as error:  # whatever the user's model raises
@@ -249,7 +252,7 @@ class _Proving:
         self._compare_whole()
 
     def _compare_split(self) -> None:
-        """Compare once more in fp64 if it seems to differ: rounding shrinks with the precision, a mistake does not."""
+        """Compare, and repeat in fp64 after a difference: rounding errors shrink with the precision, others do not."""
         try:
             self._compare(None)
         except Different as difference:
@@ -260,7 +263,7 @@ class _Proving:
                 pass
             except Unproven:
                 raise
-            except Exception as error:  # of whatever kind: it proves nothing
+            except Exception as error:  # of any type: it proves nothing
                 logger.debug("the proof in fp64 failed: %s: %s", type(error).__name__, error)
             else:
                 return
@@ -274,12 +277,13 @@ class _Proving:
             experts("eager")  # the grouped matrix product has no fp64
         for parameter in made.model.parameters():
             parameter.grad = None
-        if self.config.has_slices or self.config.is_ragged:  # dropout draws other numbers for other lengths
+        if self.config.has_slices or self.config.is_ragged:  # dropout uses other random numbers for other lengths
             made.model.eval()
         return made
 
     def _try(self) -> None:
-        """Whether the unsplit model runs, how long it takes, and whether it draws random numbers."""
+        """Run a step of the unsplit model, to find its duration and whether it uses random numbers. Raises Fails or
+        Unproven if it does not run or has no finite loss."""
         torch.manual_seed(SEED)
         before, start = generators(self.device), self.limit.elapsed
         tried, loss = self._unsplit()
@@ -321,7 +325,7 @@ class _Proving:
         return self.config.settled(getattr(own.model, "pipeline_hints", None), own.criterion).criterion
 
     def _sides(self, dtype: torch.dtype | None, replicas: int = 1) -> Sides:
-        """The split model, and an unsplit one for each of its replicas."""
+        """The split model, and a copy of the unsplit model for each replica."""
         split = LocalPipeline(self.config, lambda: self._copy(dtype), self.device, self.limit.tick, replicas)
         read, flow = split.ranks[0].own.sample, split.policy.flow
         references = []
@@ -342,7 +346,7 @@ class _Proving:
         if sides.unstepped:
             self.but[f"the optimizer's step ({sides.unstepped})"] = None
         for step in range(self.steps):
-            asked = step > 0 and not self.config.is_ragged  # outputs of padding are any numbers
+            asked = step > 0 and not self.config.is_ragged  # outputs at padding are arbitrary
             self.cut.append(sides.step(comparison, step, asked))
         self.counts = dict(comparison.counts)
 
@@ -396,7 +400,7 @@ class _Proving:
                 self.counts[kind] = self.counts.get(kind, 0) + count
 
     def _sample(self) -> Batch:
-        """The sample, cut."""
+        """The sample on the device, with settled row dimensions."""
         return RowDims(self.given.model, self.config.batch_dims).settle(self.given.sample.to(self.device))
 
     def _made(self, dtype: torch.dtype | None) -> tuple[Copies, Criterion | None]:
@@ -404,7 +408,7 @@ class _Proving:
         return own, self._criterion(own)
 
     def _located(self, difference: Different) -> Different:
-        """The error with the place where the difference begins."""
+        """The error, with the unit or part of the step where the difference begins, if it can be found."""
         if not difference.part:
             return difference
         try:

@@ -1,4 +1,4 @@
-"""Reference: a copy of the user's model, called directly, and trained on the same microbatches by hand."""
+"""Reference: a copy of the user's model that is called directly and trained on the same microbatches."""
 
 import contextlib
 import copy
@@ -25,13 +25,13 @@ from pipeshard.split.initialize import InitWeights, build, initialize, skeletons
 from pipeshard.split.materialize import allocate
 from pipeshard.split.packed import packed_layers
 
-PACKED_STD = 0.02  # of the values drawn for a packed weight
+PACKED_STD = 0.02  # standard deviation of the values for a quantized weight
 
 
 @dataclass
 class Copies:
-    """Copies that refer to each other: the optimizer trains the parameters of this model, the criterion may read
-    them."""
+    """Copies that refer to each other: the optimizer trains the parameters of this model, and the criterion may read
+    the parameters."""
 
     model: nn.Module
     criterion: Criterion | None
@@ -39,7 +39,7 @@ class Copies:
     sample: Batch
 
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Copies":
-        """Copy once more; floating-point tensors become those of `dtype`.
+        """Copy everything once more, with floating-point tensors cast to `dtype`.
 
         Functions with captured state (hooks, lambdas) are copied too: otherwise all copies would write to
         the user's one dict. Raises deepcopy's error for objects that cannot be copied.
@@ -61,7 +61,7 @@ class Copies:
         return made
 
     def drawn(self, device: torch.device, rule: InitWeights, seed: int) -> "Copies":
-        """A copy with memory and initialized values for meta tensors."""
+        """A copy in which meta tensors are allocated and initialized."""
         made = self.copy()
         for module in skeletons(made.model):
             build(module, seed)
@@ -91,15 +91,15 @@ class Copies:
 
 
 def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
-    """The functions with captured state of modules, a criterion and an optimizer, whose copies in the memo are still
-    empty."""
+    """Put copies without captured state into the memo for all functions with captured state of modules, a criterion and
+    an optimizer; return these functions, for `fill`."""
     closures = list(_closures(*owners))
     memo |= {id(function): _hollow(function) for function in closures}
     return closures
 
 
 def fill(memo: dict[int, Any], closures: Sequence[types.FunctionType]) -> None:
-    """Copy the captured state of these closures into their copies."""
+    """Copy the captured state of these functions into their copies in the memo."""
     for function in closures:
         made = memo[id(function)]
         made.__defaults__, made.__kwdefaults__ = copy.deepcopy((function.__defaults__, function.__kwdefaults__), memo)
@@ -141,7 +141,7 @@ def _is_filled(function: types.FunctionType) -> bool:
 
 
 def _hollow(function: types.FunctionType) -> types.FunctionType:
-    """A copy of the function, without its captured state yet."""
+    """A copy of a function, still without its captured state."""
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
     made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
     made.__qualname__ = function.__qualname__
@@ -150,7 +150,7 @@ def _hollow(function: types.FunctionType) -> types.FunctionType:
 
 
 def _made(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that forwards have left on modules, with a graph: deepcopy refuses them."""
+    """Non-leaf tensors that forwards have left on modules, which deepcopy does not support."""
     for module in model.modules():
         for value in vars(module).values():
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
@@ -163,7 +163,7 @@ def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
 
 
 def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
-    """Give a copied parameter its hooks and attributes, which deepcopy loses."""
+    """Copy a parameter's hooks and attributes to its copy: deepcopy does not."""
     new.__dict__.update(copy.deepcopy(vars(old), memo))
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(copy.deepcopy(hook, memo))
@@ -172,7 +172,7 @@ def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> No
 
 
 def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy with all attributes, except the `step` with which a scheduler has wrapped its own."""
+    """A copy of an optimizer with all attributes except an instance's `step`, with which a scheduler wraps it."""
     made: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = made
     made.__dict__.update(copy.deepcopy({k: v for k, v in vars(optimizer).items() if k != "step"}, memo))
@@ -192,7 +192,7 @@ def generators(device: torch.device) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Generators are restored afterwards, and warnings are suppressed inside: the boost itself logs them."""
+    """Context manager that restores random generators on exit and suppresses warnings, which the boost itself logs."""
 
     def quiet(record: logging.LogRecord) -> bool:
         return record.levelno < logging.INFO
@@ -216,12 +216,12 @@ class Weights:
 
 
 class NoLoss(Exception):
-    """There is nothing to train on."""
+    """The model has no loss for a batch."""
 
 
 class Reference:
-    """One copy, without interception. A model that draws random numbers uses the random numbers of the pipeline's units
-    and places: around its units' forwards, `places` seeds the generators as every stage does."""
+    """One copy of the model, without interception. If the model uses random numbers, `places` seeds the generators
+    before and after the forward of each unit, as every stage does."""
 
     def __init__(self, own: Copies, criterion: Criterion | None, device: torch.device) -> None:
         self.own, self.model, self.criterion, self.device = own, own.model, criterion, device
@@ -229,7 +229,7 @@ class Reference:
         disable_caches(self.model)
 
     def seed_places(self, units: Mapping[str, nn.Module], glue: bool, python: bool) -> None:
-        """Let units, and the glue between them if needed, use the random numbers of the stages."""
+        """Make units and, if `glue`, the glue between them use the same random numbers as on the stages."""
         self.places = places = Randomness(self.device)
         places.python = python
         self._calls, self._inside, self._again = 0, False, False
@@ -243,7 +243,7 @@ class Reference:
                 if not self._again:
                     self._calls += 1
                     numbers.append(self._calls)
-                number = numbers.pop() if self._again else self._calls  # a checkpoint runs the last one again first
+                number = numbers.pop() if self._again else self._calls  # recomputation runs the last call first
                 self._inside = True
                 places.at(2 * number - 1)
                 try:
@@ -262,8 +262,8 @@ class Reference:
     def step(
         self, batches: Sequence[Batch], weights: Weights, at: tuple[int, int], note: Callable[[], None], first: int = 0
     ) -> tuple[Tensor, list[Any]]:
-        """Forward and backward of each microbatch in turn: the loss, with these weights, and the outputs. `first` is
-        the number of the first microbatch, after those of earlier replicas."""
+        """Run forward and backward of each microbatch in turn; return the loss with these weights, and the outputs.
+        `first` is the number of the first microbatch, counted over all replicas."""
         total, outputs = torch.zeros(()), []
         with self.places.step(*at) if self.places is not None else nullcontext():
             for i, (batch, weight) in enumerate(zip(batches, weights.shares, strict=True)):

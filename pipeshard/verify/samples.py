@@ -1,4 +1,4 @@
-"""Samples: the samples of a batch that the steps of a proof use, and their cut into microbatches of replicas."""
+"""Samples: the samples of a batch that the steps of a proof use, and their split into microbatches of replicas."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from pipeshard.config import PipelineConfig
 from pipeshard.verify.reference import Copies
 from pipeshard.verify.whole import is_batch_norm
 
-ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
+ROWS, PARTS = 5, 2  # samples of a step, and its microbatches, which therefore differ in size
 
 
 @dataclass(frozen=True)
 class Samples:
-    """`count` samples in each step, for `replicas` replicas with `m` microbatches each."""
+    """The choice of `count` samples for each step, for `replicas` replicas with `m` microbatches each."""
 
     count: int
     m: int
@@ -22,9 +22,9 @@ class Samples:
 
     @classmethod
     def few(cls, config: PipelineConfig, given: Copies) -> "Samples":
-        """A few samples, for two replicas if there are several and the batch has enough; batch norm needs two samples
-        in each microbatch. Replicas require an optimizer of the model's parameters alone, and a loss over all samples
-        of all replicas."""
+        """A few samples, for two replicas if the job has several and the batch has enough samples; batch norm needs two
+        samples per microbatch. Two replicas require an optimizer of only the model's parameters, and a loss over
+        the samples of all replicas."""
         m = 1 if config.num_microbatches == 1 else PARTS
         parts, rows = 2 * m, given.sample.rows
         several = (config.dp_size or 1) > 1 and config.loss_reduction == "token"
@@ -37,7 +37,7 @@ class Samples:
 
     @classmethod
     def all(cls, config: PipelineConfig, batch: Batch) -> "Samples":
-        """The whole batch, cut as in training."""
+        """The whole batch, split as in training."""
         return cls(batch.rows, len(batch.split(*config.cut)))
 
     def vary(self, batch: Batch) -> bool:
@@ -45,7 +45,7 @@ class Samples:
         return batch.rows > self.count
 
     def of_step(self, batch: Batch, step: int) -> Batch:
-        """The samples of a step: the first ones, then the last ones, backwards."""
+        """The samples of a step: the first `count` in even steps, the last `count` in reverse order in odd steps."""
         order = range(batch.rows)
         return batch.take(torch.tensor((order[::-1] if step % 2 else order)[: self.count]))
 

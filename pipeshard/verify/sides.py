@@ -1,4 +1,4 @@
-"""Sides: the split model and copies of the unsplit one, which train by the same steps and are compared after each."""
+"""Sides: the split model and copies of the unsplit model, which train the same steps and are compared after each."""
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
@@ -33,8 +33,8 @@ ALL = Weights([1.0])
 
 @dataclass(frozen=True)
 class StepCut:
-    """How a step was cut: the weights of its microbatches' losses, whether a part of the loss comes from side outputs
-    of units, and the units. `found` is the result if the samples at once gave the same as the microbatches."""
+    """How a step was split: the weights of its microbatches' losses, whether a part of the loss comes from side outputs
+    of units, and the units. `found` is set if the whole batch gave the same result as the microbatches."""
 
     step: int
     weights: Weights
@@ -45,16 +45,16 @@ class StepCut:
 
 @dataclass
 class Undivided:
-    """A copy of the unsplit model that takes the samples of a step at once, and its loss once it has taken the first
-    step."""
+    """A copy of the unsplit model that trains on all samples of a step at once; `loss` is set if the copy has already
+    run the first step."""
 
     reference: Reference
     loss: Tensor | None = None
 
 
 class Sides:
-    """The split model, a copy of the unsplit one for each of its replicas, and possibly an undivided one, which is
-    dropped once it differs. `fickle()` returns the attributes that differ between two runs of one model."""
+    """The split model, a copy of the unsplit model for each replica, and possibly an undivided model, which is dropped
+    once it differs. `fickle()` returns the attributes that differ between two runs of one model."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Sides:
         self.tick, self.fickle = tick, fickle
         self.undivided: Undivided | None = None
         self.draws = JoinedDraws()
-        self.unstepped = ""  # why the given optimizer does not step
+        self.unstepped = ""  # why the user's optimizer does not step
         self.first, *self.others = self._optimizers()
 
     def step(self, comparison: Comparison, step: int, asked: bool) -> StepCut:
@@ -95,8 +95,8 @@ class Sides:
         return first_unit(self.split, self.references[0], samples.of_step, samples.m, (SEED, 0), self.tick)
 
     def _unsplit_step(self, step: int) -> tuple[Tensor, list[Any]]:
-        """The step of each replica on its own copy of the unsplit model: the loss and the outputs of all. The first
-        copy gets the sums of the gradients."""
+        """Run the step of each replica on its own copy of the unsplit model; return the total loss and all outputs. The
+        gradients are summed into the first copy."""
         losses, outputs, m, self.draws = [], list[Any](), self.samples.m, JoinedDraws()
         for replica, reference in enumerate(self.references):
             batches = self.samples.of_replica(step, reference.own.sample, replica).split(m)
@@ -119,8 +119,9 @@ class Sides:
             return run()
 
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
-        """Compare loss and gradients of all samples at once with those of the microbatches, which were already compared
-        with the split model. None if they differ, for whatever reason."""
+        """Compare loss and gradients of the whole batch with the unsplit model's on the microbatches, which were
+        already
+            compared with the split model. None if they differ or are not compared."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None
@@ -148,20 +149,20 @@ class Sides:
         return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
     def _optimizers(self) -> list[Any]:
-        """The optimizers of the first reference and of the ranks; plain SGD if there is none, or if it is refused."""
+        """The optimizers of the first reference and of the ranks; SGD if there is none, or if it is not supported."""
         split, reference = self.split, self.references[0]
         if reference.own.optimizer is not None:
             try:
                 split.boost()
                 return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
-            except Exception as error:  # whatever an optimizer raises when it is narrowed
+            except Exception as error:  # whatever an optimizer raises when it is wrapped
                 self.unstepped = summary(error)
         trained = [reference.model.parameters(), *(rank.held.values() for rank in split.ranks)]
         own = [[p for p in parameters if p.requires_grad] for parameters in trained]
         return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]
 
     def _update(self, comparison: Comparison) -> None:
-        """Step the optimizers with identical gradients, which were compared: Adam amplifies small differences."""
+        """Step all optimizers with the first reference's gradients: Adam would amplify small differences."""
         reference, max_norm = self.references[0], self.split.ranks[0].pipeline.config.max_norm
         trained = _trained(reference)
         gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}

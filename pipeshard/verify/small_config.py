@@ -1,4 +1,4 @@
-"""Small config: the config of a model of transformers with fewer layers, heads, experts and tokens."""
+"""Small config: the config of a transformers model with fewer layers, heads, experts and tokens."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ from pipeshard.hf import (
     is_token,
 )
 
-LEAST_WIDTH, LEAST_INNER = 64, 16  # smaller widths stay; inner widths become no smaller
-NARROWER = 4  # how much narrower inner widths become than the others
-LITTLE = 4  # by what widths are divided where more is too much
+LEAST_WIDTH, LEAST_INNER = 64, 16  # smaller widths are kept; inner widths are not reduced below the second
+NARROWER = 4  # factor by which inner widths are reduced more than other widths
+LITTLE = 4  # divisor of widths if the largest common divisor is too much
 LEAST_TOKENS = 64
 SETTINGS = (bool, str, float, type(None))
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A config and those inside it."""
+    """A config and all configs nested in it."""
     yield config
     for value in vars(config).values():
         if hasattr(value, "to_diff_dict"):
@@ -37,7 +37,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _numbers(config: Any, names: re.Pattern[str]) -> Iterator[tuple[Any, str, int]]:
-    """The integers of a config and those inside it whose names match: the config, the name and the number."""
+    """The integers with matching names in a config and its nested configs, as (config, name, number)."""
     for part in _parts(config):
         for name, value in vars(part).items():
             if type(value) is int and names.search(name):
@@ -53,8 +53,8 @@ def factors(config: Any) -> list[int]:
 
 
 def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
-    """The number of layers that a smaller model keeps of n layers, by n: all kinds of layers are among the first
-    ones."""
+    """By number of layers: the smaller number of layers that still includes two layers per stage and all kinds of
+    layers. Numbers that cannot be reduced are omitted."""
     counts = {value for _, _, value in _numbers(config, LAYER_COUNTS)}
     needed = {value: 2 * stages for value in counts if value > 2 * stages}
     for part in _parts(config):
@@ -86,7 +86,7 @@ def kind_of(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
-    """Give a config fewer layers; returns the changes."""
+    """Reduce the layers of a config to these numbers; yield the changes."""
     changed = [(part, name, value) for part, name, value in _numbers(config, LAYER_COUNTS) if value in layers]
     for part, name, value in changed:
         for key, items in list(vars(part).items()):
@@ -97,9 +97,10 @@ def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
 
 
 def take_widths(config: Any, factor: int) -> Iterator[str]:
-    """Divide the widths and numbers of heads of a config, and reduce the experts; returns the changes.
+    """Divide the widths and numbers of heads of a config, and reduce the experts; yield the changes.
 
-    A number that equals a width anywhere in the config is that width, such as the one that images are projected to.
+    Any number in the config that equals a width is treated as this width, such as the size to which images are
+    projected.
     """
     widths = {value for _, _, value in _numbers(config, WIDTHS) if value >= LEAST_WIDTH}
     inner = {value: _inner(value, factor) for _, _, value in _numbers(config, INNER_WIDTHS) if value >= LEAST_WIDTH}
@@ -132,7 +133,7 @@ def has_vocabulary(config: Any) -> bool:
 
 
 def tokens(config: Any) -> set[int]:
-    """The tokens that a config and those inside it name."""
+    """The token ids that a config and its nested configs name."""
     found: set[int] = set()
     for part in _parts(config):
         for name, value in vars(part).items():
@@ -144,7 +145,7 @@ def tokens(config: Any) -> set[int]:
 
 
 def take_tokens(config: Any, ids: Tensor) -> Iterator[str]:
-    """Reduce the vocabulary of a config to these tokens, renumbered in order; returns the changes."""
+    """Reduce the vocabulary of a config to these token ids, renumbered in order; yield the changes."""
     size, largest = max(LEAST_TOKENS, len(ids)), int(ids.max())
     for part, name, value in list(_numbers(config, VOCABULARIES)):
         if value > max(size, largest):

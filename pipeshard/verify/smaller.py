@@ -1,8 +1,8 @@
-"""Smaller: copies of a large model with fewer and narrower layers, which stand for it in a proof.
+"""Smaller: copies of a large model with fewer and narrower layers, which are proven instead of the model.
 
-A split can only go wrong in the code of a model: the code of its class, of its kinds of layers, and of the user's
-additions. The number and width of the layers do not matter. So a copy keeps every kind of layer, two layers for each
-stage, ties, adapters, hooks, and the trained parameters.
+Whether a split is exact depends on the code of a model: the code of its class, of its kinds of layers, and of the
+user's additions. The number and width of the layers do not matter. A copy therefore keeps every kind of layer, two
+layers for each stage, ties, adapters, hooks, and which parameters are trained.
 """
 
 import copy
@@ -40,7 +40,7 @@ HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", 
 
 
 class Unlike(Exception):
-    """A smaller copy does not represent the model, with the reason."""
+    """A smaller copy does not represent the model; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def smaller(given: Copies, stages: int, most: float, device: torch.device) -> It
 def _from_config(
     given: Copies, stages: int, most: float, device: torch.device, fewer_layers: bool, fewer_tokens: bool, factor: int
 ) -> Smaller:
-    """A transformers model, rebuilt from a smaller config, whose widths are divided by `factor`."""
+    """A transformers model rebuilt from a smaller config, with widths divided by `factor`."""
     prefix, model = without_adapters(given.model)
     config = copy.deepcopy(config_of(model))
     layers = layer_counts(model, config, stages) if fewer_layers else {}
@@ -96,7 +96,7 @@ def _from_config(
 
 
 def _with_adapters(model: Any, base: nn.Module) -> nn.Module:
-    """The same adapters around a smaller model."""
+    """A smaller base model with the adapters of `model`."""
     first, *others = model.peft_config
     made = type(model)(base, copy.deepcopy(model.peft_config[first]), adapter_name=first)
     for name in others:
@@ -112,7 +112,7 @@ def _refuse_large(parameters: Iterable[nn.Parameter], most: float, copied: str =
 
 
 def _ids(given: Copies, config: Any) -> Tensor | None:
-    """The tokens that the sample and the config name, sorted: a smaller vocabulary has only these."""
+    """The sorted token ids of the sample and the config, to which a smaller vocabulary is reduced."""
     leaves = [leaf.flatten().cpu() for _, leaf in _id_leaves(given)]
     if not leaves or not has_vocabulary(config):
         return None
@@ -121,7 +121,7 @@ def _ids(given: Copies, config: Any) -> Tensor | None:
 
 
 def _id_leaves(given: Copies) -> Iterator[tuple[str, Tensor]]:
-    """The leaves of the sample that hold tokens."""
+    """The leaves of the sample that contain token ids."""
     per_sample = has_label_per_sample(given.model)
     for path, leaf in zip(given.sample.paths, given.sample.leaves, strict=True):
         if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.ndim < 2:
@@ -131,7 +131,7 @@ def _id_leaves(given: Copies) -> Iterator[tuple[str, Tensor]]:
 
 
 def _renumbered(given: Copies, ids: Tensor) -> Batch:
-    """The sample with its tokens numbered as in the smaller vocabulary."""
+    """The sample with token ids of the smaller vocabulary."""
     paths = {path for path, _ in _id_leaves(given)}
 
     def renumber(path: str, leaf: Tensor, dim: Any) -> Tensor:
@@ -180,7 +180,7 @@ def _kept(model: nn.Module, lists: Mapping[nn.ModuleList, int]) -> set[nn.Parame
 
 
 class _Dropped(nn.Parameter):
-    """Stands for a parameter that a smaller copy does not have."""
+    """A placeholder for a parameter that a smaller copy lacks."""
 
 
 def _dropped() -> nn.Parameter:
@@ -204,7 +204,7 @@ def _check_alike(model: nn.Module, built: nn.Module) -> None:
 
 
 def _anywhere(path: str) -> str:
-    """The path of a module, whatever its number among layers or experts."""
+    """The path of a module without the numbers of layers or experts."""
     return re.sub(r"\d+", "*", path)
 
 
@@ -213,7 +213,7 @@ def _all_names(model: nn.Module) -> list[str]:
 
 
 def _ties(model: nn.Module, names: set[str]) -> set[frozenset[str]]:
-    """Groups of these names that each belong to one parameter."""
+    """The groups of these names that refer to the same parameter."""
     of: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in names:
@@ -222,7 +222,7 @@ def _ties(model: nn.Module, names: set[str]) -> set[frozenset[str]]:
 
 
 def _memo(model: nn.Module, built: nn.Module) -> dict[int, Any]:
-    """The replacements, by id, of the modules and parameters of a model in copies of its objects."""
+    """A deepcopy memo that replaces the modules and parameters of `model` with those of `built`."""
     own = dict(built.named_parameters(remove_duplicate=False))
     memo: dict[int, Any] = {id(p): own[name] if name in own else _dropped() for name, p in model.named_parameters()}
     modules = dict(built.named_modules())
@@ -230,7 +230,7 @@ def _memo(model: nn.Module, built: nn.Module) -> dict[int, Any]:
 
 
 def _adopt(model: nn.Module, built: nn.Module, memo: dict[int, Any]) -> None:
-    """Give a smaller model the attributes and hooks that the user has set on modules and parameters."""
+    """Copy the attributes and hooks that the user has set on modules and parameters to a smaller model."""
     theirs, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for path, module in built.named_modules():
         _adopt_settings(theirs[path], module, memo)
@@ -250,7 +250,7 @@ def _adopt_settings(theirs: nn.Module, module: nn.Module, memo: dict[int, Any]) 
 
 def _adopt_hooks(theirs: nn.Module, module: nn.Module, memo: dict[int, Any]) -> None:
     for table in HOOK_TABLES:
-        if len(getattr(theirs, table)) == len(getattr(module, table)):  # the class itself has registered them
+        if len(getattr(theirs, table)) == len(getattr(module, table)):  # registered by the class itself
             continue
         for key, hook in getattr(theirs, table).items():
             getattr(module, table)[key] = copy.deepcopy(hook, memo)
@@ -259,12 +259,12 @@ def _adopt_hooks(theirs: nn.Module, module: nn.Module, memo: dict[int, Any]) -> 
 
 
 def _is_of_handles(value: Any) -> bool:
-    """Whether the value is a handle that removes hooks."""
+    """Whether a value is a handle that removes hooks, or a container of such handles."""
     return all(isinstance(one, RemovableHandle) for one in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _completed(given: Copies, built: nn.Module, sample: Batch, memo: dict[int, Any]) -> Copies:
-    """The copy's optimizer and criterion, which know its parameters in place of the model's."""
+    """The Copies of a smaller model, with an optimizer and a criterion that refer to its parameters."""
     optimizer = None if given.optimizer is None else copied_optimizer(given.optimizer, memo)
     if optimizer is not None:
         _drop(optimizer)
@@ -272,7 +272,7 @@ def _completed(given: Copies, built: nn.Module, sample: Batch, memo: dict[int, A
 
 
 def _drop(optimizer: Optimizer) -> None:
-    """Omit the parameters that a smaller copy does not have, and the groups that then have none."""
+    """Remove the parameters that a smaller copy lacks from an optimizer, and groups that are then empty."""
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not isinstance(parameter, _Dropped)]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]

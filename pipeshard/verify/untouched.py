@@ -1,8 +1,8 @@
 """Untouched: objects that the user's code reaches are restored after the proof.
 
-Copies do not reach everything: a function reads globals, and objects that cannot be copied are shared. So the Python
-state is restored from a Snapshot, tensors that are not the model's get their values and gradients back, and parameters
-their gradients.
+Copies do not cover everything: functions read globals, and objects that cannot be copied are shared. Therefore the
+Python state is restored from a Snapshot, and so are the values and gradients of tensors outside the model, and the
+gradients of parameters.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pipeshard.verify.reference import Copies
 
 @contextlib.contextmanager
 def untouched(given: Copies) -> Iterator[None]:
-    """Undo changes made inside to objects that the model, the criterion and the optimizer reach."""
+    """Context manager that undoes changes to objects reachable from the model, the criterion and the optimizer."""
     snapshot = Snapshot({"": given.model, "the criterion": given.criterion, "the optimizer": given.optimizer})
     copied = {id(tensor) for tensor in (*given.model.parameters(), *given.model.buffers())}
     shared = [tensor for *_, tensor, _ in snapshot.tensors if id(tensor) not in copied]
@@ -36,7 +36,7 @@ def untouched(given: Copies) -> Iterator[None]:
 
 
 class _Gradient:
-    """The current gradient of a leaf."""
+    """The gradient and requires_grad of a leaf tensor, to be restored."""
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf, self.object = leaf, leaf.grad

@@ -1,4 +1,4 @@
-"""Whole: the unsplit model trained on a whole batch, compared with itself trained on the batch's microbatches."""
+"""Whole: a comparison of the unsplit model on a whole batch with the unsplit model on the batch's microbatches."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,24 +20,24 @@ from pipeshard.verify.local import Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
 
 WHOLE_SEED = 20261124
-# Relative errors of the loss and of gradients. Products of other shapes are rounded otherwise, and some layers compute
-# in fp32 whatever their inputs have, so that fp64 is not exact to its last digits.
+# Relative errors of the loss and of gradients. Matrix products of other shapes are rounded differently, and some layers
+# always compute in fp32, so that fp64 is not exact to its last digits.
 LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
 LOSS_FLOOR = 1e-3  # smaller losses, and gradients relative to the largest one, are compared with this
-SHARED, CONSTANT = "shared", "constant"  # draws: each sample has its own on both sides, or all have the same
-PHASE = 0.5  # of the sine that stands for a loss: no odd function, so that a mean that was subtracted shows
+SHARED, CONSTANT = "shared", "constant"  # random numbers: each sample's own on both sides, or the same for all samples
+PHASE = 0.5  # of the sine used as a loss: not an odd function, so that subtracting a mean changes it
 
 Make = Callable[[torch.dtype | None], tuple[Copies, Criterion | None]]
 
 
 class Coupled(Exception):
-    """Samples of a batch depend on each other, with the difference and where it begins."""
+    """Samples of a batch depend on each other; the message has the difference and where it begins."""
 
 
 @dataclass(frozen=True)
 class RunMode:
-    """How both sides run: in training mode or not, with which random numbers, in which dtype, and with an objective
-    computed from the outputs instead of the loss. `apart`: each microbatch has its own model."""
+    """How both sides run: in training mode or not, with which random numbers, in which dtype, and with the loss or
+    (`by_outputs`) an objective of the outputs. `apart`: each microbatch has its own copy of the model."""
 
     training: bool = True
     draws: str = ""
@@ -58,7 +58,7 @@ class Side:
 
     @classmethod
     def of(cls, reference: Reference, loss: Tensor, rows: int, weights: Weights) -> "Side":
-        """The side of a reference after a step."""
+        """The loss and gradients of a reference after a step."""
         gradients = dict[str, Tensor | None]()
         _add_gradients(gradients, reference)
         return cls(float(loss), gradients, loss.dtype, rows, weights.shares)
@@ -66,8 +66,8 @@ class Side:
 
 @dataclass
 class WholeFound:
-    """The result: how many losses and gradients were compared; `missing` names those that were not, `moving` lists the
-    state that counts as gradient accumulation."""
+    """The numbers of losses and gradients that were compared. `missing` is the reason why some were not; `moving` lists
+    state that changes with each microbatch, as in gradient accumulation."""
 
     losses: int = 0
     gradients: int = 0
@@ -76,9 +76,10 @@ class WholeFound:
 
 
 class WholeBatch:
-    """Compares copies of the unsplit model, created by `make(dtype)`; `draws` says whether it draws random numbers.
+    """Compares copies of the unsplit model, created by `make(dtype)`; `draws` says whether the model uses random
+    numbers.
 
-    `note` is called regularly, and `differs` when something seems to differ, before it is compared in other ways.
+    `note` is called regularly. `differs` is called at an apparent difference, before comparisons in other modes.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class WholeBatch:
         return self.found
 
     def compare_outputs(self, batch: Batch, m: int, units: Sequence[str] = ()) -> WholeFound:
-        """Compare outputs, and gradients of an objective computed from them, if the loss of microbatches is unknown."""
+        """Compare an objective of the outputs, and its gradients, if the weights of the microbatches' losses are
+        unknown."""
         self.parts, self.batch, self.units, self.found = copied_microbatches(batch, m), batch, units, WholeFound()
         self.weights = Weights([1.0] * len(self.parts))
         if batch.rows < 2:
@@ -118,7 +120,7 @@ class WholeBatch:
         return self.found
 
     def _by_outputs(self) -> str:
-        """The difference in the outputs; "" if they are equal, or have none by sample."""
+        """The difference in the outputs; "" if they are equal, or if no output is per sample."""
         self.chosen = self._choose()
         if not any(self.chosen):
             self.found.missing = "it returns no per-sample outputs"
@@ -126,13 +128,13 @@ class WholeBatch:
         return self._differences(RunMode(draws=SHARED if self.draws else "", by_outputs=True))
 
     def _differences(self, way: RunMode) -> str:
-        """Try one mode after another, until both sides are equal."""
+        """The difference between both sides; "" if they are equal in one of several modes, tried in turn."""
         why = self._attempt(way)
         if why and not way.draws:
             why = self._attempt(replace(way, draws=SHARED))
         if not why or not (self.drew or self.drew_in_python):
             return why
-        if self.drew:  # numbers may belong to samples in another order: the same ones for all do not
+        if self.drew:  # samples may use the numbers in another order, which does not matter if all samples use the same
             why = self._attempt(replace(way, draws=CONSTANT))
         if not why or not self.drew_in_python:
             return why
@@ -154,7 +156,7 @@ class WholeBatch:
         return ""
 
     def _attempt(self, way: RunMode) -> str:
-        """The difference, in fp64 too: rounding shrinks with the precision, a dependence of samples does not."""
+        """The difference, if it is also found in fp64: rounding errors shrink with the precision, others do not."""
         try:
             why = self._once(way)
         except (Unproven, NoLoss):
@@ -163,19 +165,19 @@ class WholeBatch:
             if way.draws != SHARED:
                 raise
             self.drew = True
-            return summary(error)  # numbers of all samples that make no sense for some
+            return summary(error)  # numbers of all samples may be invalid for some of them
         if not why:
             return ""
         try:
             return self._once(replace(way, dtype=torch.float64))
         except Unproven:
             raise
-        except Exception:  # of whatever kind: not all operators take fp64
+        except Exception:  # of any type: not all operators support fp64
             return why
 
     def _once(self, way: RunMode) -> str:
-        """The difference between both sides; the next microbatch sees the state that a microbatch leaves on the model,
-        if this state makes no difference, or does not depend on the samples."""
+        """The difference between both sides in one mode. If microbatches differ only because of state that an earlier
+        microbatch leaves on the model, this counts only if the state depends on the samples."""
         self.way = way
         draws = _draws_of(way)
         whole = self._side(way, [self.batch], Weights([1.0]), draws)
@@ -199,8 +201,8 @@ class WholeBatch:
         return ""
 
     def _is_carried(self, way: RunMode) -> bool:
-        """Whether the second microbatch gives a different result if other samples than those of the first microbatch
-        ran before."""
+        """Whether the result of the second microbatch changes if other samples run before it than the first
+        microbatch's."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
         after, expected = (
@@ -209,7 +211,7 @@ class WholeBatch:
         return bool(unlike(expected, after, way))
 
     def _side(self, way: RunMode, batches: Sequence[Batch], weights: Weights, draws: SharedDraws) -> Side:
-        """Forward and backward of each batch in turn, on one copy of the model, or on one for each."""
+        """Run forward and backward of each batch in turn, on one copy of the model or (`apart`) on a copy for each."""
         total, start, gradients, dtype = 0.0, 0, dict[str, Tensor | None](), torch.float32
         reference = self._reference(way)
         for k, batch in enumerate(batches):
@@ -226,7 +228,7 @@ class WholeBatch:
         return Side(total, gradients, dtype, start, weights.shares)
 
     def _reference(self, way: RunMode) -> Reference:
-        """A fresh copy, in the modes in which it is compared."""
+        """A new copy of the model in the dtype, mode and with the objective of the comparison."""
         own, criterion = self.make(way.dtype)
         if way.training:
             for module in own.model.modules():
@@ -239,7 +241,7 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def _steady(self) -> Iterator[None]:
-        """Inside, batch norms without running statistics do not mix samples."""
+        """Context manager in which batch norms without running statistics do not mix samples."""
         norms = _Norms()
         with norms:
             yield
@@ -272,7 +274,7 @@ class WholeBatch:
             return [leaf.numel() for leaf in outputs_of(batch.call(own.model))]
 
     def _place(self) -> str:
-        """The place where the difference begins: the first unit whose results for the same samples differ."""
+        """A sentence with the first unit whose input or results differ for the same samples, or another location."""
         results: list[Results] = [{}, {}]
         draws = _draws_of(self.way)
         try:
@@ -280,7 +282,7 @@ class WholeBatch:
                 self._record(batches, into, draws)
         except Unproven:
             raise
-        except Exception:  # of whatever kind: the difference stands without its place
+        except Exception:  # of any type: the difference is reported without its location
             return "The first difference could not be located"
         whole, parts = results
         for (unit, k, _), expected in whole.items():
@@ -303,8 +305,9 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def _run(self, way: RunMode, batch: Batch, start: int, draws: SharedDraws) -> Iterator[Batch]:
-        """Around a run of these samples, the first of which is number `start` of all: they have the mode's dtype, and
-        use their own random numbers."""
+        """Context manager for a run of these samples, of which the first is number `start` of all: yields the samples
+        in
+            the mode's dtype, and makes them use their own random numbers."""
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)
@@ -342,7 +345,7 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
 
 
 class _Norms(TorchFunctionMode):
-    """F.batch_norm as in evaluation mode: with running statistics, or none."""
+    """A mode in which F.batch_norm runs as in evaluation: with running statistics, or without normalization."""
 
     met = False
 
@@ -362,7 +365,7 @@ class _Norms(TorchFunctionMode):
 
 
 class _Constant(SharedDraws):
-    """Random numbers that are the same for all samples: any remaining difference is the model's own."""
+    """Random numbers that are the same for all samples, so that a remaining difference comes from the model."""
 
     def drawn(self, func: Any, tensor: Tensor) -> None:
         name = str(func)
@@ -377,7 +380,7 @@ def _draws_of(way: RunMode) -> SharedDraws:
 
 
 def copied_microbatches(batch: Batch, m: int) -> list[Batch]:
-    """The microbatches, as copies."""
+    """The `m` microbatches of a batch, as copies instead of views."""
     parts, end = [], 0
     for part in batch.split(m):
         start, end = end, end + part.rows
@@ -386,9 +389,9 @@ def copied_microbatches(batch: Batch, m: int) -> list[Batch]:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether the module is a batch norm, or keeps running statistics like one."""
+    """Whether a module is a batch norm, or has running statistics like a batch norm."""
     if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
-        return False  # of each sample by itself
+        return False  # normalizes each sample separately
     return isinstance(module, BatchNorm) or has_statistics(module)
 
 
@@ -397,7 +400,7 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Whether the module randomly drops activations or paths, and does nothing else."""
+    """Whether a module only drops activations or paths at random."""
     return "drop" in type(module).__name__.lower() and not any(True for _ in module.parameters())
 
 
@@ -407,7 +410,7 @@ def outputs_of(output: Any) -> list[Tensor]:
 
 
 def is_another(whole: Tensor, parts: Sequence[Any], dtype: torch.dtype | None) -> bool:
-    """Whether parts that form the whole when concatenated along one dimension have different values."""
+    """Whether parts whose shapes concatenate to the whole's along one dimension have different values."""
     if not whole.is_floating_point() or any(part.ndim != whole.ndim for part in parts):
         return False
     dims = [dim for dim, count in enumerate(whole.shape) if any(part.shape[dim] != count for part in parts)]
@@ -422,7 +425,7 @@ def _cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) -> None:
-    """Sum the gradients of a model's parameters, and of the other tensors that its optimizer trains."""
+    """Add the gradients of a model's parameters, and of other tensors that its optimizer trains, to `gradients`."""
     named = dict(reference.model.named_parameters())
     named |= {f"parameter {k} of the optimizer": one for k, one in enumerate(reference.own.foreign())}
     for name, parameter in named.items():

@@ -105,7 +105,7 @@ def test_what_a_list_is_has_to_be_told_where_it_may_be_either() -> None:
     assert read(known, 4, targets=[torch.zeros(4, 2)] * 4).split(2)[0].data["targets"][3].shape == (2, 2)
     read(known, 5, boxes=[torch.zeros(k, 2) for k in range(5)])
     with pytest.raises(
-        BatchError, match="boxes had one entry per sample in earlier batches, but now has 3 entries for 4 samples"
+        BatchError, match="boxes must have one entry per sample, as in earlier batches, but has 3 for 4 samples"
     ):
         read(known, 4, boxes=[torch.zeros(k, 2) for k in range(3)])
 

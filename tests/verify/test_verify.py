@@ -204,11 +204,11 @@ def on_stage_0(optimizer: PipelineOptimizer, *args: Any, **kwargs: Any) -> Any:
 
 BROKEN: dict[str, tuple[str, Any, str]] = {
     "a value is not sent": ("pipeshard.engine.routes.boundaries", without_the_first, "the loss in step 1 is nan"),
-    "gradients are not sent": ("pipeshard.engine.routes.boundaries", without_gradients, "gets no gradient, unsplit"),
+    "gradients are not sent": ("pipeshard.engine.routes.boundaries", without_gradients, "has no gradient, unsplit"),
     "weight gradients are forgotten": (
         "pipeshard.engine.weight_grad.Deferral.finish",
         staticmethod(unfinished),
-        "the difference begins in the backward pass|gets no gradient",
+        "the difference begins in the backward pass|has no gradient",
     ),
     "microbatches are not the batch": ("pipeshard.batch.batch.Batch._narrow", first_samples, "x of microbatch 1 is"),
     "the loss rule is another": (
