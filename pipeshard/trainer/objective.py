@@ -362,11 +362,7 @@ def _is_same_state(one: Any, other: Any) -> bool:
     return all(map(_is_same_state, one.values(), other.values())) if isinstance(one, dict) else bool(one == other)
 
 
-CHOSEN, REJECTED, BOTH = (
-    "ref_chosen_logps",
-    "ref_rejected_logps",
-    "ref_logps",
-)  # for B pairs (first two), and for 2B rows
+CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  # for B pairs, and for 2B rows
 
 
 class Preferences:
