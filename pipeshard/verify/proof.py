@@ -31,9 +31,7 @@ from pipeshard.verify.whole import Coupled, WholeBatch, WholeFound, copied_micro
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
-STEPS_OF_PROOF = (
-    6  # steps' worth of time that a proof takes after the first step of the unsplit model, if nothing differs
-)
+STEPS_OF_PROOF = 6  # duration of a proof after its first step if nothing differs, in steps of the unsplit model
 BEGINS = {
     "forward": "All units return the same results: the difference begins in the model's code between or after units, "
     "or in the criterion",
