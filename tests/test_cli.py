@@ -193,7 +193,7 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lama", *SIZES], "error: lama is not a folder, a config.json or a model type of transformers (did you mean"),
+        (["lama", *SIZES], "error: lama is not a folder, a config.json or a transformers model type (did you mean"),
         (["owner/name", *SIZES], "error: owner/name does not exist: pass a folder, a config.json or a model type"),
         (["llama", "hidden=64", *SIZES], "error: LlamaConfig has no hidden: did you mean hidden_act or hidden_size?"),
         (["llama", "hidden_size", *SIZES], "error: 'hidden_size' is not a config field: write key=value"),

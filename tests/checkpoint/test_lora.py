@@ -611,7 +611,7 @@ def on_a_blank(fields: dict[str, Any], **arguments: Any) -> None:
     [
         ({"init_lora_weights": "pissa_niter_4"}, {}, "'pissa_niter_4' is not supported for a model on meta"),
         ({"num_virtual_tokens": 3}, {}, "PROMPT_TUNING adapters"),
-        ({"trainable_token_indices": [3]}, {}, "are initialized from the embedding"),
+        ({"trainable_token_indices": [3]}, {}, "needs the values of the embedding"),
         ({"use_dora": True}, {"precision": "bf16"}, "the weights are cast or sharded before they are loaded"),
     ],
 )
