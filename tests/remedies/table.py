@@ -377,7 +377,7 @@ REMEDIES = {
     ),
     "LBFGS": Remedy(("LBFGS, SAM",), "use another optimizer", Training(optimizer=lbfgs), (Training(optimizer=adamw),)),
     "a None over a cut": Remedy(
-        ("the same for a tensor received from another stage",),
+        ("a None gradient that your own backward returns",),
         "Return zeros in that backward, or cut elsewhere",
         hunted_case("none over a cut"),
         (
@@ -386,7 +386,7 @@ REMEDIES = {
         ),
     ),
     "sizes by activations": Remedy(
-        ("the same from values that each forward",),
+        ("sizes, or numbers that a layer returns, computed from values",),
         "return a tensor of a fixed size and a mask",
         hunted_case("selected by activations"),
         (
