@@ -228,7 +228,7 @@ def test_a_job_that_is_told_to_end_leaves_its_state(pool: Pool, tmp_path: Path) 
 
 
 def test_a_script_without_a_launcher_is_told() -> None:
-    with mock.patch("signal.signal"), pytest.raises(UsageError, match=r"python -m pipeshard\.launch"):
+    with mock.patch("signal.signal"), pytest.raises(UsageError, match=r"with pipeshard launch"):
         ElasticJob("nowhere", 2, 4)
 
 

@@ -41,7 +41,7 @@ class Funnel(nn.Module):
     ("make", "partition", "remedy"),
     [
         (Funnel, [1, 7], "Pass PipelinePlugin(partition='parameters')"),
-        (Pair, "auto", "Data-parallel replicas"),
+        (Pair, "auto", "data-parallel replicas"),
         (Net, "auto", ""),
     ],
 )
