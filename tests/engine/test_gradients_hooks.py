@@ -230,9 +230,7 @@ def listened() -> float:
         (0.5 * both.alone(**part)["loss"]).backward()
     both.booster.execute_pipeline(iter([data()]), both.model, None, both.optimizer)
     logging.getLogger("pipeshard").removeHandler(handler)
-    warned = [
-        text for text in said if text.startswith("gradient hooks, such as the one on layers.2.a.weight, run on")
-    ]
+    warned = [text for text in said if text.startswith("gradient hooks, such as the one on layers.2.a.weight, run on")]
     assert len(warned) == (torch.distributed.get_rank() == 1)
     return both.error()
 
