@@ -1,6 +1,6 @@
 """Dataloader: gives every stage of a replica the same batches, in an order that can be resumed at any batch.
 
-All stages of a replica must read the same batches, and the replicas together must read the batches of one process.
+All stages of a replica must read the same batches, and the replicas together the batches that one process would read.
 torch's DataLoader takes its order from a global generator and does not save its position; DistributedSampler
 distributes single samples, so the batches depend on the number of replicas. Here, the order depends only on the seed
 and the epoch, `Share` divides the samples of each step among the replicas, and the loader counts the batches taken.
@@ -308,6 +308,6 @@ def _refuse_shares(order: Order) -> None:
     for one in order.shares():
         raise ConfigurationError(
             f"{type(one).__name__} already splits the data into {one.num_replicas} shares, so the stages of a "
-            "pipeline would read different batches, and each replica would read only a part of a share: pass a sampler "
-            "over the whole dataset (or shuffle=True), whose order pipeshard divides itself"
+            "pipeline would read different batches, and each replica would read only a part of a share. Pass a sampler "
+            "over the whole dataset (or shuffle=True): pipeshard then divides the samples among the replicas"
         )

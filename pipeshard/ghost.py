@@ -57,8 +57,8 @@ _inside = 0
 def inside_pipeshard() -> Iterator[None]:
     """Context manager for pipeshard's own use of a model: glue runs on every stage, and may read ghosts.
 
-    Inference mode becomes no_grad, since tensors kept from one step to the next (buffers, blanks, weights) must remain
-    trainable.
+    Inference mode becomes no_grad: autograd cannot use tensors that were created in inference mode, and some tensors
+    (buffers, weights) are kept from one step to the next.
     """
     global _inside  # not thread-local: backward passes run in other threads
     _inside += 1

@@ -113,9 +113,9 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     content = content.ljust(max(length for length, _ in heads), b"\0")
     padded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     contents = [row[:length].numpy().tobytes() for row, (length, _) in zip(gather(padded, group), heads)]
-    for rank, (content, (_, flawed)) in enumerate(zip(contents, heads)):
+    for rank, content, (_, flawed) in zip(ranks_of(group), contents, heads):
         if flawed:
-            raise MessageError(f"rank {rank} of {len(heads)} cannot send its value: {content.decode()}")
+            raise MessageError(f"rank {rank} cannot send a value to the other ranks: {content.decode()}")
     return [decode(content) for content in contents]
 
 

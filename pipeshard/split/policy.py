@@ -212,9 +212,9 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     if decisions:
         raise TraceError(
             f"{type(model).__name__} decides in Python on a value of a unit that only the stage of the unit has: "
-            f"{'; '.join(decisions)}. Compute the decision with tensor operations (torch.where), or in the forward of "
-            "a separate module (including gradients that forward computes with autograd.grad), or use one stage "
-            "(pp_size=1)"
+            f"{'; '.join(decisions)}. Replace the branch with tensor operations (torch.where), or move it into the "
+            "forward of a separate module (together with any torch.autograd.grad call that it depends on), or use one "
+            "stage (pp_size=1)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:

@@ -171,7 +171,7 @@ def _check_config(model: nn.Module, size: int) -> None:
         if isinstance(share := getattr(text, field, None), float) and share > 0:
             raise ConfigurationError(
                 f"tp_size={size}: {field}={share} of {type(model).__name__} would drop heads or features at the "
-                "same positions of every slice. Build the model from a config with 0.0, or use tp_size=1"
+                f"same positions of every slice. Build the model from a config with {field}=0.0, or use tp_size=1"
             )
 
 

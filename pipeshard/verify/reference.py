@@ -41,8 +41,8 @@ class Copies:
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Copies":
         """Copy everything once more, with floating-point tensors cast to `dtype`.
 
-        Functions with captured state (hooks, lambdas) are copied too: otherwise all copies would write to
-        the user's one dict. Raises deepcopy's error for objects that cannot be copied.
+        Closures (hooks, lambdas) are also copied: otherwise every copy would modify the same captured objects,
+        which are the user's. Raises deepcopy's error for objects that cannot be copied.
         """
         memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _made(self.model)}
         closures = hollow(memo, self.model, self.criterion, self.optimizer)

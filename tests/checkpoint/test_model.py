@@ -280,7 +280,7 @@ def spoilt(folder: Path, how: str) -> str:
         ("cut", "cannot be read as safetensors"),
         ("lost", "which is missing: the checkpoint is incomplete"),
         ("text", "cannot be read as safetensors"),
-        ("outside", "lists '../x.safetensors', which is not a file in the same folder"),
+        ("outside", "lists '../x.safetensors', but may only list names of files in its own folder"),
         ("no index", "is not a checkpoint index"),
         ("elsewhere", "but that file does not contain it"),
     ],

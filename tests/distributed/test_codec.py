@@ -84,7 +84,7 @@ def test_what_one_rank_cannot_tell_is_an_error_on_all(pool: Pool, tmp_path: Path
     ranks = pool.run(untold, 3, tmp_path / "mark")
     message, *others = ranks[0]
     assert ranks == [ranks[0]] * 3 and others == [0, 1, 2]
-    assert message.startswith("rank 1 of 3 cannot send its value: this Harmful must contain only tensors")
+    assert message.startswith("rank 1 cannot send a value to the other ranks: this Harmful must contain only tensors")
     assert not (tmp_path / "mark").exists()
 
 
