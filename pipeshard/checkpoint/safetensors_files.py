@@ -145,8 +145,8 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
 def _of_folder(index: Path, name: object) -> str:
     if not is_inside(name) or "/" in name:
         raise CheckpointError(
-            f"{index} lists {short(name)}, but may only list names of files in its own folder. Save the checkpoint again, "
-            "or correct the weight_map of the index"
+            f"{index} lists {short(name)}, but may only list names of files in its own folder. Save the checkpoint "
+            "again, or correct the weight_map of the index"
         )
     return name
 
