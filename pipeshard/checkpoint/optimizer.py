@@ -248,9 +248,9 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
         content = _read_content(source)
         held = optimizer_content(boosted)
     present, _ = merged(gather_objects(on_meta(held), boosted.group))
-    problems = list(_problems(content, present))
-    if problems:
-        raise CheckpointError(f"{checkpoint} does not fit this optimizer: {listed(problems)}")
+    with together(boosted.group):
+        if problems := list(_problems(content, present)):
+            raise CheckpointError(f"{checkpoint} does not fit this optimizer: {listed(problems)}")
     with together(boosted.group):
         states = _saved_states(boosted, source, content, held["parameters"].keys())
     with together(boosted.group):
