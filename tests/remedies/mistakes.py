@@ -268,7 +268,7 @@ MISTAKES = {
     ),
     "a sampler by rank": Mistake(
         (TROUBLES + "`DistributedSampler`",),
-        r"ConfigurationError: .*pass a sampler over the whole dataset \(or shuffle=True\)",
+        r"ConfigurationError: .*Pass a sampler over the whole dataset \(or shuffle=True\)",
         sample_by_rank,
         prepare,
     ),
