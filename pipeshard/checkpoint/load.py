@@ -164,7 +164,7 @@ class _Plan:
     Attributes:
         first: the first of the tied names, by name.
         targets: the full names of the parameters to fill, by first name; several if adapters copy a module.
-        scales: the keys of the scales of each packed weight of the checkpoint, by the weight's full name.
+        scales: for each weight that the checkpoint has quantized, by full name, the keys of its scales.
     """
 
     def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool) -> None:

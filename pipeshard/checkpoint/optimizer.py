@@ -251,7 +251,6 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     with together(boosted.group):
         if problems := list(_problems(content, present)):
             raise CheckpointError(f"{checkpoint} does not fit this optimizer: {listed(problems)}")
-    with together(boosted.group):
         states = _saved_states(boosted, source, content, held["parameters"].keys())
     with together(boosted.group):
         _restore_states(boosted, content, states)

@@ -42,8 +42,8 @@ FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 class Source:
     """The tensors of a checkpoint: `shapes` contains the shape of each key, `read` returns the tensor of a key, and
-    `bytes_read` counts the bytes that `read` returned. `scales` contains the keys of the scales of each weight that
-    bitsandbytes has packed, by the weight's key and the end of their own; `shapes` does not contain them.
+    `bytes_read` counts the bytes that `read` returned. `scales` maps the key of each quantized weight to the
+    keys of its scales, by the end of their names; `shapes` omits the scales.
 
     Safetensors files are read, not mapped, so that a tensor takes memory once; pickled files (.bin) are loaded with
     `weights_only=True`, which executes no code. Even in untrusted files, no shape exceeds the data, and an index lists
@@ -61,15 +61,15 @@ class Source:
             shapes = self._shapes(file, model)
             self.shapes |= shapes
             self._files |= dict.fromkeys(shapes, file)
-        lost = sorted(listed.keys() - self.shapes.keys())
-        self.scales = _scales(self.shapes)
-        for key in [key for of_weight in self.scales.values() for key in of_weight.values()]:
-            del self.shapes[key]
-        if lost:
+        if lost := sorted(listed.keys() - self.shapes.keys()):
             raise CheckpointError(
                 f"the index of {path} lists {lost[0]!r} in {listed[lost[0]]!r}, but that file does not contain it "
                 f"({len(lost)} such tensors): the checkpoint is incomplete. Save or download it again"
             )
+        self.scales = _scales(self.shapes)
+        for of_weight in self.scales.values():
+            for key in of_weight.values():
+                del self.shapes[key]
 
     def read(self, key: str) -> Tensor:
         """The tensor of this key, in its own storage."""
@@ -102,7 +102,7 @@ class Source:
 
 
 def _scales(keys: Collection[str]) -> dict[str, dict[str, str]]:
-    """The keys of the tensors that belong to a packed weight: `x.weight.absmax` (4 bits), or `x.SCB` (8 bits)."""
+    """Map the key of each quantized weight to the keys of its scales: `x.weight.absmax` (4 bits), `x.SCB` (8 bits)."""
     found: dict[str, dict[str, str]] = {}
     for key in keys:
         layer, _, end = key.partition(".weight.")

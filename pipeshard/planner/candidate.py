@@ -3,10 +3,9 @@
 import copy
 import heapq
 import itertools
-from collections import defaultdict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -128,7 +127,8 @@ def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 TRIES = 64
 # For each stage: parts (None: the end of a step), each with an upper bound of the stage's bytes in this part.
-Caps = tuple[tuple[tuple[Part | None, float], ...], ...]
+StageCaps = tuple[tuple[Part | None, float], ...]
+Caps = tuple[StageCaps, ...]
 FIRST = Part(1, has_gradients=False, is_running=True)
 
 
@@ -155,16 +155,17 @@ def fit(
         tuple((part, limits[r] + 0.5) for part in (*_alone(moments[r]), None)) for r in program.placement
     )
     queue: list[tuple[tuple[float, float], int, list[int], Caps]] = []
-    known = defaultdict[Any, dict[tuple[int, int], bool]](dict)  # by the caps of a stage, which runs fit
+
+    @cache
+    def within(caps: StageCaps) -> Callable[[int, int], bool]:
+        """A function that says whether a stage can hold the calls from start to end."""
+        return cache(lambda start, end: all(footprint.total(start, end, part) < cap for part, cap in caps))
 
     def look(caps: Caps) -> None:
-        runs = [known[each] for each in caps]
+        fitting = [within(each) for each in caps]
 
         def fits(stage: int, start: int, end: int) -> bool:
-            run = start, end
-            if run not in runs[stage]:
-                runs[stage][run] = all(footprint.total(start, end, part) < cap for part, cap in caps[stage])
-            return runs[stage][run]
+            return fitting[stage](start, end)
 
         try:
             counts = balance(weights, num_stages, forbidden, fits, speeds=speeds)

@@ -61,8 +61,8 @@ def balance(
 
 
 def _lowest(edges: Sequence[int], fits: Callable[[int, int], bool]) -> list[int]:
-    """For each end of a run of blocks, the smallest start with which the run fits. It never decreases, since a run that
-    contains one that does not fit does not fit either."""
+    """Return, for each end, the smallest start of a range of blocks that fits. The start never decreases, since a range
+    does not fit if a smaller range inside it does not fit."""
     lowest, start = [0], 0
     for end in range(1, len(edges)):
         while start < end and not fits(edges[start], edges[end]):

@@ -58,12 +58,9 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
 
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
         state = functional.QuantState.from_dict(dict(scales), value.device)
-        if (found := _layout(state)) != (expected := _layout(self._packed(self._blank_values())[1])):
+        if (found := _layout(state)) != (expected := _layout(self.unloaded)):
             raise ValueError(f"its scales are {found}, but the layer has {expected}")
         self.weight.data, self.quant_state, self.weight.bnb_quantized = value, state, True
-
-    def _blank_values(self) -> Tensor:
-        return torch.empty(self.whole_shape, dtype=self.values_dtype, device="meta")
 
     @torch.no_grad()
     def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
@@ -83,7 +80,7 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
 
 
 def _layout(state: Any) -> tuple[Any, ...]:
-    """What the kernels rely on: how values are packed, and the sizes of the scales."""
+    """The fields that the kernels rely on: the shape, the packing options and the sizes of the scales."""
     of_scales = (*state.state2.absmax.shape, *state.state2.code.shape, state.state2.blocksize) if state.nested else ()
     sizes = *state.absmax.shape, *state.code.shape, *of_scales
     return tuple(state.shape), state.quant_type, state.blocksize, state.absmax.dtype, sizes

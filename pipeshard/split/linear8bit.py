@@ -35,7 +35,7 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
         rows, way = scales["SCB"], scales.get("weight_format")
         if rows.shape != value.shape[:1] or rows.dtype != torch.float32 or (way is not None and way.any()):
-            raise ValueError("there must be a scale in fp32 for each row, and the rows in their order")
+            raise ValueError("its scales must be fp32, one per row, and its weight_format must be 0 (row)")
         self.weight.data, self.state.SCB = value, rows
 
     def product(self, x: Tensor) -> Tensor:

@@ -47,9 +47,10 @@ class Packed(nn.Module, ABC):
 
     @abstractmethod
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
-        """Store a weight that was saved packed, with the tensors that were saved beside it, by the ends of their names.
+        """Store a quantized weight of a checkpoint. `scales` are the checkpoint's tensors that scale the weight, by the
+        end of their names.
 
-        Raises ValueError if the tensors are not those of this layer's packing.
+        Raises an error if the scales do not fit this layer.
         """
 
     @abstractmethod
