@@ -3,7 +3,7 @@
 # make examples trains a BERT, a T5 and, by GRPO, a llama, and in the environment of parity-packages a model of timm and a Flux,
 #               each until it has learnt its task; make examples STEPS=3 is the short form, make example-classify runs one
 # make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in 28 of the
-#               tests that take turns, by commit (SAMPLE_SEED=N runs others)
+#               tests that take turns, by commit (SAMPLE_SEED=N runs others, TURNS=1 all)
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one:
 #               the whole products of which make test takes few cases, all tests that take turns, and ranks that are processes

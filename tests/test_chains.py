@@ -167,6 +167,7 @@ def test_model_types_exist() -> None:
     assert EXPECTED.keys() >= set(ONLY_IN_5.split())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", zoo.MODELS)
 @pytest.mark.parametrize("labels", [True, False])
 def test_the_zoo_is_as_expected(name: str, labels: bool) -> None:

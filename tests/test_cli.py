@@ -124,6 +124,7 @@ def test_adapters_train_little_and_have_no_weight_gradients_of_the_rest() -> Non
     assert 1 < shares[1] < 0.7 * shares[0]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_packed_weights_take_less_and_compute_the_same(kind: str) -> None:
     """bitsandbytes' products had no flops in a plan, so stages of packed layers took hardly any time."""

@@ -372,6 +372,7 @@ def proven_after_one_that_is_deleted() -> None:
         gc.collect()
 
 
+@pytest.mark.turns
 def test_a_model_is_proven_after_one_that_is_deleted(pool: Pool) -> None:
     """The modes ended within the first function of the proof that was recomputed, with the same error."""
     pool.run(proven_after_one_that_is_deleted, 2)

@@ -274,6 +274,7 @@ def in_place_on_the_batch(**options: Any) -> None:
         split.step()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}, {"schedule": "gpipe", "recompute": True}], ids=str)
 def test_what_writes_to_the_batch_is_exact(pool: Pool, options: dict[str, Any]) -> None:
     """gpipe with recompute was refused, since all slices of a batch share a version."""
@@ -309,6 +310,7 @@ def trained_in_16_bits(**options: Any) -> list[str]:
     return [text for text in said if "fp32 copies" in text]
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_training_in_16_bits_alone_is_said_once(pool: Pool) -> None:
     """transformers 5 loads a bf16 checkpoint as it is: nine updates of ten were rounded away without a word."""
@@ -404,6 +406,7 @@ def one_by_one() -> None:
     assert parameter_error(split, unsplit.model) < 1e-5
 
 
+@pytest.mark.turns
 def test_a_model_that_takes_one_sample_at_a_time(pool: Pool) -> None:
     """A classifier without a padding token was refused, since it was traced with several samples."""
     pool.run(one_by_one, 2)

@@ -101,6 +101,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return dict(zip(runs, json.loads(ended.stdout)))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ALONE)
 def test_what_an_example_lacks_is_said_in_one_line_before_it_starts(alone: dict[str, str], name: str) -> None:
     """Seven examples were files that need others of their folder; scikit-learn was missed by ranks that had started."""

@@ -94,6 +94,7 @@ def test_layouts(pool: Pool, name: str, p: int, tied: bool) -> None:
     assert set().union(*(held for _, held in results)) == {parameter for parameter, _ in model.named_parameters()}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layouts_matter(name: str) -> None:
     """With the same tokens alone, the unsplit model's loss is another one; padding at the right no decoder notices."""
@@ -149,6 +150,7 @@ def test_every_auxiliary_loss(pool: Pool, name: str, p: int) -> None:
     assert not [what for found in pool.run(auxiliary_loss, p, name, (2,), timeout=120) for what in found]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", AUXILIARY)
 def test_auxiliary_loss_matters(name: str) -> None:
     """To the loss of the unsplit model, and to the gradients of its gates."""
@@ -216,6 +218,7 @@ def recomputed_too_late() -> None:
     split.backward(batch(entry, model))
 
 
+@pytest.mark.turns
 def test_a_hierarchy_is_not_recomputed_after_boost(pool: Pool) -> None:
     """By then its stages are cut into layers."""
     messages = pool.run_expecting(UsageError, recomputed_too_late, 2)

@@ -121,6 +121,7 @@ def states(name: str) -> tuple[list[bool], list[bool]]:
     return [not layer.keys.is_meta for layer in cache.layers], layers
 
 
+@pytest.mark.turns
 def test_a_stage_keeps_the_states_of_its_own_layers(pool: Pool) -> None:
     for in_memory, held in pool.run(states, 2, "llama-tied"):
         assert in_memory == held
@@ -167,6 +168,7 @@ def memory() -> tuple[int, int]:
     return peak.bytes - before, sum(each.nbytes for each in {id(each): each for each in (*own, *weights)}.values())
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_a_rank_that_generates_has_its_weights_and_cache_in_memory(pool: Pool) -> None:
     for most, own in pool.run(memory, 2):
@@ -301,6 +303,7 @@ class Summing(nn.Module):
         return self.layer(hidden_states, **kwargs)
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_a_layer_that_reads_another_stage_s_states_is_refused(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"a layer of stage 1 reads a cache entry of a layer on another stage"):
@@ -400,6 +403,7 @@ def written() -> list[Any]:
     ]
 
 
+@pytest.mark.turns
 def test_text_generation_pipeline_takes_a_boosted_model(pool: Pool) -> None:
     for unsplit, split in pool.run(written, 2):
         assert split == unsplit

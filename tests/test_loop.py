@@ -243,6 +243,7 @@ def test_hooks_on_all_parameters(pool: Pool) -> None:
     pool.run(hooked, 2, timeout=120)
 
 
+@pytest.mark.turns
 def test_modes_frozen_models_labels_and_scalers(pool: Pool) -> None:
     """`training` was True for a model in eval mode, a frozen model trained on, and a batch without labels gave 0."""
     for function in (modes, frozen, without_labels, scaler):
@@ -306,6 +307,7 @@ def lowered(precision: str) -> list[str]:
     return found + [f"{n} is {b.dtype}" for n, b in model.named_buffers() if b.dtype is not theirs[n].dtype]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_buffers_of_modules_without_parameters_are_cast(pool: Pool, precision: str) -> None:
     """They stayed in fp32, so the next layer failed with "mat1 and mat2 must have the same dtype"."""

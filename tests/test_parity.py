@@ -198,6 +198,7 @@ def end(how: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "how,kind,reason",

@@ -309,6 +309,7 @@ def loading() -> list[list[int]]:
     return seen
 
 
+@pytest.mark.turns
 def test_every_stage_reads_the_same_batches_in_a_new_order_each_epoch(pool: Pool) -> None:
     ranks = pool.run(loading, 2)
     assert ranks[0] == ranks[1]
@@ -468,6 +469,7 @@ def frozen(trained: str) -> None:
     assert parameter_error(split, unsplit.model) < 1e-5
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("trained", ["lm_head", "embed_tokens", "layers.1.mlp"])
 def test_stages_with_nothing_to_train(pool: Pool, trained: str) -> None:
     pool.run(frozen, 3, trained)
@@ -483,6 +485,7 @@ def groups_of_models() -> list[int]:
     return counts
 
 
+@pytest.mark.turns
 def test_models_of_one_world_share_its_groups(pool: Pool) -> None:
     """A sweep in one process had four groups, twelve threads and the communicators of NCCL more with each model."""
     counts, others = pool.run(groups_of_models, 2)
@@ -510,6 +513,7 @@ def boosting_again() -> list[str]:
     return errors + ([] if losses[0] is None or abs(float(losses[0] - losses[1])) < 1e-6 else [str(losses)])
 
 
+@pytest.mark.turns
 def test_a_model_that_is_boosted_by_another_plugin_is_refused_and_the_remedy_works(pool: Pool) -> None:
     """The second plugin's microbatches and schedule were ignored. The inner model was said to differ between ranks."""
     assert pool.run(boosting_again, 2) == [[], []]

@@ -125,6 +125,7 @@ def read(folder: str, dp_size: int) -> tuple[int, list[int]]:
     return (plugin.grid.replica if dp_size > 1 else 0), seen
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_a_batch_sampler_is_read_once_by_ranks_that_are_seeded_differently(
     pool: Pool, tmp_path: Path, dp_size: int

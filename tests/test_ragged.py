@@ -106,6 +106,7 @@ def test_ragged_batches_of_replicas(pool: Pool, name: str) -> None:
     assert pool.run(trained, 4, name, dp_size=2, verify=False) == [[]] * 4
 
 
+@pytest.mark.turns
 def test_ragged_batches_are_proven_at_boost(pool: Pool) -> None:
     assert pool.run(trained, 2, "llama", verify=True) == [[]] * 2
 
@@ -145,6 +146,7 @@ def raised(name: str, data: dict[str, Tensor], limit: int) -> str:
     return ""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "data", "reason"),
     [

@@ -191,6 +191,7 @@ def test_what_saves_memory_is_exact(pool: Pool) -> None:
     assert pool.run(mistakes.of_less_memory, 2, timeout=120) == [[], []]
 
 
+@pytest.mark.turns
 def test_the_mean_of_another_script(pool: Pool) -> None:
     """A script that averages the means of its microbatches has another loss, and loss_reduction has it too."""
     assert pool.run(mistakes.of_another_mean, 2, timeout=120) == [(True, [])] * 2
@@ -201,6 +202,7 @@ def test_one_process_in_a_notebook(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(mistakes.in_a_notebook, 1, tmp_path, timeout=120) == [[]]
 
 
+@pytest.mark.turns
 def test_weights_in_16_bits_are_told_of_fp32_values(pool: Pool) -> None:
     """Small updates of bf16 weights round to nothing; the warning's remedy keeps fp32 values that move."""
     assert pool.run(mistakes.in_16_bits, 2, timeout=120) == [[], []]
@@ -243,6 +245,7 @@ def test_a_destroyed_process_group_is_refused_and_a_second_one_trains(tmp_path: 
     assert ended.stdout.count("exact") == 2, ended.stdout
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", EXACT)
 def test_what_was_refused_for_nothing_is_exact(pool: Pool, name: str) -> None:
     """`logits[mask.bool()]` with a float mask was refused, since its mean was tried over the mask's sum alone."""

@@ -95,6 +95,7 @@ def ordered_by(schedule: Any) -> tuple[list[str], list[str]]:
     return found, did
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", CSV)
 def test_programs_of_one_s_own(pool: Pool, name: str, tmp_path: Path) -> None:
     """A schedule was one of five names; now it is whatever ends, and what ran is what was written, each once."""
@@ -146,6 +147,7 @@ def peak(schedule: str) -> int:
     return most[0]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("schedule", "p"), [*itertools.product(["1f1b", "interleaved", "zb-h1", "zbv"], [2]), ("v-half", 4), ("v-min", 4)]
 )

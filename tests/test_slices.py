@@ -94,6 +94,7 @@ def test_options_beside_slices(pool: Pool, name: str, options: dict[str, Any]) -
     assert pool.run(trained, 2, name, 2, 3, **options) == [[], []]
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_slices_in_processes(pool: Pool) -> None:
     assert pool.run(trained, 3, "llama", 1, 4) == [[]] * 3
@@ -421,6 +422,7 @@ def test_auto_stops_where_more_slices_hardly_help() -> None:
     assert number_of_slices("zb-h1", 4, 1, 0) == 1
 
 
+@pytest.mark.turns
 def test_auto_in_training(pool: Pool) -> None:
     with mock.patch("pipeshard.config.LEAST_OF_SLICE", 4):
         assert pool.run(trained, 2, "llama", 1, "auto") == [[], []]

@@ -284,6 +284,7 @@ def handmade(in_hook: bool) -> int:
     return 4
 
 
+@pytest.mark.turns
 def test_a_norm_of_ones_own_is_refused(pool: Pool) -> None:
     """Nothing told a loop that took the norm without torch's functions that each stage was scaled by another factor."""
     for in_hook in (False, True):

@@ -244,9 +244,8 @@ class RowDims:
 
     def _doubtful(self, path: str, leaf: Tensor, batch: Batch) -> int | None:
         """The dimension of an unsplit leaf that may count the samples: the only one of this size, or otherwise the
-        first
-            one, if its size is a multiple. None if there is none; a dimension that once had another size is
-            excluded."""
+        first one, if its size is a multiple. None if there is none; a dimension that once had another size is
+        excluded."""
         if batch.owners.get(path) and path != LABELS:  # labels: (s, b), or one row for each codebook
             return None
         several = leaf.ndim > 0 and len(leaf) % batch.rows == 0

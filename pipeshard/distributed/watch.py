@@ -299,8 +299,7 @@ class Watch:
 
     def _find_out(self) -> Fault | None:
         """A fault that no rank reports, since a rank of this host, the store or the agent was killed or is stopped;
-        None
-            if there is none."""
+        None if there is none."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"
             return Fault(ORPHANED, -1, "", message=agent)

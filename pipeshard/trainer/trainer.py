@@ -154,8 +154,7 @@ class Loop(Trainer):
 
     def _sample(self) -> Any:
         """The first samples, as the training loop will pass them to the model; None if there are none. Random
-        generators
-            are not advanced."""
+        generators are not advanced."""
         before = random_state()
         try:
             sample = None if self._loader is None else first_samples(self._loader)
@@ -324,8 +323,7 @@ class Loop(Trainer):
     @contextmanager
     def _evaluated_together(self) -> Iterator[None]:
         """Context manager in which every rank calls compute_loss. If it reads parameters that some ranks lack, all
-        ranks
-            use the result of the last stage, which holds all parameters that the loss reads."""
+        ranks use the result of the last stage, which holds all parameters that the loss reads."""
         if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
             yield
             return

@@ -215,8 +215,7 @@ class _Proving:
 
     def _compare_few_or_all(self) -> None:
         """Compare a few samples or, if a few do not run, all samples split as in training: the batch may contain
-        indices
-            of its samples, such as the edges of a graph."""
+        indices of its samples, such as the edges of a graph."""
         try:
             self._compare_both()
         except Exception as error:  # whatever the user's model raises

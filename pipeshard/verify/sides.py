@@ -120,8 +120,7 @@ class Sides:
 
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
         """Compare loss and gradients of the whole batch with the unsplit model's on the microbatches, which were
-        already
-            compared with the split model. None if they differ or are not compared."""
+        already compared with the split model. None if they differ or are not compared."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None

@@ -306,8 +306,7 @@ class WholeBatch:
     @contextlib.contextmanager
     def _run(self, way: RunMode, batch: Batch, start: int, draws: SharedDraws) -> Iterator[Batch]:
         """Context manager for a run of these samples, of which the first is number `start` of all: yields the samples
-        in
-            the mode's dtype, and makes them use their own random numbers."""
+        in the mode's dtype, and makes them use their own random numbers."""
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)

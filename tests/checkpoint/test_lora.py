@@ -448,6 +448,7 @@ def prompts(folder: Path) -> tuple[float, float]:
     return loss, PeftModel.from_pretrained(zoo.build("llama"), folder)(**data).loss.item()
 
 
+@pytest.mark.turns
 def test_prompts_train_and_are_saved_whole(pool: Pool, tmp_path: Path) -> None:
     for trained, loaded in pool.run(prompts, 2, tmp_path / "prompts"):
         assert loaded == pytest.approx(trained, rel=1e-6)
@@ -517,6 +518,7 @@ def merging(case: str, folder: Path) -> None:
     split.booster.checkpoint_io.save_model(split.model, str(folder), shard=True, merge=True)
 
 
+@pytest.mark.turns
 def test_a_tied_weight_is_not_merged(pool: Pool, tmp_path: Path) -> None:
     for message in pool.run_expecting(CheckpointError, merging, 2, "head", tmp_path):
         assert "is tied to another weight" in message and "merge_and_unload" in message

@@ -392,6 +392,7 @@ def on_a_full_disk(folder: str, full: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk(pool: Pool, tmp_path: Path, full: int) -> None:
@@ -414,6 +415,7 @@ def in_the_background(folder: str) -> dict[str, Tensor]:
     return values(split)
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_in_the_background(pool: Pool, tmp_path: Path) -> None:
     stages = pool.run(in_the_background, 2, str(tmp_path))
@@ -465,6 +467,7 @@ class Slow(Save):
         return self.target / name
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_save_does_not_wait_for_a_stage_that_is_gone(
     alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -502,6 +505,7 @@ def wrongly(folder: str, what: dict[str, Any]) -> None:
     split.booster.save_model(split.model, folder, **what)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "what", "message"),
     [

@@ -149,6 +149,7 @@ def mixed(folder: Path) -> None:
     assert same(before, run.state)
 
 
+@pytest.mark.turns
 def test_states_keep_their_precision(pool: Pool, tmp_path: Path) -> None:
     pool.run(mixed, 2, tmp_path)
 
@@ -313,6 +314,7 @@ def interrupted(folder: Path) -> None:
     assert same(after, run.state) and not same(before, after)
 
 
+@pytest.mark.turns
 def test_a_save_that_was_killed_at_its_renames_is_undone(pool: Pool, tmp_path: Path) -> None:
     pool.run(interrupted, 2, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["state"]

@@ -387,6 +387,7 @@ DAMAGES = {  # tensors, and how many of their elements are left
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("damage", list(DAMAGES))
 def test_damaged_packed_weights_are_refused(pool: Pool, tmp_path: Path, damage: str) -> None:
     """A kernel reads as many scales as the weight has blocks, however many the file has."""
@@ -399,6 +400,7 @@ def test_damaged_packed_weights_are_refused(pool: Pool, tmp_path: Path, damage: 
         assert re.search(message, error)
 
 
+@pytest.mark.turns
 def test_a_model_with_other_layers_than_a_packed_folder(pool: Pool, tmp_path: Path) -> None:
     packed, folder = save_packed("causal-lm/llama", "nf4", tmp_path), tmp_path / "packed"
     with pytest.raises(ConfigurationError, match="are quantized already: omit quantization_config"):

@@ -141,6 +141,7 @@ def adapted(folder: str) -> str:
     return refused(boosted.unwrap().save_pretrained, folder)
 
 
+@pytest.mark.turns
 def test_adapters_of_other_stages(pool: Pool, tmp_path: Path) -> None:
     """28 of 56 tensors were zeros, in the folder that every PEFT tutorial writes."""
     assert all("booster.save_lora_as_pretrained" in said for said in pool.run(adapted, 2, str(tmp_path)))

@@ -271,6 +271,7 @@ def recomputing_around_the_call() -> None:
     assert not differences_of_made_up(split, model, numbers(5))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("p", [1, 2])
 def test_recomputation_around_the_call_is_kept(pool: Pool, p: int) -> None:
     pool.run(recomputing_around_the_call, p)
@@ -459,6 +460,7 @@ def wrong(what: str) -> None:
     to_sequential(split.model, rank=2 if what == "rank" else 1)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [

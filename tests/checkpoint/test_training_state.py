@@ -212,6 +212,7 @@ def keeping(folder: Path) -> None:
     assert load_training_state(folder, **training.parts) == 5
 
 
+@pytest.mark.turns
 def test_the_newest_complete_steps_are_kept_and_found(pool: Pool, tmp_path: Path) -> None:
     pool.run(keeping, 2, tmp_path)
 
@@ -247,6 +248,7 @@ def wrong(folder: Path) -> list[str]:
     return messages
 
 
+@pytest.mark.turns
 def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     expected = [
         "none contains no complete step: pass the directory of save_training_state",
@@ -509,6 +511,7 @@ def mixing(folder: Path) -> list[str]:
     return messages
 
 
+@pytest.mark.turns
 def test_states_that_are_mixed_or_renamed_are_refused(pool: Pool, tmp_path: Path) -> None:
     """A shard of step 1 in the folder of step 2 was loaded as a mixture of both, step 2 renamed was step 5, and a
     manifest that lists nothing was complete."""

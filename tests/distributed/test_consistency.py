@@ -137,6 +137,7 @@ def frozen_after_boost() -> tuple[str, float]:
     return str(refused.value), float(split.backward(zoo.batch("gpt2"))["loss"])
 
 
+@pytest.mark.turns
 def test_a_tied_weight_frozen_on_one_rank_is_refused(pool: Pool) -> None:
     for message, loss in pool.run(frozen_after_boost, 2):
         assert (
@@ -156,6 +157,7 @@ def other_calls() -> float:
     return float(split.backward(zoo.batch("gpt2"))["loss"])
 
 
+@pytest.mark.turns
 def test_ranks_at_different_calls_are_told_apart(pool: Pool) -> None:
     first, second = pool.run(other_calls, 2)
     assert first == second
@@ -195,6 +197,7 @@ def failing_once() -> list[str]:
     return messages
 
 
+@pytest.mark.turns
 def test_a_broken_step_is_the_last_one(pool: Pool) -> None:
     (first, again), (own, own_again) = pool.run(failing_once, 2)
     where = "rank 1 (stage 1) failed in execute_pipeline, F0@1 (forward of microbatch 0 on stage 1), in transformer.h."

@@ -86,6 +86,7 @@ def used_at_boost() -> list[tuple[int, ...]]:
     return used
 
 
+@pytest.mark.turns
 def test_every_group_is_used_at_boost_in_one_order(pool: Pool) -> None:
     used = pool.run(used_at_boost, 4)
     assert used[0] == [(0, 1), (0, 1, 2, 3), (0, 2)]
@@ -213,6 +214,7 @@ def backward_where_sending_writes(name: str) -> float:
         return float(split.backward(zoo.batch(name))["loss"])
 
 
+@pytest.mark.turns
 def test_a_sent_tensor_that_autograd_has_saved_may_be_written_by_gloo(pool: Pool) -> None:
     """bart, t5 and 40 others raised in the backward on a GPU with gloo: "modified by an inplace operation". gloo copies
     a message from the host back into the GPU's tensor that it was taken from."""

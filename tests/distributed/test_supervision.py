@@ -246,6 +246,7 @@ def hooks_in_a_child() -> tuple[int, int]:
     return statuses[0], statuses[1]
 
 
+@pytest.mark.turns
 def test_hooks_belong_to_the_process_that_made_them(pool: Pool) -> None:
     [(raised, terminated)] = pool.run(hooks_in_a_child, 1)
     assert raised in (3, -signal.SIGTERM) and terminated == -signal.SIGTERM
@@ -265,6 +266,7 @@ def terminated_at_once() -> list[int]:
     return ends
 
 
+@pytest.mark.turns
 def test_a_child_that_is_terminated_while_it_is_forked_ends(pool: Pool) -> None:
     # Python cleared the signal, which the rank's handler had taken, and Pool.terminate waited for ever.
     [ends] = pool.run(terminated_at_once, 1, timeout=120)

@@ -174,6 +174,7 @@ def refused(criterion: Any) -> None:
     pipeshard.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion, plugin=plugin)
 
 
+@pytest.mark.turns
 def test_a_rank_that_catches_its_own_error_goes_no_further_alone(pool: Pool) -> None:
     """Its next message met those that waited in boost: gloo aborted the process, since sizes differed."""
     for errors in pool.run(caught_on_one_rank, 2):

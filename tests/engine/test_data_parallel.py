@@ -357,6 +357,7 @@ def leaving_out() -> float:
     return gradient_error(split, unsplit.model)
 
 
+@pytest.mark.turns
 @pytest.mark.local
 def test_weight_gradients_of_gathered_parameters_are_deferred(pool: Pool) -> None:
     """fsdp excluded zb-h1 and the schedules in a V; they defer to the gathered parameters, before these are reduced."""

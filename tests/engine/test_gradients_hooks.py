@@ -235,6 +235,7 @@ def listened() -> float:
     return both.error()
 
 
+@pytest.mark.turns
 def test_hooks(pool: Pool) -> None:
     assert max(pool.run(listened, 2)) < 1e-6
     for prepare, kind, message in (

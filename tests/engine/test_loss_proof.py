@@ -125,6 +125,7 @@ MIXED, UNIFORM = samples(0, 1, 2, 2, 1, 0), samples(1, 1)
 ONES = torch.ones(4, 6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("criterion", "batch", "expected"),
     [
@@ -145,6 +146,7 @@ def test_a_rule_that_holds_is_found(criterion: Criterion, batch: dict[str, Tenso
     assert rule(criterion, batch, batch["labels"].ndim == 1) == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", [MIXED, UNIFORM, samples(0)], ids=["mixed", "uniform", "one"])
 @pytest.mark.parametrize("criterion", [tagging(weight=WEIGHTS), contrastive, focal, slightly])
 def test_a_guess_is_refused(criterion: Criterion, batch: dict[str, Tensor]) -> None:
@@ -237,6 +239,7 @@ def refusals() -> list[str]:
     return told
 
 
+@pytest.mark.turns
 def test_what_is_no_sum_is_refused_on_every_rank(pool: Pool) -> None:
     """It was found on the last stage, and only for the labels of the first batch."""
     others, counted = "the loss of Tagger could not be verifie", "the loss of Tagger is a pair (sum, coun"

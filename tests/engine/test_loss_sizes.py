@@ -111,6 +111,7 @@ def proven(criterion: Criterion, data: dict[str, Tensor], m: int = 2, replicas: 
     return prove_loss_rule(model, trace(model, data, criterion), batch, criterion, Sizes.of(batch, m, replicas))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("criterion", "rows", "length", "rule", "until"),
     [
@@ -144,6 +145,7 @@ def test_a_mean_of_equal_chunks_is_one_of_samples_while_all_labels_are_valid() -
     assert proven(chunked(16), ragged(4, 40, invalid=0)).rule == SAMPLES
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("criterion", "rows", "length", "m", "replicas"),
     [
@@ -261,6 +263,7 @@ def replicas(make: type[nets.Net], pp_size: int, m: int, lengths: Sequence[Seque
         torch.testing.assert_close(loss, (sum(losses) / total).detach(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (1, 1), (2, 2)])
 def test_replicas_agree_on_when_a_rule_is_tried(pool: Pool, pp_size: int, m: int) -> None:
     pool.run(replicas, 2 * pp_size, nets.Net, pp_size, m, [(12, 12), (12, 40), (40, 20), (7, 12)], timeout=120)

@@ -51,6 +51,7 @@ def other_sizes() -> str:
         return said(lambda: made.execute_pipeline(iter([data(1, length=8)])), made)
 
 
+@pytest.mark.turns
 def test_other_sizes_at_both_ends_are_an_error_on_all_ranks(pool: Pool) -> None:
     """A rank traced a message of another size than the one that sends it: gloo aborted the process, or left memory of
     something else in the rest of a longer buffer."""

@@ -65,6 +65,7 @@ def annealing() -> tuple[list[float], list[float], bool]:
     return losses[0], losses[1], is_set
 
 
+@pytest.mark.turns
 def test_what_is_set_on_a_boosted_model_is_set_on_the_model(pool: Pool) -> None:
     """`model.beta = 0.1 * step` stayed on the wrapper, which its user calls the model: its forward went on with the
     first weight, and trained another model than one process."""

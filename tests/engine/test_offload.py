@@ -203,6 +203,7 @@ def test_two_microbatches_at_most_are_on_a_device(pool: Pool, schedule: str, rec
     assert max(pool.run(peaks, 4, schedule, True, recompute=recompute)) <= 2
 
 
+@pytest.mark.turns
 @pytest.mark.local
 def test_without_offload_there_are_more(pool: Pool) -> None:
     assert pool.run(peaks, 4, "1f1b", False) == [4, 3, 2, 1]

@@ -195,6 +195,7 @@ def trained(kind: str, options: dict[str, Any]) -> float:
     return gap_to(alone, whole)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["two", "added"])
 def test_late_groups_and_second_optimizers(pool: Pool, kind: str) -> None:
     assert max(pool.run(trained, 2, kind, {"max_norm": 0.2})) < 1e-6

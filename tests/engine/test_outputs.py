@@ -85,6 +85,7 @@ def training() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_asking_for_outputs_changes_no_gradient(pool: Pool) -> None:
     assert pool.run(training, 2) == [[], []]
 
@@ -110,6 +111,7 @@ def alive() -> list[int]:
     return peaks
 
 
+@pytest.mark.turns
 def test_only_what_was_asked_for_is_kept(pool: Pool) -> None:
     *_, last = pool.run(alive, 2)
     assert last == [M, M, 1, 1]
@@ -177,6 +179,7 @@ def mistakes() -> list[str]:
     return told
 
 
+@pytest.mark.turns
 def test_mistakes_are_told_on_every_rank_and_harm_nothing(pool: Pool) -> None:
     expected = [
         "UsageError: return_outputs requests 'logit', .* its fields are loss, logits",

@@ -67,6 +67,7 @@ def merged(kind: str) -> tuple[list[str], bool]:
     return told, good
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

@@ -225,6 +225,7 @@ def overflowing(world_stage: int) -> list[Any]:
     return seen
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_overflow_on_one_stage_leaves_the_step_out_on_all(pool: Pool, stage: int) -> None:
     for seen in pool.run(overflowing, 2, stage):

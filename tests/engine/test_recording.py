@@ -54,6 +54,7 @@ def tracked(folder: Path) -> dict[str, float]:
     return metrics
 
 
+@pytest.mark.turns
 def test_a_step_in_numbers_and_as_a_trace(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.run(tracked, 4, tmp_path)
     assert ranks[0] == ranks[1] and ranks[0].keys() == ranks[2].keys()

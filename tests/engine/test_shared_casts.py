@@ -88,6 +88,7 @@ def trained(how: str, graphs: bool = True) -> tuple[float, int, int]:
     return worst, casts.count, sum(name.endswith("weight") for name in split.held)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("how", "times"), [("", 1), ("checkpoint", 1), ("reentrant", 1)])
 def test_weights_are_cast_once_a_step_where_that_is_right(pool: Pool, how: str, times: int) -> None:
     """Every microbatch in flight kept a copy of all weights."""

@@ -133,6 +133,7 @@ def peaks(schedule: str, m: int) -> list[int]:
     return peak
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("m", [2, 4, 8])
 def test_1f1b_keeps_p_minus_r_microbatches_alive(pool: Pool, m: int) -> None:
     assert [peak[0] for peak in pool.run(peaks, 4, "1f1b", m)] == [min(m, 4 - r) for r in range(4)]

@@ -351,6 +351,7 @@ def test_a_layer_that_moves_state_of_its_own_is_not_recomputed(pool: Pool) -> No
     assert pool.run(wrong, 2, Tells, recompute=True) == [[], []]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("make", "what"),
     [

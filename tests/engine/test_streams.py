@@ -60,6 +60,7 @@ def test_every_schedule_is_exact_where_each_action_waits_for_the_device(pool: Po
     assert pool.run(trained, p, schedule, StrictP2P, True) == [[]] * p
 
 
+@pytest.mark.turns
 def test_in_one_order_a_pair_may_share_a_stream(pool: Pool) -> None:
     assert pool.run(trained, 2, "1f1b", OrderedPairP2P, True) == [[]] * 2
 

@@ -109,6 +109,7 @@ def boosted(kind: str) -> None:
     Split(REFUSED[kind][0](), dist.get_world_size(), data(), num_microbatches=2)
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_cut_is_refused_at_boost(pool: Pool, kind: str) -> None:
@@ -197,6 +198,7 @@ def cut_later() -> str:
     return str(caught.value)
 
 
+@pytest.mark.turns
 def test_no_cut_falls_inside_of_a_checkpoint(pool: Pool) -> None:
     """It was an error amid the first backward: the stage that ran the group again did not hold all of it."""
     for message in pool.run_expecting(PartitionError, cut_inside, 2):

@@ -188,6 +188,7 @@ def bundles(p: int) -> list[str]:
     return differences(Split(model, p, batch, num_microbatches=3), unsplit, batch)
 
 
+@pytest.mark.turns
 def test_tuples_dicts_and_units_called_again(pool: Pool) -> None:
     assert pool.run(bundles, 4, 4) == [[]] * 4
 
@@ -287,6 +288,7 @@ def tied(p: int) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in split.held.items()}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_weights_tied_by_name_stay_equal(pool: Pool, p: int) -> None:
     ranks = pool.run(tied, p, p)

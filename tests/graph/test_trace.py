@@ -292,6 +292,7 @@ def test_a_criterion_without_a_scalar_is_refused(criterion: Any) -> None:
         trace(Glued(), batch(), criterion)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_every_unit_of_the_zoo_is_called_or_tied(name: str) -> None:
     model = zoo.build(name)

@@ -54,6 +54,7 @@ def test_all_stages_in_one_process_are_the_model(name: str) -> None:
     assert torch.equal(split(**data)[1], whole.eval()(**data)[1])
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_cuts_inside_of_layers(pool: Pool, name: str) -> None:
@@ -218,6 +219,7 @@ class Longest(Target):
         return run
 
 
+@pytest.mark.turns
 def test_a_user_s_own_target() -> None:
     assert register_target("longest", Longest) is Longest
     data = zoo.batch("llama")

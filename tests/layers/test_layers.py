@@ -367,6 +367,7 @@ def cut_in_sequentials(**options: Any) -> tuple[int, ...]:
     return split.model.pipeline.policy.stages
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("options", [{}, {"schedule": "gpipe", "recompute": True, "partition": [2, 1, 4, 3]}])
 def test_sequentials_inside_a_model_are_cut(pool: Pool, options: dict[str, Any]) -> None:
     """Each was one unit, so that AlexNet ran on two stages at most; cuts are between what writes in place, too."""
@@ -631,6 +632,7 @@ def mistakes() -> list[str]:
     return messages
 
 
+@pytest.mark.turns
 def test_mistakes_of_a_pipeline_are_named(pool: Pool) -> None:
     for messages in pool.run(mistakes, 2):
         assert "built for num_stages=4, but pp_size=2 with 1 chunks per rank gives 2" in messages[0]

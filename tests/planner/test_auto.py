@@ -78,6 +78,7 @@ def test_a_search_finds_the_same_twice_and_is_faster_where_costs_are_uneven() ->
     assert found.estimate(1.0).bubble < 0.9 * min(each.estimate(1.0).bubble for each in fitting)
 
 
+@pytest.mark.turns
 def test_a_plan_shows_draws_and_writes_it(tmp_path: Path) -> None:
     with short():
         model, batch = zoo.build("llama", layers=6), zoo.batch("llama", rows=12)
@@ -130,6 +131,7 @@ def trained(name: str, wrong: bool = False) -> tuple[list[str], list[str]]:
     return found, did
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.parametrize(("name", "p"), [("llama", 2), ("llama", 3), ("t5", 3)])
 def test_a_searched_program_trains_exactly(pool: Pool, name: str, p: int) -> None:

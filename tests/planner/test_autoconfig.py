@@ -81,6 +81,7 @@ def measured(seconds: Sequence[float], rows: int = 1) -> Profile:
     return Profile(profile.model, profile.units, profile.microbatch, profile.torch, profile.device, costs)
 
 
+@pytest.mark.turns
 def test_measured_times_are_seconds_and_pick_the_schedule() -> None:
     profile = measured([0.01, 1, 1, 1, 1, 0.01, 0.01])
     found = choose(profile=profile, schedules=["gpipe", "1f1b", "zb-h1"], pp_size=4)

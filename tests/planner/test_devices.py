@@ -79,6 +79,7 @@ def test_a_stage_of_several_ranks_is_its_worst() -> None:
     assert job.of_stages(8, 1, 1) == job
 
 
+@pytest.mark.turns
 def test_messages_take_their_own_time(llama: nn.Module) -> None:
     free = planned(llama, 4, tflops=400)
     zero = planned(llama, 4, tflops=400, link="1e30GB/s,0us")
@@ -97,6 +98,7 @@ def test_messages_take_their_own_time(llama: nn.Module) -> None:
     assert names == {"zbv", "zb-h1"}
 
 
+@pytest.mark.turns
 def test_an_8b_llama_on_unequal_ranks(llama: nn.Module) -> None:
     equal, slow = planned(llama), planned(llama, device_speed="1.0,0.6")
     assert equal.counts == [18, 17] and slow.counts == [23, 12] and slow.partition == "speed:1.0,0.6"

@@ -123,6 +123,7 @@ def test_a_schedule_for_which_there_are_too_few_units_is_named() -> None:
         planned("llama", p=9)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "mixtral", "vit"])
 def test_a_plan_for_a_model_on_meta_is_the_same(name: str) -> None:
     with torch.device("meta"):

@@ -88,6 +88,7 @@ def late(output: Any, batch: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_the_loss_belongs_to_the_last_call(on_meta: bool) -> None:
     """It was in no time at all: of a large vocabulary it takes a tenth of a step, and the last stage was late."""
@@ -116,6 +117,7 @@ class Wide(nn.Module):
         return self.linear(x) if self.called else nn.functional.linear(x, self.linear.weight)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("called", [True, False])
 def test_a_weight_gradient_that_can_wait_has_a_time_of_its_own(called: bool) -> None:
     model = Model(Wide(called))
@@ -219,6 +221,7 @@ def dtypes_timed(precision: str) -> set[torch.dtype]:
     return seen
 
 
+@pytest.mark.turns
 def test_boost_times_units_as_they_will_run(pool: Pool) -> None:
     """partition="profile" was measured before the model was lowered. Stages in bf16 were balanced by fp32's times."""
     assert pool.run(dtypes_timed, 2, "bf16") == [{torch.bfloat16}] * 2

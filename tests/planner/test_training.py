@@ -251,6 +251,7 @@ def accepted(estimate: Estimate, pp_size: int, dp_size: int, options: dict[str, 
     return True
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("divided", [{}, {"zero_stage": 1}, {"fsdp": True}], ids=str)

@@ -35,6 +35,7 @@ def without_weight(program: Program) -> tuple[tuple[object, ...], ...]:
     return tuple(tuple(action for action in actions if action.kind is not Kind.W) for actions in program.ranks)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("p", P)
 @pytest.mark.parametrize(("name", "v"), WHOLE)
 def test_it_only_sends_between_b_and_w(name: str, v: int, p: int) -> None:

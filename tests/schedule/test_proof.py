@@ -22,6 +22,7 @@ P, M = range(1, 9), range(1, 25)
 schedules, ps, ms, costs = st.sampled_from(ALL), st.sampled_from(P), st.sampled_from(M), st.integers(1, 20)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("p", P)
 @pytest.mark.parametrize(("name", "v"), ALL)
 def test_every_program_is_complete_ends_and_keeps_what_it_says(name: str, v: int, p: int) -> None:

@@ -46,6 +46,7 @@ def ends(program: Program, lanes: Lanes, device: Device = PLAIN) -> bool:
     return True
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "v"), SCHEDULES)
 def test_in_one_order_every_schedule_ends_whatever_a_device_does(name: str, v: int) -> None:
     for p, m, train in itertools.product((2, 3, 4, 8), (1, 2, 3, 8), (True, False)):
@@ -58,6 +59,7 @@ def test_in_one_order_every_schedule_ends_whatever_a_device_does(name: str, v: i
         assert simulate(program, 1, 1, 1).makespan == simulate(plain, 1, 1, 1).makespan
 
 
+@pytest.mark.turns
 @settings(deadline=None, max_examples=40)
 @given(schedules, st.integers(2, 16), st.integers(1, 64), st.booleans())
 def test_in_one_order_sizes_do_not_matter(schedule: tuple[str, int], p: int, m: int, train: bool) -> None:
@@ -200,6 +202,7 @@ def edges_agree(program: Program) -> bool:
     return True
 
 
+@pytest.mark.turns
 @settings(deadline=None)
 @given(st.data())
 def test_any_order_of_one_s_own_ends(data: st.DataObject) -> None:

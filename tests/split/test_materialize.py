@@ -89,6 +89,7 @@ RULES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", RULES)
 def test_the_architectures_own_rule(text: str) -> None:
     """What is constant in the architecture's own initialisation is so here (norms, biases, padding rows, buffers); what

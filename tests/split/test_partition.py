@@ -183,6 +183,7 @@ def test_units_of_a_type_are_spread_evenly() -> None:
     assert cut("type:^gpt2", 4) == [3, 1, 1, 3]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("partition", "error", "message"),
     [
@@ -209,6 +210,7 @@ def test_known_costs_are_what_auto_and_profile_go_by() -> None:
     assert cut("uniform", costs=costs) == [4, 4]
 
 
+@pytest.mark.turns
 def test_a_slow_rank_gets_less_in_every_placement() -> None:
     costs = [1.0] * 8
     assert cut("speed:1.0,0.6", costs=costs) == [5, 3] and cut("speed:0.6,1.0", costs=costs) == [3, 5]

@@ -31,6 +31,7 @@ def kinds() -> list[str]:
     return [proof_of(made(), nodes(3)).kind, proof_of(made(), nodes(7), num_microbatches=1).kind]
 
 
+@pytest.mark.turns
 def test_a_batch_that_indexes_its_samples_is_compared_whole(pool: Pool) -> None:
     """A few samples raised IndexError, so nothing was proven: the edges of a graph were applied to each microbatch of
     its nodes, which trained another model."""

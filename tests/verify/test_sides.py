@@ -76,6 +76,7 @@ def unseen() -> list[str]:
     return wrong
 
 
+@pytest.mark.turns
 def test_samples_that_are_coupled_in_one_step_only_are_found(pool: Pool) -> None:
     """Copies of their own took four steps for it. Now the trial step is the first one's other side, and the undivided
     model takes the second one, after the update."""
@@ -123,6 +124,7 @@ def left_on_a_stage() -> tuple[str, str]:
     return proof.kind, proof.reason
 
 
+@pytest.mark.turns
 def test_an_attribute_of_a_model_that_draws_is_found(pool: Pool) -> None:
     """Whether it differs between two runs of one model is looked at once it differs; it was at the start of each
     proof."""

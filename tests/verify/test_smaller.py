@@ -200,6 +200,7 @@ def boosted() -> list[str]:
     return [line for line in said if "proven" in line]
 
 
+@pytest.mark.turns
 def test_at_boost(pool: Pool) -> None:
     # A model on meta was never proven, though it is for these that a pipeline exists.
     [first, second] = pool.run(boosted, 2, timeout=120)
@@ -270,6 +271,7 @@ def proof_in_time(model: nn.Module, seconds: float) -> Proof:
         return prove(config, CPU, model, None, None, read_batch(model, data), seconds)
 
 
+@pytest.mark.turns
 def test_slow_models_are_proven_on_copies() -> None:
     """A warning took the place of the proof at boost where that took more than 5 s: a model that gives all samples the
     first one's positions was trained as its microbatches alone."""

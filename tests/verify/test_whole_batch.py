@@ -316,6 +316,7 @@ def proof_without_split(model: nn.Module) -> Any:
         return proof_of(model, words())
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_what_is_not_compared_is_not_exact(pool: Pool) -> None:
     """It was said after "proven exact, but", which nobody reads. A model that is too large to be split is compared with
@@ -351,6 +352,7 @@ def noisy() -> nn.Module:
     return Net(Noisy)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("verify", ["auto", True])
 def test_they_are_refused_at_boost(pool: Pool, verify: Any) -> None:
     for message in pool.run_expecting(VerificationError, boosted, 2, make=centred, verify=verify):
