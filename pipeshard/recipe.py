@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeshard.errors import ConfigurationError, PipeshardError, explained, summary
+from pipeshard.garbage import collector_paused
 from pipeshard.schedule.schedules import SCHEDULES
 
 TRAINERS = {
@@ -68,6 +69,7 @@ PLUGIN |= {name: name for name in ("partition", "precision", "recompute", "zero_
 # The settings
 
 
+@collector_paused()
 def read(kind: str, arguments: Sequence[str]) -> Namespace:
     """Read the settings from the file that --config names and from options, which override the file.
 

@@ -6,7 +6,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from pipeshard.errors import ConfigurationError, PartitionError
+from pipeshard.garbage import collector_paused
 from pipeshard.recipe import (
     config_of,
     filled,
@@ -54,6 +55,7 @@ def check_sources(settings: Namespace) -> None:
 # The plan
 
 
+@collector_paused()
 def plan(kind: str, settings: Namespace) -> None:
     """Print the plan. Raises PartitionError if the model cannot be split, or needs more than `device_memory`."""
     if kind != "sft":
@@ -121,7 +123,8 @@ def blank(settings: Namespace) -> Any:
         quantize_blank(model, packing)
     fuse_head(model)
     adapters = trl().get_peft_config(given)
-    return model if adapters is None else put_adapters(model, adapters, get_peft_model)
+    put = partial(get_peft_model, low_cpu_mem_usage=True)  # adapters on meta, whose initial values a plan does not need
+    return model if adapters is None else put_adapters(model, adapters, put)
 
 
 def fuse_head(model: Any) -> None:

@@ -145,6 +145,9 @@ def content_of(holder: Any, how: str) -> Any:
 def ways_to_hold(value: Any) -> Iterator[str]:
     """The ways in which a value holds content that may change ("attr", "item", ...); none for an immutable value such
     as a tuple."""
+    if _is_builtin(value):  # most values, decided fast
+        yield "item" if type(value) is dict else "list"
+        return
     if is_generator(value) or is_array(value) or _is_iterator(value) or isinstance(value, ContextVar):
         yield "state"
     if isinstance(value, MutableMapping):
@@ -164,8 +167,14 @@ def ways_to_hold(value: Any) -> Iterator[str]:
         yield "attr"
 
 
+def _is_builtin(value: Any) -> bool:
+    return type(value) is dict or type(value) is list
+
+
 def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
     """The other objects that a value refers to, which cannot be replaced there, and the steps to them."""
+    if _is_builtin(value):
+        return
     if isinstance(value, tuple):
         yield from ((PathStep("item", k), entry) for k, entry in enumerate(value))
     elif isinstance(value, functools.partial):

@@ -125,7 +125,7 @@ class Snapshot:
         seen = self._seen
         while queue and len(seen) < MOST_OBJECTS:
             path, value = queue.popleft()
-            if isinstance(value, PLAIN) or id(value) in seen or self._skips(path, value):
+            if id(value) in seen or isinstance(value, PLAIN) or self._skips(path, value):
                 continue
             seen[id(value)] = value
             for how in self._ways_to_hold(value):
@@ -134,7 +134,8 @@ class Snapshot:
                 live = _live_dict(value, how)
                 self.holders.append(Holder(path, value, how, content, live, list(live.values()) if live else []))
                 for key, entry in self._entries(path, content):
-                    self._meet((*path, _step(how, key)), value, key, entry, queue)
+                    if not isinstance(entry, PLAIN):
+                        self._meet((*path, _step(how, key)), value, key, entry, queue)
             for step, child in self._constants_of(value):
                 self._meet((*path, step), value, step.key, child, queue)
 
@@ -156,8 +157,7 @@ class Snapshot:
     def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
         """Record the entry of `holder` at `key`: a tensor, or an object to walk."""
         if not isinstance(entry, Tensor):
-            if not isinstance(entry, PLAIN):
-                queue.append((path, entry))
+            queue.append((path, entry))
         elif id(entry) not in self._seen and not entry.is_inference():
             self._seen[id(entry)] = entry
             self.tensors.append((path, holder, key, entry, entry._version))

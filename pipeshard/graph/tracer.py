@@ -20,6 +20,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.tree import flatten_with_names
 from pipeshard.errors import PipeshardError, TraceError, explained, summary
+from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
@@ -73,6 +74,7 @@ class Tracer:
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
         self.kept: Mapping[str, Sequence[Tensor]] = {}
 
+    @collector_paused()
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
         """Run the glue on `batch`, and return its Dataflow: shapes are for the sizes of `batch`, without slopes. If
         glue branches on values of the batch, those of `real` decide, if given."""

@@ -17,7 +17,7 @@ from pipeshard.engine.weight_grad import deferring_function
 from pipeshard.errors import PartitionError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter, Visit, Work
-from pipeshard.graph.preserve import preserving
+from pipeshard.graph.preserve import Before, preserving
 from pipeshard.graph.shapes import Axes, is_trainable
 from pipeshard.graph.taint import Value
 from pipeshard.graph.tracer import Tracer
@@ -43,14 +43,15 @@ def metered(
     meter: Meter | None = None,
     recompute: bool = True,
     cuts: Sequence[str] = (),
+    before: Before | None = None,
 ) -> tuple[Dataflow, Meter]:
     """Trace `model` for exactly the sizes of `microbatch`, and meter the trace; only shapes are computed.
 
     The trace is of training mode, even if the model is in evaluation mode. Without `recompute`, recomputed units count
-    as ordinary units. Modules named in `cuts` are units.
+    as ordinary units. Modules named in `cuts` are units. `before` is as for `preserving`.
     """
     meter = meter or Meter()
-    with preserving(model, criterion):
+    with preserving(model, criterion, before=before):
         if not model.training:
             model.train()
         for module in model.modules() if not recompute else ():

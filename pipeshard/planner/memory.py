@@ -307,14 +307,20 @@ class Footprint:
         self._static = _Union([{name: each[name].always for name in names} for names in self._held])
         self._gradients = _Union([{name: each[name].gradients for name in names} for names in self._held])
         self._peaks = dict[tuple[int, bool], list[int]]()
+        self._totals = dict[tuple[int, int, Part | None], int]()
 
     def total(self, start: int, end: int, part: Part | None) -> int:
         """Bytes of a stage with the calls from `start` to `end` (exclusive) during `part`, or at the end of a step if
         `part` is None."""
-        always = self._static.total(start, self._end(end))
-        if part is None:
-            return always + self.training.update(self.gradients(start, end))
-        return always + self.working(start, end, part).backward
+        key = start, end, part
+        if key not in self._totals:
+            of_part = self._update(start, end) if part is None else self.working(start, end, part).backward
+            self._totals[key] = self._static.total(start, self._end(end)) + of_part
+        return self._totals[key]
+
+    def _update(self, start: int, end: int) -> int:
+        """Bytes that the optimizer's step takes."""
+        return self.training.update(self.gradients(start, end))
 
     def working(self, start: int, end: int, part: Part) -> Memory:
         """The memory of a stage during `part`, without its permanent memory."""

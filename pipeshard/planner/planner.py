@@ -16,7 +16,9 @@ from pipeshard.config import AUTO, check_plan
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.refusals import refuse_sharded_packing
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
+from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.preserve import Before
 from pipeshard.hf import can_recompute, recomputes
 from pipeshard.planner.auto import search
 from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
@@ -79,6 +81,7 @@ def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
 LENGTH = 2048  # the most tokens in a created sample
 
 
+@collector_paused()
 def plan(
     model: nn.Module,
     batch: Any = None,
@@ -257,12 +260,15 @@ def study(
     precision = Precision(training.precision, False, torch.device("cpu"))
     lowered, microbatch = precision.lowered(model), precision.of_batch(microbatch)
     with precision.seeming(model):
-        flow, meter = metered(model, microbatch, criterion, cuts=cuts)
+        before = Before(model, criterion)
+        flow, meter = metered(model, microbatch, criterion, cuts=cuts, before=before)
         if flow.loss is None:
             raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
         units = [model.get_submodule(call.unit) for call in flow.calls]
         recomputed = any(map(recomputes, units))
-        plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
+        plain = None
+        if recomputed:
+            _, plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts, before=before)
         measured = _profile(profile, partition, model, flow, microbatch, criterion)
     policy, sliced = policy or find_policy(model), dict[nn.Parameter, int]()
     if training.slices > 1:

@@ -4,9 +4,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeshard.errors import PartitionError
 from pipeshard.schedule.given import is_v
+
+Costs = NDArray[Any]  # (blocks + 1, blocks + 1): the cost of the blocks from a row (the start) to a column (the end)
 
 
 def balance(
@@ -43,20 +49,24 @@ def balance(
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]
-    lowest = [_lowest(edges, partial(fits, stage)) for stage in range(num_stages)] if fits is not None else None
+    at = np.array([sums[edge] for edge in edges])
+    ranges = np.where(np.tri(len(edges), k=-1).T, at - at[:, None], np.inf)  # the cost of the blocks from row to column
 
-    def cost(stage: int, start: int, end: int) -> float:
-        if lowest is not None and start < lowest[stage][end]:
-            return math.inf
-        return (sums[edges[end]] - sums[edges[start]]) / (speeds[stage] if speeds else 1.0)
+    def of_stage(stage: int) -> Costs:
+        here = ranges / (speeds[stage] if speeds else 1.0)
+        if fits is not None:
+            lowest = _lowest(edges, partial(fits, stage))
+            here[np.arange(len(edges))[:, None] < lowest] = np.inf
+        return here
 
-    highest, cuts = _divide(len(starts), num_stages, cost, max)
+    stages = [of_stage(stage) for stage in range(num_stages)]
+    highest, cuts = _divide(stages, np.maximum)
     if cuts is not None:
-        _, cuts = _divide(len(starts), num_stages, cost, lambda total, c: total + c * c, most=highest)
+        _, cuts = _divide(stages, lambda total, c: total + c * c, most=highest)
     if cuts is None:
         raise PartitionError(f"no partition into {num_stages} stages fits")
     if ranks is not None and is_v(tuple(ranks), num_stages // 2):
-        cuts = _level(cuts, ranks, cost)
+        cuts = _level(cuts, ranks, stages)
     return [edges[b] - edges[a] for a, b in itertools.pairwise(cuts)]
 
 
@@ -71,14 +81,14 @@ def _lowest(edges: Sequence[int], fits: Callable[[int, int], bool]) -> list[int]
     return lowest
 
 
-def _level(cuts: list[int], ranks: Sequence[int], cost: Callable[[int, int, int], float]) -> list[int]:
+def _level(cuts: list[int], ranks: Sequence[int], stages: Sequence[Costs]) -> list[int]:
     """Return `cuts` after moving single blocks between stages, best move first, as long as a move reduces the cost.
 
     In a V, the first and the last stage share a rank, so an expensive head requires a small first stage.
     """
 
     def value(cuts: Sequence[int]) -> tuple[float, float, float]:
-        costs = [cost(stage, *run) for stage, run in enumerate(itertools.pairwise(cuts))]
+        costs = [float(of_stage[run]) for of_stage, run in zip(stages, itertools.pairwise(cuts), strict=True)]
         sums = [0.0] * (max(ranks) + 1)
         for rank, each in zip(ranks, costs, strict=True):
             sums[rank] += each
@@ -97,35 +107,25 @@ def _level(cuts: list[int], ranks: Sequence[int], cost: Callable[[int, int, int]
 
 
 def _divide(
-    blocks: int,
-    num_stages: int,
-    cost: Callable[[int, int, int], float],
-    combine: Callable[[float, float], float],
-    most: float = math.inf,
+    stages: Sequence[Costs], combine: Callable[[Costs, Costs], Costs], most: float = math.inf
 ) -> tuple[float, list[int] | None]:
     """Return the minimum of the stages' costs, accumulated with `combine`, and the cuts that achieve it (0, ...,
-    `blocks`); (inf, None) if no division is allowed.
+    number of blocks); (inf, None) if no division is allowed.
 
-    Dynamic programming over (stages, blocks). `cost(stage, start, end)` must grow with the range of blocks; a range is
-    not allowed if its cost is infinite or exceeds `most`.
+    Dynamic programming over (stages, blocks). A range of blocks is not allowed if its cost is infinite or exceeds
+    `most`. Of several starts of a stage that are equally good, the last one is taken.
     """
-    best: list[float] = [0.0] + [math.inf] * blocks
-    choices: list[list[int]] = []
-    for stage in range(num_stages):
-        row, choice = [math.inf] * (blocks + 1), [0] * (blocks + 1)
-        for end in range(stage + 1, blocks + 1):
-            for start in range(end - 1, stage - 1, -1):
-                here = cost(stage, start, end)
-                if here > most or here == math.inf or (combine is max and here >= row[end]):
-                    break
-                value = combine(best[start], here)
-                if value < row[end]:
-                    row[end], choice[end] = value, start
-        best = row
+    blocks = len(stages[0]) - 1
+    best = np.array([0.0] + [math.inf] * blocks)
+    choices = []
+    for costs in stages:
+        values = combine(best[:, None], np.where(costs > most, math.inf, costs))
+        choice = blocks - values[::-1].argmin(axis=0)
+        best = values[choice, np.arange(blocks + 1)]
         choices.append(choice)
     if best[blocks] == math.inf:
         return math.inf, None
     cuts = [blocks]
     for choice in reversed(choices):
-        cuts.append(choice[cuts[-1]])
-    return best[blocks], cuts[::-1]
+        cuts.append(int(choice[cuts[-1]]))
+    return float(best[blocks]), cuts[::-1]
