@@ -157,7 +157,10 @@ def errors(name: str, options: dict[str, Any]) -> list[float]:
     for _ in range(3):
         loss, expected = split.backward(own)["loss"], reference.backward()
         rounding = torch.finfo(expected.dtype).eps if dp > 1 else 0.0  # replicas add up losses in another order
-        found += [max(0.0, abs(float(loss - expected)) / float(expected) - rounding), gradient_error(split, reference.model)]
+        found += [
+            max(0.0, abs(float(loss - expected)) / float(expected) - rounding),
+            gradient_error(split, reference.model),
+        ]
         split.step()
         reference.step()
     now = {name: p.detach() for name, p in reference.model.named_parameters()}

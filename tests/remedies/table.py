@@ -231,7 +231,7 @@ REMEDIES = {
     ),
     "a decision on an activation": Remedy(
         ("other code of the model branches in Python", "`TraceError`: glue (code between layers) that branches"),
-        r"tensor operations \(torch.where\), or in the forward of a separate module",
+        r"tensor operations \(torch.where\), or move it into the forward of a separate module",
         Training(nets.Decides, ONE),
         (Training(nets.Selects, ONE), Training(nets.DecidesInside, ONE)),
     ),

@@ -210,7 +210,11 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
         staticmethod(unfinished),
         "the difference begins in the backward pass|has no gradient",
     ),
-    "microbatches are not the batch": ("pipeshard.batch.batch.Batch._narrow", first_samples, "x of microbatch 1 differs"),
+    "microbatches are not the batch": (
+        "pipeshard.batch.batch.Batch._narrow",
+        first_samples,
+        "x of microbatch 1 differs",
+    ),
     "the loss rule is another": (
         "pipeshard.engine.loss.LossRule.shares",
         lambda rule, parts, *_: [1 / len(parts)] * len(parts),
