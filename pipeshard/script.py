@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 FOLDER = "PIPESHARD_ERRORS"  # variable: the folder in which an agent's ranks record their errors
 TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # variable: torchrun's file for a rank's error, .../ATTEMPT/RANK/FILE
 OTHERS = ("RankError", "OtherBatchError", "DistBackendError", "DistNetworkError", "DistStoreError")  # not the cause
-_DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?")
+# Parts of an error's text that differ between ranks: addresses, torch's prefix, and the note of `Watch`.
+_DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?|^pipeshard: this is rank .*$", re.MULTILINE)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -49,9 +51,16 @@ def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 def fold() -> None:
-    """Install `tell_once` on a rank that torchrun started, unless another exception hook is installed."""
-    if os.environ.get(TORCHRUN) and sys.excepthook is sys.__excepthook__:
+    """Install `tell_once` on a rank that torchrun started, unless the user has installed an exception hook."""
+    if os.environ.get(TORCHRUN) and _is_default(sys.excepthook):
         sys.excepthook = tell_once
+
+
+def _is_default(hook: Any) -> bool:
+    """Whether the exception hook is Python's own, possibly with the prefix that `init_process_group` adds."""
+    if getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
+        return any(cell.cell_contents is sys.__excepthook__ for cell in hook.__closure__ or ())
+    return hook is sys.__excepthook__
 
 
 def notes() -> Path | None:

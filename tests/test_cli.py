@@ -279,3 +279,18 @@ def test_the_command_is_installed() -> None:
     command = os.path.join(os.path.dirname(sys.executable), "pipeshard")
     shown = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert "plan " in shown and "trace-run " in shown
+
+
+@pytest.mark.turns
+def test_a_verdict_ends_the_command() -> None:
+    """The store of its one rank was a file, which was deleted first: at the end, a thread waited 30 s for it."""
+    program = (
+        "import atexit, time\n"
+        "verdict = []\n"
+        "atexit.register(lambda: print('waited', time.monotonic() - verdict[0]))\n"
+        "from pipeshard.cli import main\n"
+        f"main(['verify', *{MODEL!r}, '--pp', '9'], standalone_mode=False)\n"
+        "verdict.append(time.monotonic())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert "Use pp_size <= 7" in ended.stdout and float(ended.stdout.split()[-1]) < 20, ended

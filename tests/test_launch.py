@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
 
 from pipeshard import cli, plugin, script
+from pipeshard.distributed.watch import NOTE
 from pipeshard.errors import ConfigurationError
 from pipeshard.launch import HELP, main
 from tests.agents import interruptible
@@ -77,6 +80,27 @@ def test_what_else_prints_errors_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "excepthook", print)
     script.fold()
     assert sys.excepthook is print
+
+
+@pytest.mark.parametrize("before", [sys.__excepthook__, print])
+def test_the_hook_of_torch_is_replaced_where_it_stands_for_pythons(
+    monkeypatch: pytest.MonkeyPatch, before: Any
+) -> None:
+    """README's script joins the process group before it makes a plugin: torch's hook was there, and every rank printed
+    its traceback."""
+    monkeypatch.setenv(script.TORCHRUN, "attempt_0/0/error.json")
+    monkeypatch.setattr(sys, "excepthook", before)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    of_torch = sys.excepthook
+    script.fold()
+    assert of_torch is not before and sys.excepthook is (script.tell_once if before is sys.__excepthook__ else of_torch)
+
+
+def test_the_note_of_a_rank_makes_no_other_error(tmp_path: Path) -> None:
+    """Nine ranks that could not be cut printed nine tracebacks: the watch had added to each which rank it is."""
+    texts = [f"PartitionError: too few\n{NOTE}this is rank {rank} (stage {rank}), in boost\n" for rank in (0, 1)]
+    assert [script.note(tmp_path, "PartitionError", text) for text in texts] == [True, False]
 
 
 @pytest.mark.turns

@@ -174,8 +174,8 @@ class PipelineModel(nn.Module):
             return self.whole.call(args, kwargs)
         raise UsageError(
             f"this process holds only stage {self.pipeline.rank} of {self.pipeline.num_stages} (with tp_size or fsdp, "
-            "only shards of it), but model(...) needs the full model: use booster.execute_pipeline(data_iter, model, "
-            "criterion, optimizer, return_outputs=True), under torch.no_grad() for evaluation"
+            "only shards of it), but model(...) needs the full model: use execute_pipeline(..., return_outputs=True), "
+            "under torch.no_grad() for evaluation"
         )
 
 

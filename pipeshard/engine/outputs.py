@@ -22,8 +22,8 @@ from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_on
 
 ReturnOutputs = bool | str | Collection[str] | Callable[[Any, Any], Any]
 BACKWARD = (
-    "booster.execute_pipeline(data_iter, model, criterion, optimizer) already runs the backward pass and accumulates "
-    "the gradients in .grad: remove booster.backward(...) and loss.backward()"
+    "execute_pipeline already runs the backward pass and accumulates the gradients in .grad: remove "
+    "booster.backward(...) and loss.backward()"
 )
 
 

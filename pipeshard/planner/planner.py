@@ -49,7 +49,9 @@ def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tupl
     near = [e for e in fitting if e.time <= fastest.time * (1 + NEAR)]
     best = min(near, key=lambda e: (SIMPLEST.index(e.schedule), e.num_model_chunks))
     if best is not fastest:
-        why = f"simpler than {fastest.name}, which would be {1 - fastest.time / best.time:.1%} faster"
+        gain = f"{1 - fastest.time / best.time:.1%}"
+        why = f"simpler than {fastest.name}, which would be {gain} faster"
+        why = f"as fast as {fastest.name}, and simpler" if gain == "0.0%" else why
     elif len(fitting) == 1:
         why = "no other schedule can be used" if len(possible) == 1 else "no other schedule fits"
     else:
