@@ -1,6 +1,18 @@
 """Trainer: transformers' Trainer, and any subclass of it, trained through a pipeline."""
 
-from pipeshard.trainer.trainer import PipelineTrainer as PipelineTrainer
-from pipeshard.trainer.trainer import pipelined as pipelined
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeshard.trainer.trainer import PipelineTrainer as PipelineTrainer
+    from pipeshard.trainer.trainer import pipelined as pipelined
 
 __all__ = ["PipelineTrainer", "pipelined"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import transformers' Trainer only when it is needed: the plan of a recipe needs the other modules of this folder,
+    and the Trainer takes a second."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("pipeshard.trainer.trainer"), name)
