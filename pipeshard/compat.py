@@ -30,7 +30,7 @@ class PipelineStageManager:
         interleaved, p=2, v=2:  rank 0  [0, 2]        V, p=2:  rank 0  [0, 3]
                                 rank 1  [1, 3]                 rank 1  [1, 2]
 
-    Methods behave as those of `colossalai.pipeline.stage_manager.PipelineStageManager` in ColossalAI 0.5.
+    Methods behave as in `colossalai.pipeline.stage_manager.PipelineStageManager` of ColossalAI 0.5.
 
     Args:
         pg_mesh: the mesh.
@@ -38,7 +38,7 @@ class PipelineStageManager:
         enable_interleave: whether a rank may have several model chunks.
         use_zbv: whether the chunks form a V.
         num_model_chunks: v, the number of model chunks per rank.
-        num_layers_per_stage: the number of layers of each of the p·v virtual stages, in the model's order; None
+        num_layers_per_stage: the number of layers of each of the p·v virtual stages, in the model's order. None
             distributes the layers evenly.
 
     Raises:

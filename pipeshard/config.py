@@ -128,8 +128,8 @@ class PipelineConfig:
             to the host until their backward. On a CPU nothing is copied.
         activation_checkpoint_interval: alternatively, recompute every k-th unit call of the model, with k > 0.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long outside a
-            step) before all ranks abort with a table of each rank's current activity; None for no limit. "adaptive" is
-            20 times the longest action so far, and at least 30 seconds. Or a dict of these values: for a "step", for
+            step) before all ranks abort with a table of each rank's current activity, or None for no limit. "adaptive"
+            is 20 times the longest action so far, and at least 30 seconds. Or a dict of these values: for a "step", for
             any "other" call (a save, a load, a boost), and for waits of the script itself "between" two calls.
         watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
             faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures
@@ -420,8 +420,9 @@ class PipelineConfig:
             )
         if self.is_ragged:
             raise ConfigurationError(
-                f"num_slices={self.num_slices!r} is not supported with microbatch_tokens={self.microbatch_tokens}: all "
-                "microbatches of a step need the same number of slices, but may differ in length. Use only one"
+                f"num_slices={self.num_slices!r} is not supported with microbatch_tokens={self.microbatch_tokens}: "
+                "slices require microbatches of equal length, but microbatch_tokens makes their lengths differ. Use "
+                "only one of the two"
             )
         if self.compile:
             raise ConfigurationError(

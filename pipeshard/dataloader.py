@@ -76,13 +76,13 @@ class ResumableDataLoader(DataLoader[Any]):
     """A DataLoader whose order depends only on the seed and the epoch, and whose position can be saved.
 
     With `num_replicas` n, the replicas together read `batch_size` x n consecutive samples of that order per step, and
-    this loader loads block `replica` of the n blocks. Concatenated, the replicas' batches are those of one process with
-    n times the batch size. If fewer samples are left for the last step, they are divided evenly; the first replicas
-    receive one more if necessary. If there are fewer samples than replicas, they are omitted with a warning; with
-    `drop_last`, an incomplete last step is always omitted. So every replica has the same number of batches. Your own
-    `sampler` defines the order for all replicas. From a `batch_sampler`, or with batch_size=None, each replica loads
-    every n-th batch. Every replica reads all of a stream (an IterableDataset) and keeps its own share; with workers,
-    each worker does so with its copy of the stream.
+    this loader loads block `replica` of the n blocks. Concatenated, the replicas' batches equal the batches of one
+    process with n times the batch size. If fewer samples are left for the last step, they are divided evenly; the first
+    replicas receive one more if necessary. If there are fewer samples than replicas, they are omitted with a warning;
+    with `drop_last`, an incomplete last step is always omitted. So every replica has the same number of batches. Your
+    own `sampler` defines the order for all replicas. From a `batch_sampler`, or with batch_size=None, each replica
+    loads every n-th batch. Every replica reads all of a stream (an IterableDataset) and keeps its own share; with
+    workers, each worker does so with its copy of the stream.
 
     `epoch` counts from 0, `batches` is the number of batches that the training loop has taken in this epoch (workers
     may have loaded more), and `remaining` the number that it can still take. After `load_state_dict(...)`, the loader
@@ -238,7 +238,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @property
     def _length(self) -> int | None:
-        """The number of batches of an epoch; None if it is unknown."""
+        """The number of batches of an epoch, or None if it is unknown."""
         return length_of(self) if self._sampler is not None or self.num_workers <= 1 else None
 
     def _has_ended(self) -> bool:
@@ -292,8 +292,8 @@ class ResumableDataLoader(DataLoader[Any]):
             self.place.set(epoch + 1)
 
     def _sizes(self) -> dict[str, int | None]:
-        """The sizes that must match a saved position: batch size (or batches at once), number of samples and, for a
-        stream, number of workers."""
+        """The sizes that must match a saved position: batch size (or the number of batches read together), number of
+        samples and, for a stream, number of workers."""
         n = self._share.replicas
         if self.batch_size is None:
             sizes = {"batch_size": None, "batches_at_once": n, "samples": self._samples}

@@ -90,7 +90,7 @@ def explained(explain: Callable[[Exception], Exception], but: tuple[type[Excepti
 
 
 def listed(problems: Sequence[str], shown: int = 8) -> str:
-    """Join the first `shown` problems in one line, with the number of further problems."""
+    """Join the first `shown` problems in one line, with how many more there are."""
     more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
     return "; ".join(problems[:shown]) + more
 

@@ -1,4 +1,4 @@
-"""Ghost: the placeholder of a parameter on a stage that does not hold it.
+"""Ghost: the placeholder for a parameter on a stage that does not hold it.
 
 The module tree of a model is the same on every stage, so optimizers, hooks and user code encounter parameters that the
 stage does not hold. Meta tensors would compute results without values, and fail far from the cause. A Ghost has a

@@ -91,12 +91,12 @@ def counts_items(path: str) -> bool:
 
 
 def media_kind(path: str) -> str | None:
-    """The kind of media in a leaf of the batch; None for other leaves."""
+    """The kind of media in a leaf of the batch, or None for other leaves."""
     return next((kind for kind, words in MEDIA.items() if any(word in path.lower() for word in words)), None)
 
 
 def config_of(model: nn.Module) -> Any:
-    """The model's config; None if it has none."""
+    """The model's config, or None if it has none."""
     return getattr(model, "config", None)
 
 
@@ -107,7 +107,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def main_input(model: nn.Module) -> str | None:
-    """The name of the model's main input; None if the model does not declare one."""
+    """The name of the model's main input, or None if the model does not declare one."""
     return getattr(model, "main_input_name", None)
 
 
@@ -117,7 +117,8 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def placeholder_token(model: nn.Module, kind: str) -> int | None:
-    """The id of the token that represents each patch, frame or item of this kind of media; None if not configured."""
+    """The id of the token that represents each patch, frame or item of this kind of media, or None if not
+    configured."""
     config = config_of(model)
     parts = config, getattr(config, "text_config", None), getattr(config, "thinker_config", None)
     tokens = (getattr(part, f"{kind}_token_{end}", None) for part in parts for end in ("id", "index"))
@@ -125,7 +126,7 @@ def placeholder_token(model: nn.Module, kind: str) -> int | None:
 
 
 def padding_token(model: nn.Module) -> int | None:
-    """The id of the token that pads shorter samples; None if the config does not define one."""
+    """The id of the token that pads shorter samples, or None if the config does not define one."""
     token = getattr(config_of(model), "pad_token_id", None)
     return token if isinstance(token, int) else None
 
@@ -137,7 +138,7 @@ def special_tokens(model: nn.Module) -> list[int]:
 
 
 def image_shape(model: nn.Module) -> tuple[int, int, int] | None:
-    """(channels, height, width) of the model's images; None if their size is not fixed."""
+    """(channels, height, width) of the model's images, or None if their size is not fixed."""
     config = config_of(model)
     size = getattr(config, "image_size", None)
     if size is None:
@@ -227,7 +228,7 @@ def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """The forward argument that takes a cache with one entry per layer; None without such an argument."""
+    """The forward argument that takes a cache with one entry per layer, or None without such an argument."""
     return next((name for name in LAYER_CACHES if has_parameter(model, name)), None)
 
 

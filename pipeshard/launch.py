@@ -151,7 +151,7 @@ def count(text: str) -> int:
 
 
 def unable(script: str) -> str | None:
-    """The reason why this script cannot be started; None if it can."""
+    """The reason why this script cannot be started, or None if it can."""
     try:
         compile(Path(script).read_bytes(), script, "exec")
     except OSError as error:

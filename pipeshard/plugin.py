@@ -61,9 +61,9 @@ class PipelinePlugin:
 
     Args:
         pp_size: the number of stages. `pipeshard.config.PipelineConfig` documents it and the keyword arguments.
-        foreign: further arguments of ColossalAI's HybridParallelPlugin. `pp_style` is the schedule. Options that only
-            affect speed are ignored with a warning. Any other argument must have its default value; otherwise the error
-            names the replacement.
+        foreign: additional arguments of ColossalAI's HybridParallelPlugin. `pp_style` is the schedule. Options that
+            only affect speed are ignored with a warning. Any other argument must have its default value; otherwise the
+            error names the replacement.
 
     Every boosted model has its own pipeline and, with "fp16", its own loss scale. If the plugin has boosted several
     models, pass the model to the plugin's methods.

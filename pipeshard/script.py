@@ -91,7 +91,7 @@ def note(folder: Path, kind: str, text: str) -> bool:
 
 
 def endless(folder: Path, attempts: int, seconds: float) -> str | None:
-    """The class of the error with which the last `attempts` attempts ended, each within `seconds` of the previous one;
+    """The class of the error with which the last `attempts` attempts ended, each within `seconds` of the previous one,
     otherwise None. Errors that another rank caused do not count."""
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
@@ -106,7 +106,7 @@ def endless(folder: Path, attempts: int, seconds: float) -> str | None:
 
 
 def repeated(folder: Path) -> list[tuple[str, int]]:
-    """For each error of the last attempt that several ranks raised: its class, and the number of further ranks."""
+    """For each error of the last attempt that several ranks raised: its class, and the number of other ranks."""
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
     last = max((int(name.split("-")[0]) for name in files), default=0)
     return [(name.split("-")[1], size - 1) for name, size in files.items() if name.startswith(f"{last}-") and size > 1]

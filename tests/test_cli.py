@@ -215,7 +215,7 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
         ([*MODEL, *SIZES, "--lora", "2", "--quantize", "nf5"], "error: quantize='nf5' is unknown: did you mean nf4"),
         (
             [*MODEL, *SIZES, "--quantize", "nf4"],
-            "error: quantize='nf4' freezes the base weights: set the rank of the adapters to train",
+            "error: quantize='nf4' freezes the base weights, so there is nothing to train: add adapters with --lora",
         ),
         ([*MODEL, *SIZES, "--optimizer", "adam_8bit"], "error: optimizer='adam_8bit' is unknown: did you mean adamw_8"),
     ],

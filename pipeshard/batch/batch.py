@@ -41,8 +41,8 @@ class Batch:
     scalar, a (1, 1, s, s) mask, a string, ...). `owners` is for leaves, by path, whose dimension 0 (or last dimension)
     counts something other than samples: the number of entries that each sample has, or () if that is not known. The
     model is called with the first `taken` positional entries (None: all); a criterion receives all of them. `entry`
-    names the module that is called with the batch, "" for the model itself. `place` is the position of a microbatch in
-    its batch, unless the microbatch has consecutive samples with all their positions.
+    names the module that is called with the batch, or "" for the model itself. `place` is the position of a microbatch
+    in its batch, unless the microbatch has consecutive samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -173,7 +173,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of elements of `input_ids`, including padding; 0 if there are no `input_ids`."""
+        """The number of elements of `input_ids`, including padding, or 0 if there are no `input_ids`."""
         tokens = self.tensors.get("input_ids")
         return 0 if tokens is None else tokens.numel()
 

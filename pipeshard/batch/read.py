@@ -74,7 +74,7 @@ def _refuse_meta(batch: Batch) -> None:
 
 
 def taken_by(model: nn.Module, data: Any) -> int | None:
-    """The number of entries of a tuple, such as (images, labels), with which the model is called; None for all.
+    """The number of entries of a tuple, such as (images, labels), with which the model is called, or None for all.
 
     Entries without a positional argument in the model's forward are for the criterion. So is a last entry of class
     labels if it would be passed as an optional mask.
@@ -159,7 +159,8 @@ def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:
 
 
 def _assign(areas: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:
-    """The number of consecutive items of each sample, if items have tokens in proportion to their areas; else None."""
+    """The number of consecutive items of each sample, if items have tokens in proportion to their areas, otherwise
+    None."""
     area, total, counts, at = sum(areas), sum(tokens), [], 0
     for of_sample in tokens:
         first, covered = at, 0

@@ -125,7 +125,7 @@ def is_entries(leaf: Any, dim: int | None = 0) -> bool:
 
 
 def text(leaf: Any) -> str:
-    """A value as a text that is the same in every process: without addresses, and with sets sorted."""
+    """A value as a string that is the same in every process: without addresses, and with sets sorted."""
     shown = sorted(map(repr, leaf)) if isinstance(leaf, set | frozenset) else leaf
     return f"{type(leaf).__name__} {re.sub(r' at 0x[0-9a-f]+', '', repr(shown))}"
 
@@ -138,7 +138,7 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
 
 
 def field_of(name: str) -> str:
-    """The field of a model's output that the leaf of this name belongs to; "" if the output is not a mapping."""
+    """The field of a model's output that the leaf of this name belongs to, or "" if the output is not a mapping."""
     match = re.match(r"\['(.*?)'\]", name)
     return match[1] if match else ""
 
@@ -154,7 +154,7 @@ def _as_dicts(tree: Any) -> Any:
 
 
 def _opened(node: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]] | None:
-    """The (key, child) pairs of a container, and a function that rebuilds it from new children; None for a leaf."""
+    """The (key, child) pairs of a container, and a function that rebuilds it from new children, or None for a leaf."""
     if isinstance(node, Tensor | nn.Module | type | str | int | float | None):
         return None
     children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)  # one level, if torch knows the class

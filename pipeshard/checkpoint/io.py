@@ -111,7 +111,8 @@ class PipelineCheckpointIO:
         self._save(boosted, use_async, plan)
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
-        """Plan a save of copies of this stage's tensors to the folder; None if another replica or slice writes them."""
+        """Plan a save of copies of this stage's tensors to the folder. Returns None if another replica or slice writes
+        them."""
         boosted = boosted_model(model)
         with self._leading(boosted) as (leads, tensors):
             return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None

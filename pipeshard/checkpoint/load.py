@@ -137,9 +137,9 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     """Load this stage's tensors from a folder, an index or a file; returns the number of bytes read.
 
     Every rank checks the names and shapes of the whole model before it changes anything, so all ranks raise the same
-    CheckpointError: always for shapes, with `strict` also for missing or unexpected names. With `draw_missing`,
-    `strict` has no effect: missing weights are initialized as by the plugin's `init_weights`, with a warning. The
-    checkpoint of a model with adapters is then that of its base model.
+    CheckpointError. A shape mismatch always raises it; missing or unexpected names only if `strict`. With
+    `draw_missing`, `strict` has no effect: missing weights are initialized as by the plugin's `init_weights`, with a
+    warning. A model with adapters then loads a checkpoint of its base model.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -158,8 +158,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
 
 class _Plan:
-    """The mapping from a checkpoint to the whole model, computed from names and shapes alone. With `of_base`, the names
-    in a model with adapters are those of its base model.
+    """The mapping from a checkpoint to the whole model, computed from names and shapes alone. With `of_base`, a model
+    with adapters has the names of its base model.
 
     Attributes:
         first: the first of the tied names, by name.

@@ -143,8 +143,8 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
 
 
 def content_flaw(content: Content, described: bool) -> str:
-    """The reason why a dict from a file is not a valid Content; "" if it is. With `described`, the tensors of "state"
-    must be on meta; otherwise they must have values."""
+    """The reason why a dict from a file is not a valid Content, or "" if it is. With `described`, the tensors of
+    "state" must be on meta; otherwise they must have values."""
     parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
     parameters, groups, states = parts
     if not _by_name(parameters, Tensor):
@@ -240,7 +240,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     """Load a state that `save_optimizer` wrote, with any number of stages, into the optimizer.
 
     Raises CheckpointError on every rank, before anything is changed, for any other file or folder, and for a checkpoint
-    of other parameters, shapes or groups.
+    with different parameters, shapes or groups.
     """
     boosted = _boosted(optimizer)
     with together(boosted.group):

@@ -1,6 +1,6 @@
 """Safetensors files: the tensors of a checkpoint on disk, read one at a time, written by each rank, and joined.
 
-The files of ranks are those of torch.distributed.checkpoint's `HuggingFaceStorageReader`: their metadata contains the
+Each rank's file has the format of torch.distributed.checkpoint's `HuggingFaceStorageReader`: its metadata contains the
 offset of each shard in the full tensor. Ranks write and read them without communication, and nothing is pickled.
 """
 
@@ -168,8 +168,8 @@ def _naming_file(file: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch raises the last three
         raise CheckpointError(
-            f"{file} cannot be read as safetensors ({reason(error)}): it is truncated or in a different format. Pass a "
-            "folder that save_pretrained wrote, or a single safetensors file"
+            f"{file} cannot be read as safetensors ({reason(error)}). Check that the file is complete and is a "
+            "safetensors file, or pass a folder that save_pretrained wrote"
         ) from error
 
 

@@ -257,7 +257,7 @@ def saved_names(model: nn.Module) -> dict[str, str]:
 
 
 def copied_names(model: nn.Module) -> dict[str, str]:
-    """Further names under which parameters are saved, each with the parameter's first name. The user tied them
+    """Additional names under which parameters are saved, each with the parameter's first name. The user tied them
     (`shared_weights`), so transformers would not tie them when it loads the checkpoint."""
     if not isinstance(model, PreTrainedModel):
         return {}

@@ -74,7 +74,7 @@ def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -
 
 def flaw(folder: Path, step: int | None = None) -> str:
     """The reason why the folder is not a complete training state (of `step`, if given), judged by its files' names and
-    sizes; "" if it is. Never raises."""
+    sizes, or "" if it is. Never raises."""
     try:
         manifest = read_document(folder / MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
@@ -97,7 +97,7 @@ def flaw(folder: Path, step: int | None = None) -> str:
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> str:
-    """A message with the files of a complete state that have changed since the save; "" if none has. Call it on all
+    """A message with the files of a complete state that have changed since the save, or "" if none has. Call it on all
     ranks, since each checks some of the files. States from before 0.2 have no checksums, and are not checked."""
     manifest = read_document(folder / MANIFEST)
     expected = manifest.get("sha256", {})
@@ -173,7 +173,7 @@ def _locked_file(parent: Path) -> int:
 
 
 def _holder(handle: int) -> str:
-    """The process that holds the lock of this folder, according to the kernel; "" if unknown."""
+    """The process that holds the lock of this folder, according to the kernel, or "" if unknown."""
     number = f":{os.fstat(handle).st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

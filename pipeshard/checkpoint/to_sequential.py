@@ -28,12 +28,12 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
     Returns the model on each rank. With `rank`, only that stage (of every replica) returns the model; the other stages
     return None, and allocate at most one parameter at a time. The result shares no tensors with `model`, which can
-    continue training. Its weights and buffers are those of the stages that train them; ties, frozen parameters, modes,
-    activation checkpointing, hooks and `use_cache` are those of `model`; gradients are not copied.
+    continue training. Its weights and buffers come from the stages that train them; ties, frozen parameters, modes,
+    activation checkpointing, hooks and `use_cache` come from `model`; gradients are not copied.
 
     Args:
         model: the model that `booster.boost` returned.
-        rank: the stage that returns the model, counted from 0; None for all stages.
+        rank: the stage that returns the model, counted from 0, or None for all stages.
         device: the device of the result's tensors.
 
     Raises, on every rank, UsageError for a model that was not boosted, is quantized, has parameters without values or

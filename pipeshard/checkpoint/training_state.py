@@ -234,7 +234,7 @@ def load_training_state(
 
 
 def newest_step(directory: str | Path) -> int | None:
-    """The newest complete step in `directory`; None if no step is complete."""
+    """The newest complete step in `directory`, or None if no step is complete."""
     return max(_saved_steps(Path(directory)), default=None)
 
 

@@ -84,7 +84,7 @@ class Order:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the root; None if it has none."""
+        """The epoch of the root, or None if it has none."""
         return _epoch(self.root)
 
     def shares(self) -> list[Any]:

@@ -10,7 +10,7 @@ logger = logging.getLogger("pipeshard")
 
 
 def length_of(sized: Any) -> int | None:
-    """The length of an object; None if it has no length."""
+    """The length of an object, or None if it has no length."""
     try:
         return len(sized)
     except TypeError:

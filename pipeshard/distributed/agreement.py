@@ -102,7 +102,7 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
 
 @torch.no_grad()
 def _digest(tensor: Any) -> str | None:
-    """A digest of up to four elements along each dimension; None for a tensor that is on meta or not strided."""
+    """A digest of up to four elements along each dimension, or None for a tensor that is on meta or not strided."""
     if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     some = tensor[tuple(slice(None, None, max(1, -(-size // 4))) for size in tensor.shape)]

@@ -101,7 +101,7 @@ class Alarm:
         return Fault.from_json(self.store.compare_set(f"alarm/{number}", "", text))
 
     def told(self, numbers: Sequence[int], patience: float = 0.0) -> Fault | None:
-        """The fault reported in the first of these calls that has one; None if none is reported within `patience`
+        """The fault reported in the first of these calls that has one, or None if none is reported within `patience`
         seconds."""
         until = time.monotonic() + patience
         while True:
@@ -244,7 +244,7 @@ TAG = 7919  # of a message that no rank sends
 
 
 def abort_groups() -> None:
-    """Abort all process groups, so that every pending wait in them, in any thread, ends at once.
+    """Abort all process groups, so that every pending wait in them, in any thread, ends immediately.
 
     Gloo collectives cannot be aborted, but cancelling a receive closes the connections of its group and aborts
     everything in flight there, unless the receive's own connection was already broken. Without this, a process with

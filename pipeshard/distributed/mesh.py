@@ -255,8 +255,8 @@ class Grid:
         self.world = self._group([DP, PP, TP])
 
     def p2p(self, kind: object, placement: Sequence[int]) -> P2P | None:
-        """The P2P for the messages of this rank's pipeline, with stage s on rank `placement[s]`; None if all stages are
-        on one rank. A built-in P2P is created once per placement. A user's class may have state, so it is
+        """The P2P for the messages of this rank's pipeline, with stage s on rank `placement[s]`, or None if all stages
+        are on one rank. A built-in P2P is created once per placement. A user's class may have state, so it is
         instantiated for each model."""
         ranks = self.mesh.get_ranks_in_group(self.stages)
         if not isinstance(kind, str):

@@ -107,7 +107,7 @@ class Progress:
         return f"{self.call}, {self.action} ({what})"
 
     def module(self, frames: Iterable[FrameType]) -> str:
-        """The name of the innermost module whose code runs in these frames (outermost first); "" for none."""
+        """The name of the innermost module whose code runs in these frames (outermost first), or "" for none."""
         model = self._model()
         if model is None:
             return ""
@@ -148,7 +148,7 @@ def allowed(timeout: Timeout) -> float:
 
 
 def collective_of(frames: Sequence[FrameType]) -> FrameType | None:
-    """The innermost frame if it is a torch.distributed function, such as `barrier`, that waits for other ranks; None
+    """The innermost frame if it is a torch.distributed function, such as `barrier`, that waits for other ranks, or None
     otherwise."""
     return frames[-1] if frames and frames[-1].f_code.co_filename.endswith("/distributed_c10d.py") else None
 

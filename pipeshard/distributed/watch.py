@@ -63,13 +63,13 @@ class Watch:
 
     An error that all ranks raise in the same call (a batch that no rank can use) aborts nothing: each rank has left the
     call before the watch would interrupt it, and the next call has another number. After any other failure the groups
-    are aborted, and each further call raises RankError.
+    are aborted, and every later call raises RankError.
 
     Args:
-        timeout: seconds after which an action of a step, or a wait, is considered stalled; None for never. "adaptive":
-            20 times the longest action so far, but at least 30 seconds, and 600 seconds until a step has completed. A
-            mapping has a limit for each "step", each "other" call (a save, a load, a boost), and for waits of the
-            user's own code "between" calls.
+        timeout: seconds after which an action of a step, or a wait, is considered stalled, or None for no limit.
+            "adaptive": 20 times the longest action so far, but at least 30 seconds, and 600 seconds until a step has
+            completed. A mapping has a limit for each "step", each "other" call (a save, a load, a boost), and for waits
+            of the user's own code "between" calls.
         named: returns the name of a rank in errors, such as `rank 2 (stage 2)`.
         well: the number of the last call that succeeded before the watch started; -1 if none did.
         monitor: receives the heartbeats of this process.
@@ -149,7 +149,7 @@ class Watch:
     # Called in the training thread.
 
     def _explained(self, error: BaseException) -> RankError | None:
-        """The error to raise instead of an error that another rank has caused; None for this rank's own error."""
+        """The error to raise instead of an error that another rank has caused, or None for this rank's own error."""
         lost, number = is_lost(error), NOW.number
         if lost and self._failed is not None:  # it failed alone, and the other ranks have aborted their waits
             self._break(self._failed[0], error)
@@ -230,7 +230,7 @@ class Watch:
         return dist.group.WORLD in (self.world, None)
 
     def why(self) -> str:
-        """The reason why another rank ended, for a process that receives SIGTERM; "" if the reason is not known."""
+        """The reason why another rank ended, for a process that receives SIGTERM, or "" if the reason is not known."""
         fault = self.fault or (self._heard[0] if self._heard else None)
         if fault is not None and fault.is_asked:
             with contextlib.suppress(RuntimeError):
@@ -252,7 +252,7 @@ class Watch:
 
     def _told(self, patience: float = 0.0) -> Fault | None:
         """The fault reported in the previous call, if this rank succeeded in it, or in the current call (between calls,
-        the next one); None if there is none."""
+        the next one), or None if there is none."""
         number = NOW.present
         return self._alarm.told([*([number - 1] if self._well == number - 1 else []), number], patience)
 
@@ -298,7 +298,7 @@ class Watch:
             self._monitor.beat(float("inf"))
 
     def _find_out(self) -> Fault | None:
-        """A fault that no rank reports, since a rank of this host, the store or the agent was killed or is stopped;
+        """A fault that no rank reports, since a rank of this host, the store or the agent was killed or is stopped, or
         None if there is none."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"

@@ -30,7 +30,7 @@ class _Process:
         well: the number of the last call that succeeded without a watch.
         interrupts: whether the next SIGTERM is the watch's own.
         pid: the id of the process that installed the hooks. Forked children inherit the hooks, but are not ranks.
-        exit: how the program has called sys.exit; "" if it has not, or without an error.
+        exit: how the program has called sys.exit, or "" if it has not called it or has called it without an error.
     """
 
     world: dist.ProcessGroup | None = None

@@ -63,7 +63,7 @@ class ModelGradients:
         return self._factor != 1.0
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The name of the model's parameter that `parameter` is, or that it replaces in an optimizer; None if
+        """The name of the model's parameter that `parameter` is, or that it replaces in an optimizer, or None if
         unknown."""
         known = (self.names, *(optimizer.names for optimizer in self.updates.in_use().values()))
         return next((names[parameter] for names in known if parameter in names), None)

@@ -119,7 +119,7 @@ class Interpreter:
 
     def _release_sent(self) -> None:
         while self._sends and all(work.is_completed() for work in self._sends[0][0]):
-            self._release()  # returns at once, or raises the error of the send
+            self._release()  # returns immediately, or raises the error of the send
         while self.p2p is not None and not self.p2p.tells and len(self._sends) > MAX_PENDING_SENDS:
             self._release()
 

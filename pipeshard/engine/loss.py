@@ -102,7 +102,7 @@ class LossRule:
 
 
 def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
-    """The gradient, with respect to one leaf, of the sum of the parts' losses times their shares; None if none has a
+    """The gradient, with respect to one leaf, of the sum of the parts' losses times their shares, or None if none has a
     gradient."""
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]

@@ -132,7 +132,7 @@ class _Search:
     ) -> None:
         self.model, self.flow, self.batch, self.criterion = model, flow, batch, criterion
         self.read = read_by_loss(flow)
-        self.sizes = sizes  # at which the rule must hold; None if it does not depend on sizes
+        self.sizes = sizes  # at which the rule must hold, or None if it does not depend on sizes
         self.until = sizes  # up to which the found rule holds
         self.is_of_few = False  # whether a rule held on a few samples, but not at the batch's sizes
         self.is_untried = False  # whether the found rule could not be tried at the batch's sizes

@@ -61,7 +61,7 @@ class Tried:
 
 
 def power(size: int) -> int:
-    """The smallest power of two that is at least `size`; 0 for 0."""
+    """The smallest power of two that is at least `size`, or 0 for 0."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 

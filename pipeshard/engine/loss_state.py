@@ -70,7 +70,7 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """The kind of a tensor; None if its values are not compared. Tensors of one kind are assumed to give the same
+    """The kind of a tensor, or None if its values are not compared. Tensors of one kind are assumed to give the same
     rule."""
     numbers = tensor.detach()
     if is_released(tensor) or not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.is_complex() or numbers.is_sparse:

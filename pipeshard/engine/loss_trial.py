@@ -255,7 +255,7 @@ class Glue:
         times: int = 1,
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """The loss of `batch`, and its gradients with respect to `by`; None without a loss. `result` returns the
+        """The loss of `batch`, and its gradients with respect to `by`, or None without a loss. `result` returns the
         results of units, but calls in `running` run their units. The criterion is called `times` times. The model, the
         criterion and the generators do not change."""
         calls, is_inside, randomness = enumerate(flow.calls), False, Randomness(self.device)

@@ -83,7 +83,7 @@ class MasterWeight:
 
     @property
     def is_double(self) -> bool:
-        """Whether an optimizer updates values of another dtype than the dtype that the model computes with."""
+        """Whether an optimizer updates values whose dtype differs from the dtype that the model computes with."""
         return self.master.dtype != self.parameter.dtype
 
     @torch.no_grad()

@@ -106,7 +106,8 @@ def _answered(name: str) -> Callable[..., Any]:
 class PipelineModel(nn.Module):
     """A boosted model. `unwrap()` returns the original model, of which this rank holds one stage.
 
-    Attributes and methods are those of the model. Setting an attribute sets it on the model, whose forward reads it.
+    Attributes and methods are delegated to the model. Setting an attribute sets it on the model, whose forward reads
+    it.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:

@@ -69,7 +69,7 @@ class CudaTransfer:
 
 
 def transfer_of(device: torch.device) -> Transfer | None:
-    """The Transfer between a GPU and the host; None for other devices (a CPU uses host memory)."""
+    """The Transfer between a GPU and the host, or None for other devices (a CPU uses host memory)."""
     return CudaTransfer(device) if device.type == "cuda" else None
 
 
@@ -196,7 +196,7 @@ class Offload:
         return Saved(tensor, self._block(holding, tensor))
 
     def _block(self, holding: Holding, tensor: Tensor) -> Block | None:
-        """The host copy of the tensor's storage; None if the storage stays on the device."""
+        """The host copy of the tensor's storage, or None if the storage stays on the device."""
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == self.device
         if not is_plain or tensor.is_conj() or tensor.is_neg():
             return None

@@ -51,8 +51,8 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     except Exception as error:  # a user's class may raise anything
         if grid.first:
             logger.warning(
-                "pipeshard could not test %s on parts of the model (%s: %s). The updates equal those of the whole "
-                "model only if the optimizer updates each parameter independently",
+                "could not check whether %s updates each parameter independently (%s: %s). If it does not, the split "
+                "model trains differently from the unsplit model",
                 name, type(error).__name__, error,
             )  # fmt: skip
         return

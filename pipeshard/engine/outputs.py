@@ -127,7 +127,7 @@ class Outputs:
 
     @property
     def has_nan(self) -> bool:
-        """Whether a kept part contains a NaN: the placeholders of values that were not sent are all NaN."""
+        """Whether a kept part contains a NaN: the placeholders for values that were not sent are all NaN."""
         with_values = (tensor for tensor in tree_tensors(self.kept) if not tensor.is_meta)
         return any(bool(tensor.isnan().any()) for tensor in with_values if tensor.is_floating_point())
 

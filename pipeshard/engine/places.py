@@ -31,8 +31,8 @@ class Places:
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The first name whose object was replaced or removed, otherwise the first new name whose object has parameters; ""
-    if there is none."""
+    """The first name whose object was replaced or removed, otherwise the first new name whose object has parameters, or
+    "" if there is none."""
     for key, value in before.items():
         if now.get(key) is not value:
             return key

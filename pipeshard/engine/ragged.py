@@ -164,8 +164,8 @@ class Ragged:
         return Side(total, tuple(first) if is_left else (0,) * batch.rows, tuple(end))
 
     def _used(self, name: str, batch: Batch, total: int) -> Tensor | None:
-        """A boolean tensor (samples, positions) that is False for padding; None if padding is unknown. Without a mask,
-        only the labels of a decoder determine padding, since its positions do not attend to later ones."""
+        """A boolean tensor (samples, positions) that is False for padding, or None if padding is unknown. Without a
+        mask, only the labels of a decoder determine padding, since its positions do not attend to later ones."""
         mask = self._mask(name, batch, total)
         counted = [] if mask is None else [mask != 0]
         if mask is not None or name == DECODER:

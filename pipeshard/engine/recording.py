@@ -37,7 +37,7 @@ class Recording:
         step: the number of the step, from 0.
         memory: the peak memory of each rank so far in bytes, of its GPU or of its process.
         samples: the number of samples that all replicas have read.
-        tokens: the number of elements of `input_ids` in these samples; 0 without `input_ids`.
+        tokens: the number of elements of `input_ids` in these samples, or 0 without `input_ids`.
     """
 
     program: Program
@@ -64,7 +64,7 @@ class Recording:
         return max(0.0, 1 - math.fsum(self.busy) / (len(self.spans) * self.makespan)) if self.makespan else 0.0
 
     def cost(self, kind: Kind) -> tuple[float, ...]:
-        """The median time of an action of this kind on each stage, in seconds; 0 for a stage without such actions.
+        """The median time of an action of this kind on each stage, in seconds, or 0 for a stage without such actions.
 
         If only some backward passes of a stage are split into B and W, the cost of B is the median time of the unsplit
         passes minus the cost of W.
@@ -98,8 +98,8 @@ class Recording:
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
 
     def _beside_others(self, rank: int) -> str:
-        """A text that compares a rank's busy time with the median rank's; "" unless the rank is a straggler or has too
-        large a stage."""
+        """A message that compares a rank's busy time with the median rank's, or "" unless it is much longer, as for a
+        straggler or too large a stage."""
         median = statistics.median_low(self.busy)
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""

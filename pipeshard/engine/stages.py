@@ -63,7 +63,7 @@ class Stages:
         return stage
 
     def finite(self, stage: int, names: Collection[str]) -> NaNCheck | None:
-        """The NaNCheck of a stage and those of its parameters that this rank holds; None without check_finite."""
+        """The NaNCheck of a stage and those of its parameters that this rank holds, or None without check_finite."""
         held = {name: parameter for name, parameter in self.held.items() if name in names}
         return NaNCheck(stage, held, gradients=not self.precision.scales) if self.config.check_finite else None
 

@@ -1,8 +1,8 @@
 """Traces: a cache of the traces of all batches so far, which plans the microbatches of a step.
 
-A trace takes longer than a step of a small model, so traces are cached: for a batch of other sizes, shapes are computed
-from an existing trace. The model is traced again if the batch's structure, a flag of the model or an answer that glue
-gets from the batch differs.
+A trace takes longer than a step of a small model, so traces are cached: for a batch of different sizes, shapes are
+computed from an existing trace. The model is traced again if the batch's structure, a flag of the model or an answer
+that glue gets from the batch differs.
 """
 
 from collections.abc import Hashable, Sequence
@@ -293,7 +293,7 @@ class Traces:
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup
     ) -> None:
         """Trace again after a NaN loss, which may come from results that were not sent. Raises TraceError on all ranks
-        if a rank reads other results than its Dataflow lists. Checked once per Dataflow."""
+        if a rank reads results that differ from those in its Dataflow. Checked once per Dataflow."""
         if id(flow) in self._confirmed:
             return
         now, then = (

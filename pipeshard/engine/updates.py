@@ -101,7 +101,7 @@ class Snapshot:
         return any(p.grad is not None and bool(p.grad.any()) for p in self._changed)
 
     def factor(self) -> float | None:
-        """The factor by which all gradients have been multiplied since the snapshot; None if they were changed
+        """The factor by which all gradients have been multiplied since the snapshot, or None if they were changed
         otherwise."""
         if not self.is_changed:
             return 1.0
@@ -120,7 +120,7 @@ def _some(parameter: Tensor) -> Tensor:
 
 
 def _factor(before: Tensor, after: Tensor) -> float | None:
-    """The positive factor, below LARGEST, that turns `before` into `after`; None if there is none."""
+    """The positive factor, below LARGEST, that turns `before` into `after`, or None if there is none."""
     square = float(before.dot(before))
     if square == 0.0 or not math.isfinite(square):
         return None
@@ -322,7 +322,7 @@ DRAWN = (
 
 
 def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any) -> str:
-    """A message about the first option of a group that differs between the ranks with this group; "" if there is
+    """A message about the first option of a group that differs between the ranks with this group, or "" if there is
     none."""
     for title in dict.fromkeys(title for of_rank in told for title in of_rank):
         having = [rank for rank, of_rank in enumerate(told) if title in of_rank]

@@ -28,7 +28,7 @@ Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and the differences of a b
 Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in it
 NUMBER_BITS = 61  # of the number of a step's ways, which is sent as a signed 64-bit integer
 SMALL_TENSOR = 2**16  # elements of a tensor that is lent: sizes, ratios, thresholds and counts need no more
-ROUNDS = 8  # with lent tensors, units may take another path and need further tensors
+ROUNDS = 8  # with lent tensors, units may take a different path and need additional tensors
 WAYS_REMEDY = (
     "A size, or a number that a unit returns, depends on the values of the unit's parameters or buffers, which only "
     "one stage has. Make it depend on an attribute or the config (self.keep = 4), return a tensor of a fixed size and "
@@ -164,7 +164,7 @@ def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: C
 
 
 def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[int], str]) -> str:
-    """A message about the first line that differs between these ranks; "" if there is none."""
+    """A message about the first line that differs between these ranks, or "" if there is none."""
     first = ranks[0]
     for i, lines in enumerate(every[first].lines):
         for rank in ranks[1:]:

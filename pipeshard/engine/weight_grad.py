@@ -157,7 +157,7 @@ class Deferral:
         """
         pending.reverse()
         remaining = Counter(id(parameter) for parameter, _ in pending)
-        sums: dict[int, Tensor] = {}  # of parameters with further terms
+        sums: dict[int, Tensor] = {}  # of parameters with additional terms
         with torch.no_grad():
             while pending:
                 parameter, term = pending.pop()
@@ -246,7 +246,7 @@ def _references() -> int:
 
 
 def _weight_grad(ctx: Any, term: Term) -> Tensor | None:
-    """The gradient that a backward returns for its weight: None if it is deferred, or not needed."""
+    """The gradient that a backward returns for its weight, or None if it is deferred or not needed."""
     if not ctx.needs_input_grad[1] or ctx.deferral.defer(ctx.weight, term):
         return None
     return term.value()
@@ -309,6 +309,6 @@ _KINDS: dict[Any, Any] = {nn.Linear.forward: _Linear, Conv1D.forward: _Linear, n
 
 
 def deferring_function(module: nn.Module) -> Any:
-    """The autograd Function that defers dW of this layer; None if it cannot be deferred."""
+    """The autograd Function that defers dW of this layer, or None if it cannot be deferred."""
     special = [getattr(module, option, None) for option in ("max_norm", "sparse", "scale_grad_by_freq")]
     return None if any(special) else _KINDS.get(type(module).forward)

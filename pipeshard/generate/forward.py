@@ -207,7 +207,7 @@ class Forward:
             raise
 
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """The outputs of all microbatches joined into one, with the original caches; None if there are none."""
+        """The outputs of all microbatches joined into one, with the original caches, or None if there are none."""
         whole = {id(part): parts.cache for parts in self._parts.values() for part in parts.parts}
         for parts in {id(parts): parts for parts in self._parts.values() if len(parts.parts) > 1}.values():
             parts.join()

@@ -100,7 +100,8 @@ class Carried:
     of the forward. `uses` are the inputs from which one forward computes the state. `readers` are the unit calls that
     depend on it in the next forward, -1 for the loss and the outputs. `kind` is "tensor" for a tensor that is written
     to in place, "parameter" for a parameter, "settled" for a parameter that the next forward does not write to,
-    "generator", "number" for a number or array that every forward changes, otherwise "".
+    "generator" for a random generator, "number" for a number or array that every forward changes, or "" for anything
+    else.
     """
 
     name: str

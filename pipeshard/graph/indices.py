@@ -1,8 +1,8 @@
 """Indices: a check that indices are in range, before a kernel runs on a GPU.
 
 On a CPU, an operator raises an error for an index out of range. On a GPU, its kernel aborts the process's CUDA context.
-Traces and trials run the model's code with other sizes or values than the batch's, so indices may be out of range.
-Each of their indexing operators on a GPU therefore runs on the CPU first.
+Traces and trials run the model's code with sizes or values that differ from the batch's, so indices may be out of
+range. Each of their indexing operators on a GPU therefore runs on the CPU first.
 """
 
 from collections.abc import Sequence

@@ -201,7 +201,7 @@ class Repeats:
         return repeat
 
     def pop(self, unit: str) -> Repeat | None:
-        """Remove and return the Repeat of the call that runs again now; None if the call is the user's own."""
+        """Remove and return the Repeat of the call that runs again now, or None if the call is the user's own."""
         return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 
     def clear(self) -> None:
@@ -209,7 +209,7 @@ class Repeats:
 
 
 class SharedDraws(DispatchMode):
-    """Mode in which glue's random numbers for a part of the samples are those of a run on all samples. Dropout does
+    """Mode in which glue draws the same random numbers for a part of the samples as a run on all samples. Dropout does
     nothing."""
 
     def __init__(self) -> None:

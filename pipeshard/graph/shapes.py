@@ -104,7 +104,7 @@ class Axes:
         return type(self)(groups, sizes, self.tensors, self.others)
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
-        """The differences of the groups' sizes from the traced ones; None if the structure, a pinned size or another
+        """The differences of the groups' sizes from the traced ones, or None if the structure, a pinned size or another
         leaf of `batch` differs."""
         tensors = batch.tensors
         if len(tensors) != len(self.tensors) or len(batch.leaves) != len(self.tensors) + len(self.others):

@@ -80,7 +80,7 @@ CASTING = "cuda", "cpu"  # device types for which torch.autocast may be enabled
 
 class Hook(NamedTuple):
     """A gradient hook that glue registers at `line`, after `calls` unit calls. `home` is the Value on which it is
-    registered, None for a tensor that is computed from values."""
+    registered, or None for a tensor that is computed from values."""
 
     calls: int
     home: Value | None

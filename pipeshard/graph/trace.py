@@ -158,7 +158,7 @@ def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, r
 def _holds(
     tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch, growth: Sequence[int]
 ) -> bool | None:
-    """Whether a run in which each group g is larger by `growth[g]` has the shapes of `general`; None if the run
+    """Whether a run in which each group g is larger by `growth[g]` has the shapes of `general`, or None if the run
     fails."""
     axes = general.axes
     for group in range(len(axes.sizes)):

@@ -270,6 +270,7 @@ def _tell(unit: nn.Module, path: str, result: Any) -> None:
             continue
         if changed:
             raise TraceError(
-                f"a forward hook on {path} ({type(module).__name__}), inside a unit, changes the module's output, but "
-                "stages without the module cannot run the hook: make the change in the module's forward instead"
+                f"the forward hook on {path} ({type(module).__name__}) returns a new output. Hooks on modules inside a "
+                "unit may only read outputs, since stages without the unit only replay the hook: change the output in "
+                "the module's forward instead"
             )

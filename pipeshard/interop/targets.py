@@ -63,7 +63,7 @@ class Colossalai(Target):
     Args:
         num_microbatches: the number of microbatches per batch.
         optimizer: the model's optimizer, or a function that creates it from the parameters.
-        plugin: further arguments of PipelinePlugin.
+        plugin: additional arguments of PipelinePlugin.
     """
 
     shards_itself = True
@@ -262,7 +262,7 @@ class Deepspeed(Target):
     tensors with `module.microbatch_names`, the names in the batch passed to `build`.
 
     Args:
-        module: further arguments of PipelineModule (dynamic_shape, ...).
+        module: additional arguments of PipelineModule (dynamic_shape, ...).
     """
 
     def __init__(self, **module: Any) -> None:

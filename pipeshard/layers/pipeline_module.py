@@ -174,7 +174,7 @@ class LabelledLoss:
         return self.loss_fn(output, *batch[1:])
 
     def of_batch(self, output: Any, data: Sequence[Any]) -> Tensor | None:
-        """The loss; None for a batch without labels."""
+        """The loss, or None for a batch without labels."""
         return self(output, data) if len(data) > 1 else None
 
 

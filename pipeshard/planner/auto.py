@@ -93,7 +93,8 @@ class Cutter:
 
     @cached_property
     def sent(self) -> list[tuple[int, int]]:
-        """For a cut before each call, the bytes that cross it and the bytes of gradients sent back; 0 without links."""
+        """For a cut before each call, the bytes that cross it and the bytes of gradients sent back, or 0 without
+        links."""
         flow, last = self.subject.flow, len(self.subject.costs)
         live = live_values(flow, range(last), last, flow.needed()) if self.subject.devices.links else [set()] * last
 

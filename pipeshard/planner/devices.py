@@ -113,7 +113,7 @@ class Devices:
 
     def transfers(self, placement: Sequence[int], sizes: Iterable[tuple[float, float]]) -> dict[str, list[float]]:
         """The arguments of `simulate_parts` for messages, in seconds: `latency` for the message to each stage, and
-        `returned` for the message back; {} without links.
+        `returned` for the message back, or {} without links.
 
         `sizes` contains the bytes of both messages of each stage. A message passes all links between its two ranks.
         """

@@ -194,7 +194,8 @@ class Training:
         return list(found)
 
     def on_host(self, actions: Sequence[Action], sizes: Sequence[int]) -> int:
-        """The most bytes of a rank's activations on the host, given the `sizes` of its stages; 0 without `offload`."""
+        """The most bytes of a rank's activations on the host, given the `sizes` of its stages, or 0 without
+        `offload`."""
         return most_on_host(actions, sizes) if self.offload else 0
 
     @property
@@ -233,7 +234,7 @@ class Training:
 
     def update(self, gradients: int) -> int:
         """The temporary memory at the end of a step with gradients of this size: the larger of the replicas' messages,
-        of which two are in flight, and the roots of all second moments, which torch's AdamW computes at once on a GPU
+        of which two are in flight, and the roots of all second moments, which torch's AdamW computes together on a GPU
         (`foreach`)."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
         return max(messages, gradients // self.parts if OPTIMIZERS.get(self.optimizer) == 2 else 0)

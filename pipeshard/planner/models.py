@@ -57,7 +57,8 @@ def build(
         raise ConfigurationError(f"quantize={quantize!r} is unknown: {hint(quantize, QUANTIZATIONS)}")
     if quantize and not lora:
         raise ConfigurationError(
-            f"quantize={quantize!r} freezes the base weights: set the rank of the adapters to train with --lora"
+            f"quantize={quantize!r} freezes the base weights, so there is nothing to train: add adapters with "
+            "--lora RANK"
         )
     chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"), _quiet():

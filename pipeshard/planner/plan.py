@@ -192,7 +192,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in a step of all replicas; 0 if the model reads no `input_ids`."""
+        """The number of tokens in a step of all replicas, or 0 if the model reads no `input_ids`."""
         shape = self.microbatch.get("input_ids", (0,))
         return math.prod(shape) * self.num_microbatches * self.training.dp_size
 

@@ -122,31 +122,32 @@ def plan(
         schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended one.
             "auto" searches for a schedule within `device_memory` (by default, the most memory that a rank needs with
             1F1B). If a known schedule is as fast, it is shown instead.
-        partition: as for the plugin. A partition given by name is changed if a rank would exceed `device_memory`.
+        partition: same as in `PipelinePlugin`. A partition given by name is changed if a rank would exceed
+            `device_memory`.
         device_memory: the memory of all ranks, such as "80GB" or a number of bytes, or of each rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (one, with momentum) or "none"; a state is as large as the
             parameter's gradient. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers.
-        precision: as for the plugin: "bf16" and "fp16" need fp32 gradients, values and states in addition to the 16-bit
-            parameters.
-        dp_size: as for the plugin.
-        zero_stage: as for the plugin. 1 shards the optimizer's state across the replicas.
-        fsdp: as for the plugin. True shards the persistent memory of each unit across the replicas.
-        tp_size: as for the plugin. Of sharded parameters, their gradients and states, only one rank's shards count;
-            times and activations are those of unsharded units.
-        tp_plan: as for the plugin.
-        ep_size: as for the plugin. The experts' parameters count as with `tp_size`.
-        ep_plan: as for the plugin.
-        offload: as for the plugin. Copies to the host and back are assumed to take no time.
+        precision: same as in `PipelinePlugin`: "bf16" and "fp16" need fp32 gradients, values and states in addition to
+            the 16-bit parameters.
+        dp_size: same as in `PipelinePlugin`.
+        zero_stage: same as in `PipelinePlugin`. 1 shards the optimizer's state across the replicas.
+        fsdp: same as in `PipelinePlugin`. True shards the persistent memory of each unit across the replicas.
+        tp_size: same as in `PipelinePlugin`. Of sharded parameters, their gradients and states, only one rank's shards
+            count; times and activations are estimated for unsharded units.
+        tp_plan: same as in `PipelinePlugin`.
+        ep_size: same as in `PipelinePlugin`. The experts' parameters count as with `tp_size`.
+        ep_plan: same as in `PipelinePlugin`.
+        offload: same as in `PipelinePlugin`. Copies to the host and back are assumed to take no time.
         profile: measured times of units (a Profile or its file), instead of estimates. `partition="profile"` measures
             them now; "profile:PATH" reads the file if it exists, and otherwise measures them and writes it.
-        policy: as for the plugin.
-        criterion: as for the plugin.
+        policy: same as in `PipelinePlugin`.
+        criterion: same as in `PipelinePlugin`.
         tflops: the 10^12 operations per second that a device sustains on such a model (not the data sheet's value).
             Times are then in seconds.
         link: bandwidth and latency between two ranks, such as "50GB/s,10us" or "10Gbit/s", or a list of links, one from
             each rank to the next. Without `link`, messages take no time. Requires times in seconds.
-        device_speed: the relative speed of each rank, such as "1.0,0.6"; measured and estimated times are those of
-            speed 1. With `partition="auto"` or "profile", stages are balanced by the speeds. By default, the speeds in
+        device_speed: the relative speed of each rank, such as "1.0,0.6"; measured and estimated times refer to speed 1.
+            With `partition="auto"` or "profile", stages are balanced by the speeds. By default, the speeds in
             `partition="speed:1.0,0.6"`, otherwise 1.
 
     Raises PartitionError if the requested schedule, or every schedule, is impossible or needs more than
@@ -218,8 +219,8 @@ class Automatic(NamedTuple):
 def automatic(subject: Subject, p: int, m: int) -> Automatic:
     """Find the fastest program of m microbatches, searched or known, and cut the model for it.
 
-    The memory limits are those of the subject's devices, or otherwise the most memory that a rank needs with 1F1B.
-    Raises PartitionError if no program fits.
+    The memory limits are taken from the subject's devices. Without limits, each rank may use the most memory that a
+    rank needs with 1F1B. Raises PartitionError if no program fits.
     """
     if not subject.devices.memory:
         one = attempt(subject, "1f1b", p, m, 1)

@@ -171,7 +171,7 @@ class Profile:
         return [sum(cost) for cost in self.times]
 
     def check(self, model: nn.Module, flow: Dataflow, microbatch: Batch) -> None:
-        """Raise ConfigurationError if the profile is of another model, or of microbatches of other sizes."""
+        """Raise ConfigurationError if the profile is of a different model, or of microbatches of different sizes."""
         self._refuse("model classes", (self.model,), (type(model).__name__,))
         self.costs(flow)
         self._refuse("microbatches", self.microbatch, shapes_of(microbatch))
@@ -224,7 +224,8 @@ def profile_units(
     from the times of the other units, with a warning. Only one unit is on the device at a time. The time of the last
     call includes the loss, which is the model's own or that of `criterion`.
 
-    Raises ConfigurationError if the batch leads to other unit calls than `flow`, UsageError if no unit could be timed.
+    Raises ConfigurationError if the batch leads to unit calls that differ from `flow`, UsageError if no unit could be
+    timed.
     """
     microbatch = batch if isinstance(batch, Batch) else read_batch(model, batch)
     device = torch.device(device)

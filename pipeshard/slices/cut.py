@@ -188,8 +188,8 @@ class Joint(NamedTuple):
     def of(
         cls, whole: Sequence[int], parts: Sequence[Sequence[int]], rows: int, sizes: Sequence[int]
     ) -> "Joint | None":
-        """Find the Joint from the shapes of the whole result and of its parts; None if they are ambiguous or do not
-        match."""
+        """Find the Joint from the shapes of the whole result and of its parts. Returns None if they are ambiguous or do
+        not match."""
         if any(len(part) != len(whole) for part in parts):
             return None
         dims = [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]

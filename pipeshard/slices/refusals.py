@@ -34,7 +34,7 @@ def refuse_unsliceable(model: nn.Module) -> None:
         )
     if is_encoder_decoder(base):
         raise ConfigurationError(
-            f"num_slices: {name} has an encoder, which reads the whole sequence at once. Use num_slices=1"
+            f"num_slices: {name} has an encoder, which reads the whole sequence in one call. Use num_slices=1"
         )
     if not hasattr(cache_utils, "LinearAttentionLayer"):
         raise ConfigurationError(

@@ -135,7 +135,7 @@ class Slice:
             self.states.clear()
 
     def take(self, name: Any) -> Tensor | None:
-        """The state from the previous slice, as a leaf of this slice's graph; None if there is none. Call it before
+        """The state from the previous slice, as a leaf of this slice's graph, or None if there is none. Call it before
         `hand_over`."""
         return self.states.get(name)
 

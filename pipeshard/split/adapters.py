@@ -65,8 +65,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Context manager that replaces meta parameters with CPU zeros that store one element, and puts them back on meta
-    on exit. peft creates adapters on the device of the weights, and does not initialize adapters on meta."""
+    """Context manager that temporarily replaces meta parameters with CPU tensors of zeros, each expanded from one
+    element. It is needed because peft creates adapters on the weights' device and does not initialize them on meta."""
     blank = [parameter for parameter in model.parameters() if parameter.is_meta]
     for parameter in blank:
         give(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))

@@ -69,7 +69,7 @@ def is_profile(partition: Cuts) -> TypeGuard[str]:
 
 
 def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
-    """The relative speed of each rank in "speed:1.0,0.6"; None for other partitions.
+    """The relative speed of each rank in "speed:1.0,0.6", or None for other partitions.
 
     Raises ConfigurationError if the speeds are not positive, finite numbers, or their number differs from `ranks`.
     """

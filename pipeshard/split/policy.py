@@ -139,7 +139,7 @@ class Policy:
 
     @property
     def speeds(self) -> list[float] | None:
-        """The relative speed of each stage's rank, if the partition lists speeds; otherwise None."""
+        """The relative speed of each stage's rank, if the partition lists speeds, otherwise None."""
         speeds = speeds_of(self.partition_by, self.num_stages)
         return speeds and [speeds[rank] for rank in self.placement]
 

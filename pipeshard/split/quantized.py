@@ -77,7 +77,7 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str]) -> Non
 def quantization_of(config: Any, path: Any, given: Any) -> Any:
     """The quantization config of a checkpoint whose weights are quantized, otherwise the `given` one.
 
-    Raises ConfigurationError for a checkpoint that was quantized by another method than bitsandbytes, or if a config is
+    Raises ConfigurationError for a checkpoint that was quantized by a method other than bitsandbytes, or if a config is
     given for a quantized checkpoint.
     """
     saved = getattr(config, "quantization_config", None)

@@ -78,7 +78,7 @@ class StageDone(BaseException):
 class Run:
     """The state of one forward: the values `received` by the stage and `leaving` it, and the number of the next call;
     `inside` is set while a unit runs. A `listener` receives the arguments of every call; a run with a listener uses a
-    cache, so units may return other sizes than in the trace, and write to their arguments."""
+    cache, so units may return sizes that differ from the trace's, and write to their arguments."""
 
     route: Route
     received: Mapping[Value, Tensor]
@@ -92,7 +92,7 @@ class Run:
 
 class Again:
     """Context manager for every recomputation of a unit; there are several if the unit itself calls `autograd.grad`.
-    Units called inside are part of this unit, as in the first run."""
+    Units that the recomputed unit calls are treated as part of it, as in the first run."""
 
     def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
         self.replay, self.draw = replay, draw
@@ -341,7 +341,7 @@ class Replay:
     ) -> TraceError:
         which = f"result {leaf} of unit" if leaf is not None else "unit"
         return TraceError(
-            f"{which} {step.unit} (stage {run.route.stage}, call {run.next - 1}) {now} where the trace has {seen}. "
+            f"{which} {step.unit} (stage {run.route.stage}, call {run.next - 1}) {now}, but the trace recorded {seen}. "
             + (remedy or "Other stages depend on the trace: pass dry_run_input=<a batch like this one>")
         )
 
@@ -365,7 +365,7 @@ class Replay:
         return blank.detach()  # glue may write to it, which must not add to the graph of the kept blank
 
     def _keep(self, step: Step, of_result: list[Any], asides: list[tuple[Source, Any]], run: Run) -> None:
-        """Store the values that leave the stage in `run.leaving`, after checking them."""
+        """Check the values that leave the stage, then store them in `run.leaving`."""
         contents = {source: tree_leaves(content) for source, content in asides}
         leaves = list(of_result)
         for source, tree in step.parts[1:]:
@@ -402,9 +402,9 @@ END = "the end"
 def other_way(what: str, expected: str) -> TraceError:
     """The error for a forward that takes a different path than its trace."""
     return TraceError(
-        f"{what} where the trace has {expected}: the code between units takes a different path than in the trace, by "
-        "chance (layerdrop), or because of a counter (a depth that grows with each forward) or of the batch. "
-        "Turn layerdrop off, set a depth in an attribute of the model between steps, or pass dry_run_input=<a batch "
+        f"{what}, but the trace recorded {expected}: the code between units took a different path than in the trace: "
+        "by chance (LayerDrop), because of a counter (a depth that grows with each forward), or because of the batch. "
+        "Turn LayerDrop off, set a depth in an attribute of the model between steps, or pass dry_run_input=<a batch "
         "of this kind>"
     )
 

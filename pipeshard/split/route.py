@@ -221,7 +221,7 @@ class Step:
 
     @property
     def aside(self) -> bool:
-        """Whether the unit leaves a kept value in another way than in its result."""
+        """Whether the unit leaves a kept value outside its result."""
         return bool(self.modules or self.places)
 
 
@@ -296,8 +296,8 @@ class Route:
         return {(id(self.flow), value): True for value in self.enters.gradients}
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
-        """For each leaf of each unit call, a tensor's shape or a number that follows from the batch's sizes; None for a
-        constant."""
+        """For each leaf of each unit call, a tensor's shape or a number that follows from the batch's sizes, or None
+        for a constant."""
         if deltas not in self._sizes:
             if len(self._sizes) >= LENGTHS:
                 del self._sizes[next(iter(self._sizes))]

@@ -1,9 +1,9 @@
 """Tensor parallelism: the parameters of a stage's units, sharded across ranks by the model's `tp_plan` or `ep_plan`.
 
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
-split, so that the trace sees full modules, and only the stage's parameters are sharded. The parallel layers are those
-of transformers, plus two styles for models without a plan in transformers: GPT-2's Conv1D, and modules with attributes
-for numbers of heads. Expert parallelism uses another plan: each rank holds some of the experts of each layer.
+split, so that the trace sees full modules, and only the stage's parameters are sharded. The parallel layers come from
+transformers, plus two styles for models without a plan in transformers: GPT-2's Conv1D, and modules with attributes for
+numbers of heads. Expert parallelism uses another plan: each rank holds some of the experts of each layer.
 """
 
 import copy

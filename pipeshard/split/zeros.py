@@ -1,10 +1,10 @@
-"""Zeros: placeholders of integers and booleans that were not sent to a stage, tracked through its glue.
+"""Zeros: placeholders for integers and booleans that were not sent to a stage.
 
-A floating-point blank is NaN, which every result that depends on it shows. Integers have no such value: if glue
-computes with an unsent integer and discards the result, the blank must be a valid index, so it is 0. If the trace were
-wrong and a result depended on this 0, the result would be silently wrong. So the first microbatch on a route tracks
-these zeros from operator to operator, as the trace has tracked the original values. If glue branches on activations,
-which a trace does not have, all blanks of all microbatches are tracked.
+A mode tracks them through the stage's glue. A floating-point blank is NaN, which every result that depends on it shows.
+Integers have no such value: if glue computes with an unsent integer and discards the result, the blank must be a valid
+index, so it is 0. If the trace were wrong and a result depended on this 0, the result would be silently wrong. So the
+first microbatch on a route tracks these zeros from operator to operator, as the trace has tracked the original values.
+If glue branches on activations, which a trace does not have, all blanks of all microbatches are tracked.
 """
 
 from collections.abc import Iterable

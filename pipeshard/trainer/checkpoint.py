@@ -126,7 +126,8 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def flaw_of(folder: Path) -> str:
-    """The reason why a checkpoint is incomplete, judging by the names and sizes of its files; "" if it is complete."""
+    """The reason why a checkpoint is incomplete, judging by the names and sizes of its files, or "" if it is
+    complete."""
     if not (folder / FOLDER / REST).is_file():
         return f"it has no {FOLDER}/{REST}: its save was interrupted, or a Trainer without a pipeline wrote it"
     name = CHECKPOINT_NAME.fullmatch(folder.name)

@@ -54,7 +54,7 @@ class Called(Exception):
 
 
 class Resized(TraceError):
-    """compute_loss called the model with inputs of other sizes than in the batch: a trace varies each size
+    """compute_loss called the model with inputs whose sizes differ from the batch's: a trace varies each size
     separately."""
 
 

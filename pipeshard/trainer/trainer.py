@@ -153,7 +153,7 @@ class Loop(Trainer):
         return Stages(self.pipeline, model, boosted)
 
     def _sample(self) -> Any:
-        """The first samples, as the training loop will pass them to the model; None if there are none. Random
+        """The first samples, as the training loop will pass them to the model, or None if there are none. Random
         generators are not advanced."""
         before = random_state()
         try:

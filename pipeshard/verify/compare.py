@@ -137,7 +137,7 @@ def _poison(value: Any) -> bool:
 
 
 def size(tensor: Tensor) -> float:
-    """The largest finite magnitude of a tensor's elements; 0 if there is none."""
+    """The largest finite magnitude of a tensor's elements, or 0 if there is none."""
     if not tensor.numel():
         return 0.0
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
@@ -264,7 +264,7 @@ def first_unit(
     at: tuple[int, int],
     note: Callable[[], None],
 ) -> str:
-    """The first unit, in the order of the forward, whose results differ from the unsplit model; "" if none does."""
+    """The first unit, in the order of the forward, whose results differ from the unsplit model, or "" if none does."""
     units = list(split.policy.units)
     of_ranks: list[Results] = [{} for _ in split.ranks]
     unsplit: Results = {}

@@ -85,8 +85,8 @@ def prove_at_boost(
 ) -> str:
     """Prove a model on the first rank, if `config.verify` requests it. Call it on every rank before sharding.
 
-    Returns how slices of samples with padding differ from whole samples, "" if they do not. Raises VerificationError
-    on all ranks if the split model differs, and ConfigurationError if slices could not be compared.
+    Returns a message that describes how slices of padded samples differ from whole samples, or "" if they match. Raises
+    VerificationError on all ranks if the split model differs, and ConfigurationError if slices could not be compared.
     """
     if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
         _warn_of_batch_norms(model)
@@ -251,7 +251,7 @@ def _free(device: torch.device) -> int:
 
 
 def _too_large(model: nn.Module, most: float, copies: int) -> str:
-    """The reason why a model is too large for a proof, if `copies` of its parameters exceed `most` bytes; otherwise
+    """The reason why a model is too large for a proof, if `copies` of its parameters exceed `most` bytes, otherwise
     ""."""
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return f"the check needs {format_bytes(needed)}, but may use {format_bytes(most)}" if needed > most else ""

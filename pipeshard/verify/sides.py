@@ -45,8 +45,8 @@ class StepCut:
 
 @dataclass
 class Undivided:
-    """A copy of the unsplit model that trains on all samples of a step at once; `loss` is set if the copy has already
-    run the first step."""
+    """A copy of the unsplit model that trains on all samples of a step in one batch; `loss` is set if the copy has
+    already run the first step."""
 
     reference: Reference
     loss: Tensor | None = None
@@ -90,7 +90,7 @@ class Sides:
         return StepCut(step, weights, self._has_auxiliary(), tuple(split.policy.units), found)
 
     def first_unit(self) -> str:
-        """The first unit whose results differ in the first step; "" if none does."""
+        """The first unit whose results differ in the first step, or "" if none does."""
         samples = self.samples
         return first_unit(self.split, self.references[0], samples.of_step, samples.m, (SEED, 0), self.tick)
 

@@ -20,8 +20,8 @@ from pipeshard.verify.local import Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
 
 WHOLE_SEED = 20261124
-# Relative errors of the loss and of gradients. Matrix products of other shapes are rounded differently, and some layers
-# always compute in fp32, so that fp64 is not exact to its last digits.
+# Relative errors of the loss and of gradients. Matrix products of different shapes are rounded differently, and some
+# layers always compute in fp32, so that fp64 is not exact to its last digits.
 LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
 LOSS_FLOOR = 1e-3  # smaller losses, and gradients relative to the largest one, are compared with this
 SHARED, CONSTANT = "shared", "constant"  # random numbers: each sample's own on both sides, or the same for all samples
@@ -120,7 +120,7 @@ class WholeBatch:
         return self.found
 
     def _by_outputs(self) -> str:
-        """The difference in the outputs; "" if they are equal, or if no output is per sample."""
+        """The difference in the outputs, or "" if they are equal or no output is per sample."""
         self.chosen = self._choose()
         if not any(self.chosen):
             self.found.missing = "it returns no per-sample outputs"
@@ -128,7 +128,7 @@ class WholeBatch:
         return self._differences(RunMode(draws=SHARED if self.draws else "", by_outputs=True))
 
     def _differences(self, way: RunMode) -> str:
-        """The difference between both sides; "" if they are equal in one of several modes, tried in turn."""
+        """The difference between both sides, or "" if they are equal in one of several modes, tried in turn."""
         why = self._attempt(way)
         if why and not way.draws:
             why = self._attempt(replace(way, draws=SHARED))
@@ -258,7 +258,7 @@ class WholeBatch:
         return torch.stack(terms).sum() if terms else torch.zeros(())
 
     def _choose(self) -> list[int]:
-        """The number of elements of each output; 0 if the outputs of microbatches do not have as many in total."""
+        """The number of elements of each output, or 0 if the outputs of microbatches do not have as many in total."""
         self.chosen = []
         sizes = [self._sizes(batch) for batch in (self.batch, *self.parts)]
         if len({len(one) for one in sizes}) > 1:
@@ -319,7 +319,7 @@ class WholeBatch:
 
 
 def unlike(whole: Side, parts: Side, way: RunMode) -> str:
-    """The difference between both sides; "" if there is none."""
+    """The difference between both sides, or "" if there is none."""
     m = f"{len(parts.shares)} microbatches"
     short = 8 * max(torch.finfo(whole.dtype).eps, 0.0)
     floor = 1.0 if way.by_outputs else LOSS_FLOOR

@@ -78,7 +78,7 @@ class Case:
             "SIGTERM": (who, "by SIGTERM"),
             "hang": (who, "plant.py"),
             "NaN": ("NonFiniteError",) if self.phase == "tie sync" else (who, "NonFiniteError"),
-            "wrong shape": (who, "torch.float64 where the trace has" if self.leaves else "size"),
+            "wrong shape": (who, "torch.float64, but the trace recorded" if self.leaves else "size"),
             "different batch": ("must read the same batch", f"stage {self.rank}"),
             "full disk": (who, "No space left on device"),
             CHILD: (who, "was killed"),

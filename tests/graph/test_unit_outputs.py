@@ -142,7 +142,7 @@ def test_a_hook_that_changes_a_result_is_refused() -> None:
     unit = Unit()
     unit.inner.register_forward_hook(lambda module, args, result: result + 1)
     parts = [Part(RESULT, tree_flatten(1)[1]), Part(Source("inner"), tree_flatten(2)[1])]
-    with pytest.raises(TraceError, match="a forward hook on inner"):
+    with pytest.raises(TraceError, match="the forward hook on inner"):
         answer(unit, parts, [1, 2], ((), {}))
 
 

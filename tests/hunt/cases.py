@@ -391,7 +391,7 @@ CASES = {
         values.Selected,
         "How many rows a layer returns depends on activations: the next stage waits for as many as in the trace.",
         options={"verify": False, "partition": [3, 3]},
-        refused="layers.1 .* where the trace has .* return a tensor of a fixed size",
+        refused="layers.1 .* but the trace recorded .* return a tensor of a fixed size",
     ),
     "none inside a layer": Case(
         values.NoneInside,
@@ -424,7 +424,7 @@ CASES = {
         values.WritesByValues,
         "Layers write to what they are given if it is not zero, as it is in a trace: torch refused to write to a leaf.",
         options={"verify": False, "partition": [3, 3]},
-        refused="changes an argument in place where the trace has no such write",
+        refused="changes an argument in place, but the trace recorded no such write",
     ),
     "by codes": Case(values.ByCodes, "Glue looks up integers that a layer returns.", options={"verify": False}),
     "by a mask": Case(values.ByMask, "Glue multiplies by booleans that a layer returns.", options={"verify": False}),

@@ -124,7 +124,7 @@ KINDS: Mapping[str, Kind] = {
     "a forward pre-hook": Kind(lambda block: block.a.register_forward_pre_hook(lambda m, args: (args[0] * 2,))),
     "a forward hook": Kind(
         lambda block: block.a.register_forward_hook(lambda m, args, y: y.relu() + m.weight.sum()),
-        refused="a forward hook on a .Linear., inside a unit, changes the module.s output",
+        refused="the forward hook on a .Linear. returns a new output",
     ),
     "weight norm": Kind(lambda block: parametrizations.weight_norm(block.a)),
     "a patched forward": Kind(patched),
