@@ -231,7 +231,7 @@ MISTAKES = {
     ),
     "a call": Mistake(
         (ERRORS + "`UsageError`: `model(x)`", TROUBLES + "`model(**batch)` with several"),
-        r"UsageError: .*use booster.execute_pipeline\(.*under torch.no_grad\(\)",
+        r"UsageError: .*use execute_pipeline\(.*under torch.no_grad\(\)",
         call,
         evaluate,
     ),
