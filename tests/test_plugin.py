@@ -217,7 +217,7 @@ def mistakes() -> list[str]:
 @pytest.mark.turns
 def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
     expected = [
-        "UsageError: this process holds only stage . of 2.*use booster.execute_pipeline",
+        "UsageError: this process holds only stage . of 2.*use execute_pipeline",
         "UsageError: execute_pipeline already runs the backward pass",
         "BatchError: the data iterator is exhausted: create a new one",
         r"BatchError: (the data iterator is exhausted|stage 1 \(of 2 ranks\) got no usable batch)",
