@@ -366,7 +366,7 @@ def test_one_stage_can_be_called_as_a_plain_model(pool: Pool, precision: str, wo
 def whole_but_for(**options: Any) -> None:
     data = zoo.batch("llama")
     split = Split(zoo.build("llama"), 1, data, num_microbatches=2, **options)
-    with pytest.raises(UsageError, match=r"use booster\.execute_pipeline"):
+    with pytest.raises(UsageError, match=r"use execute_pipeline"):
         split.model(**data)
 
 
