@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeshard.batch.batch import Batch
 from pipeshard.private import TreeSpec, tree_flatten, tree_unflatten
@@ -27,9 +28,8 @@ class _Slot:
 
 
 class _Result(NamedTuple):
-    """The result of an operator of glue, valid until something writes to it."""
+    """How an operator of glue computed a tensor, valid until something writes to the tensor."""
 
-    tensor: Tensor
     version: int
     func: Any
     args: Any
@@ -141,7 +141,7 @@ class Recipes:
         self.questions: list[Question] = []
         self._sizes = {} if batch is None or real is None else _products(batch, real)
         self._leaves: dict[int, tuple[Tensor, int, str]] = {}
-        self._results: dict[int, _Result] = {}
+        self._results = WeakTensorKeyDictionary()  # what glue drops is freed: nothing can ask about it any more
 
     def leaf(self, tensor: Tensor, path: str) -> None:
         self._leaves[id(tensor)] = tensor, tensor._version, path
@@ -152,7 +152,7 @@ class Recipes:
         return frozenset(path for leaf, version, path in self._leaves.values() if leaf._version != version)
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
-        self._results[id(output)] = _Result(output, output._version, func, args, kwargs)
+        self._results[output] = _Result(output._version, func, args, kwargs)
 
     def ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Question:
         """Record and return the question whose last operator is `func`. A bool as answer is recomputed for the real
@@ -182,10 +182,12 @@ class Recipes:
             if of_batch := self._leaves.get(id(leaf)):
                 is_good &= leaf._version == of_batch[1]
                 return _Slot(of_batch[2])
-            result = self._results.get(id(leaf))
+            result = self._results.get(leaf)
             if result is None:
                 return leaf  # a constant
-            is_good &= leaf._version == result.version and self._follow(*result[2:], steps, known)
+            is_good &= leaf._version == result.version and self._follow(
+                result.func, result.args, result.kwargs, steps, known
+            )
             known[id(leaf)] = len(steps) - 1
             return _Slot(known[id(leaf)])
 
