@@ -40,7 +40,8 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
     devices = plan.devices
     limit = f", {devices.limits} for each rank" if devices.memory and not devices.are_unequal else ""
     yield Text(f"{plan.model}, {_count(plan.parameters)} parameters, on {plan.pp_size} ranks", style="bold")
-    yield Text(f"{plan.num_microbatches} microbatches of {shapes}")
+    m = plan.num_microbatches
+    yield Text(f"{m} microbatch{'es' * (m > 1)} of {shapes}")
     yield Text(f"{plan.training}, partition {plan.partition}{limit}")
     if devices.are_unequal or devices.links:
         yield Text(str(devices))
