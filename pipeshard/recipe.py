@@ -3,8 +3,11 @@
 The settings are TRL's own for the model, the data and the Trainer, and those of PipelineArguments.
 """
 
+import json
+import re
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
@@ -13,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeshard.errors import ConfigurationError, PipeshardError, explained, summary
+from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, explained, summary
 from pipeshard.garbage import collector_paused
 from pipeshard.schedule.schedules import SCHEDULES
 
@@ -22,6 +25,13 @@ TRAINERS = {
     "dpo": ("DPO", "Fine-tune a model on pairs of a preferred and a rejected answer."),
     "reward": ("Reward", "Train a reward model on pairs of a preferred and a rejected answer."),
     "grpo": ("GRPO", "Train a model by reinforcement learning: reward functions score its own answers."),
+}
+# The columns that TRL trains on: any of these sets.
+COLUMNS = {
+    "sft": [["messages"], ["prompt", "completion"], ["text"], ["input_ids"]],
+    "dpo": [["chosen", "rejected"]],
+    "reward": [["chosen", "rejected"], ["chosen_ids", "rejected_ids"], ["chosen_input_ids", "rejected_input_ids"]],
+    "grpo": [["prompt"], ["environment"]],
 }
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # in some models, in addition to safetensors
@@ -64,6 +74,21 @@ class PipelineArguments:
 PLUGIN = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "chunks": "num_model_chunks"}
 PLUGIN |= {"microbatches": "num_microbatches", "schedule": "schedule", "num_slices": "num_slices"}
 PLUGIN |= {name: name for name in ("partition", "precision", "recompute", "zero_stage")}
+# Names of settings in other tools.
+ALIASES = {argument: name for name, argument in PLUGIN.items()}
+ALIASES |= dict.fromkeys(("model", "base_model", "model_name"), "model_name_or_path")
+ALIASES |= dict.fromkeys(("data", "dataset", "dataset_path"), "dataset_name")
+ALIASES |= dict.fromkeys(("batch_size", "micro_batch_size"), "per_device_train_batch_size")
+ALIASES |= dict.fromkeys(("stages", "pipeline_stages"), "pp") | dict.fromkeys(("output", "out"), "output_dir")
+ALIASES |= dict.fromkeys(("seq_len", "sequence_len", "max_seq_length"), "max_length")
+ALIASES |= {"epochs": "num_train_epochs", "lr": "learning_rate"}
+# What errors of the planner advise, in these settings.
+ADVICE = {
+    "shorter or fewer samples in a microbatch": "a smaller max_length or per_device_train_batch_size",
+    "--recompute, or model.gradient_checkpointing_enable()": "gradient_checkpointing, or recompute=1",
+    "omit --recompute": "set gradient_checkpointing=false",
+    "more stages than": "more stages (pp) than",
+}
 
 
 # The settings
@@ -84,9 +109,10 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
         settings, of_file, rest = parser_of(kind, groups).parse_args_and_config(
             arguments, return_remaining_strings=True, separate_remaining_strings=True
         )
-    if unknown := [*of_file[::2], *rest]:
+    unknown = [f"{one[2:]} in {arguments[arguments.index('--config') + 1]}" for one in of_file[::2]]
+    if unknown := unknown + [one for one in rest if one.startswith("--")] or rest:
         raise ConfigurationError(
-            unknown_setting(kind, unknown[0], [one.name for group in groups for one in fields(group)])
+            unknown_settings(kind, unknown, {one.name for group in groups for one in fields(group)})
         )
     settings.num_slices = str(settings.num_slices)  # YAML may contain a number
     checked_config(settings)
@@ -128,11 +154,14 @@ def unreadable(error: Exception) -> ConfigurationError:
     return ConfigurationError(f"the --config file cannot be read: {summary(error)}")
 
 
-def unknown_setting(kind: str, name: str, known: Collection[str]) -> str:
-    plain = name.lstrip("-").partition("=")[0].replace("-", "_")
-    close = [one for one, argument in PLUGIN.items() if argument == plain] or get_close_matches(plain, known, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"pipeshard {kind} --help lists the settings"
-    return f"{name} is not a setting of pipeshard {kind}: {hint}"
+def unknown_settings(kind: str, names: Sequence[str], known: Collection[str]) -> str:
+    """The message for settings that a command does not have, each with the closest known names."""
+    shown = []
+    for name in names:
+        plain = re.split("[= ]", name.lstrip("-"))[0].replace("-", "_")
+        close = [ALIASES[plain]] if ALIASES.get(plain) in known else get_close_matches(plain, known, n=3)
+        shown.append(name + (f" (did you mean {' or '.join(close)}?)" if close else ""))
+    return f"pipeshard {kind} has no setting {', '.join(shown)}. pipeshard {kind} --help lists the settings"
 
 
 def checked_config(settings: Namespace) -> None:
@@ -140,7 +169,8 @@ def checked_config(settings: Namespace) -> None:
     from pipeshard.config import PipelineConfig
     from pipeshard.trainer.refusals import cut
 
-    cut(PipelineConfig(**plugin_arguments(settings)), settings.gradient_accumulation_steps)
+    with in_settings():
+        cut(PipelineConfig(**plugin_arguments(settings)), settings.gradient_accumulation_steps)
     ranks = settings.pp * settings.dp * settings.tp
     if settings.nnodes < 1 or ranks % settings.nnodes:
         raise ConfigurationError(
@@ -151,6 +181,20 @@ def checked_config(settings: Namespace) -> None:
             f"num_slices={settings.num_slices} is not supported with gradient_checkpointing, which TRL turns on: set "
             "recompute=1, or gradient_checkpointing=false"
         )
+
+
+@contextmanager
+def in_settings() -> Iterator[None]:
+    """Context manager that names these settings in errors, instead of the arguments of the plugin and the planner."""
+    try:
+        yield
+    except (ConfigurationError, PartitionError) as error:
+        text = str(error)
+        for there, here in ADVICE.items():
+            text = text.replace(there, here)
+        for here, there in PLUGIN.items():
+            text = re.sub(rf"\b{there}\b", here, text)
+        raise type(error)(text) from error
 
 
 def plugin_arguments(settings: Namespace) -> dict[str, Any]:
@@ -221,11 +265,54 @@ def loaded(settings: Namespace) -> Any:
     if path.suffix in READERS:
         if not path.is_file():
             raise ConfigurationError(f"dataset_name={name} does not exist: pass the path of a file")
-        return load_dataset(READERS[path.suffix], data_files=name, streaming=streaming)
-    if any((path / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
-        return load_from_disk(name)
-    with explained(partial(not_at_hand, "dataset_name", name)):
+        if not path.stat().st_size:
+            raise ConfigurationError(f"dataset_name={name} is empty: pass a file with samples")
+    with explained(partial(unreadable_data, path) if path.exists() else partial(not_at_hand, "dataset_name", name)):
+        if path.suffix in READERS:
+            return load_dataset(READERS[path.suffix], data_files=name, streaming=streaming)
+        if any((path / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
+            return load_from_disk(name)
         return load_dataset(name, settings.dataset_config, streaming=streaming)
+
+
+def unreadable_data(path: Path, error: BaseException) -> ConfigurationError:
+    """The error for local data that cannot be read, with the first line of a .jsonl file that is not JSON."""
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                try:
+                    json.loads(text.strip() or "0")
+                except ValueError:
+                    return ConfigurationError(f"line {number} of dataset_name={path} is not valid JSON: {text[:60]!r}")
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return ConfigurationError(f"dataset_name={path} cannot be read: {summary(error)}")
+
+
+def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
+    """Raise ConfigurationError for data whose columns TRL cannot train on, or whose messages are not chats."""
+    if settings.dataset_streaming or (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        return
+    has, start, name = data.column_names, data[:100], settings.dataset_name
+    text = getattr(settings, "dataset_text_field", "text")
+    ways = [[text if column == "text" else column for column in way] for way in COLUMNS[kind]]
+    chat = next((name for name in ("conversations", "conversation") if kind == "sft" and name in has), None)
+    target = "conversations" if chat and "'from':" in str(start[chat][:1]) else "messages"  # TRL converts {from, value}
+    if chat == target:
+        return
+    if not any(set(way) <= set(has) for way in ways):
+        *first, last = [" and ".join(way) for way in ways]
+        needs = ", or ".join(([", ".join(first)] if first else []) + [last])
+        rename = f". Rename {chat} to {target}" if chat else ""
+        raise ConfigurationError(f"{name} has the columns {', '.join(has)}, but {kind} needs {needs}{rename}")
+    for number, turns in enumerate(start["messages"] if kind == "sft" and "messages" in has else (), 1):
+        if not (
+            isinstance(turns, list) and turns and all(isinstance(turn, dict) and turn.get("role") for turn in turns)
+        ):
+            raise ConfigurationError(
+                f"messages in row {number} of {name} must be a list of turns, each with role and content, got "
+                f"{str(turns)[:60]}"
+            )
 
 
 def config_of(settings: Namespace) -> list[str]:

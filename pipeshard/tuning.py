@@ -1,11 +1,12 @@
 """Tuning: the commands `pipeshard sft`, `dpo`, `reward` and `grpo`, which plan or train a model."""
 
+import logging
 import os
 import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -16,20 +17,23 @@ import click
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.garbage import collector_paused
 from pipeshard.recipe import (
+    READERS,
     config_of,
     filled,
     folder_of,
+    in_settings,
     model_of,
-    named,
     of_trl,
     plugin_arguments,
     read,
+    refuse_columns,
     reward_functions,
     rows,
     trl,
 )
 from pipeshard.script import fold, note, notes
 
+logger = logging.getLogger("pipeshard")
 SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
 NEW_TOKENS = 64  # maximum length of the answer
 
@@ -37,19 +41,58 @@ NEW_TOKENS = 64  # maximum length of the answer
 def main(kind: str, arguments: Sequence[str]) -> int:
     """Run a command: plan, start this machine's ranks, or train as one of them; returns the exit status."""
     settings = read(kind, arguments)
-    if not settings.dry_run and "RANK" not in os.environ:
-        check_sources(settings)
-        return start(kind, settings, arguments)
-    quiet()
-    (plan if settings.dry_run else train)(kind, settings)
-    return 0
+    if not settings.dry_run and "RANK" in os.environ:
+        quiet()
+        train(kind, settings)
+        return 0
+    if settings.dry_run:
+        quiet()
+        plan(kind, settings)
+    else:
+        check_sources(kind, settings)
+    for text in remarks(settings):
+        click.echo(f"note: {text}", err=True)
+    return 0 if settings.dry_run else start(kind, settings, arguments)
 
 
-def check_sources(settings: Namespace) -> None:
-    """Download the model and the data if this machine lacks them, once for all of its ranks."""
-    folder_of(settings)
-    if not settings.datasets and not Path(named(settings, "dataset_name")).exists():
-        rows(settings)
+def check_sources(kind: str, settings: Namespace) -> None:
+    """Download the model and the data if this machine lacks them, once for all of its ranks, and check both."""
+    import datasets
+
+    folder = folder_of(settings)
+    if not settings.datasets:
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error contains what the readers log
+        refuse_columns(kind, settings, rows(settings)[0])
+    if kind == "sft":
+        refuse_small(Namespace(**vars(settings) | {"model_name_or_path": str(folder), "device_memory": None}))
+
+
+def refuse_small(settings: Namespace) -> None:
+    """Raise PartitionError for a model that has too few units for the stages, as the plan does."""
+    from pipeshard.graph.units import find_units
+    from pipeshard.schedule.schedules import num_chunks
+
+    try:
+        if len(find_units(blank(settings))) < settings.pp * num_chunks(settings.schedule, settings.chunks):
+            planned(settings)
+    except PartitionError:
+        raise
+    except Exception as error:  # training may support a model that a plan does not
+        logger.debug("the number of stages is checked by the ranks: %s", error)
+
+
+def remarks(settings: Namespace) -> Iterator[str]:
+    """Yield what a user may have overlooked in the settings."""
+    name = settings.dataset_name or ""
+    if not settings.datasets and Path(name).suffix in READERS and not Path(name).is_file():
+        yield f"dataset_name={name} does not exist; training requires it"
+    m = settings.microbatches or settings.gradient_accumulation_steps
+    if m < settings.pp and settings.num_slices == "1":
+        which = "microbatches" if settings.microbatches else "gradient_accumulation_steps"
+        yield (
+            f"a step has {m} microbatch{'es' * (m > 1)} for {settings.pp} stages, which wait for each other: raise "
+            f"{which} to {settings.pp} or more"
+        )
 
 
 # The plan
@@ -64,14 +107,24 @@ def plan(kind: str, settings: Namespace) -> None:
             "Omit --dry_run"
         )
     from pipeshard.commands import show
-    from pipeshard.planner import planner
     from pipeshard.planner.devices import Devices
+
+    made, is_sliced = planned(settings), settings.num_slices != "1"
+    show(made, slices=is_sliced)
+    if is_sliced and settings.device_memory:
+        limits = Devices.parse(settings.pp, settings.device_memory).memory
+        refuse_large([found.memory for found in made.in_slices()], limits)
+
+
+@in_settings()
+def planned(settings: Namespace) -> Any:
+    """The plan of these settings, without `device_memory` if sequences are sliced."""
+    from pipeshard.planner import planner
     from pipeshard.planner.memory import OPTIMIZERS
 
     window = settings.gradient_accumulation_steps
     samples, m = settings.per_device_train_batch_size * window, settings.microbatches or window
-    is_sliced = settings.num_slices != "1"
-    made = planner.plan(
+    return planner.plan(
         blank(settings),
         pp_size=settings.pp,
         num_microbatches=m,
@@ -79,7 +132,7 @@ def plan(kind: str, settings: Namespace) -> None:
         schedule=settings.schedule,
         num_model_chunks=settings.chunks,
         partition=settings.partition,
-        device_memory=None if is_sliced else settings.device_memory,
+        device_memory=settings.device_memory if settings.num_slices == "1" else None,
         optimizer=next((name for name in OPTIMIZERS if name in str(settings.optim)), "none"),
         seq_len=settings.max_length,
         precision=settings.precision or "fp32",
@@ -87,10 +140,6 @@ def plan(kind: str, settings: Namespace) -> None:
         zero_stage=settings.zero_stage,
         tp_size=settings.tp,
     )
-    show(made, slices=is_sliced)
-    if is_sliced and settings.device_memory:
-        limits = Devices.parse(settings.pp, settings.device_memory).memory
-        refuse_large([found.memory for found in made.in_slices()], limits)
 
 
 def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
@@ -155,7 +204,19 @@ def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     flags = {"nproc-per-node": local, "nnodes": settings.nnodes, "max-restarts": settings.max_restarts}
     flags |= {"rdzv-endpoint": settings.rdzv_endpoint} if settings.rdzv_endpoint else {}
-    return launch([*(f"--{flag}={value}" for flag, value in flags.items()), "--module", __name__, kind, *arguments])
+    command = [*(f"--{flag}={value}" for flag, value in flags.items()), "--module", __name__, kind, *arguments]
+    status = launch(command)
+    folder = settings.output_dir or "trainer_output"
+    if status and has_checkpoint(folder):
+        click.echo(f"{folder} has a complete checkpoint: start the same command with --resume to continue", err=True)
+    return status
+
+
+def has_checkpoint(folder: str) -> bool:
+    """Whether the folder has a complete checkpoint."""
+    from pipeshard.trainer.checkpoint import flaw_of
+
+    return any(not flaw_of(path) for path in Path(folder).glob("checkpoint-*"))
 
 
 def quiet() -> None:
@@ -175,7 +236,6 @@ def train(kind: str, settings: Namespace) -> None:
 
     from pipeshard.plugin import PipelinePlugin
     from pipeshard.trainer import pipelined
-    from pipeshard.trainer.checkpoint import flaw_of
 
     settings.use_cpu = settings.use_cpu or not torch.cuda.is_available()
     settings.gradient_checkpointing = settings.gradient_checkpointing and settings.recompute is None
@@ -189,30 +249,54 @@ def train(kind: str, settings: Namespace) -> None:
     if kind == "grpo":
         more["reward_funcs"] = reward_functions(settings)
     args.model_init_kwargs = None  # model_of has used them
+    restarts = settings.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    shown = line(restarts)
     trainer = pipelined(of_trl(kind, "Trainer"))(
         model_of(kind, settings), args=args, train_dataset=data, eval_dataset=held_out, peft_config=adapters,
-        callbacks=[line()], pipeline=PipelinePlugin(**plugin_arguments(settings)), **more,
+        callbacks=[shown], pipeline=PipelinePlugin(**plugin_arguments(settings)), **more,
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    restarts = settings.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    complete = (path for path in Path(args.output_dir).glob("checkpoint-*") if not flaw_of(path))
-    trainer.train(resume_from_checkpoint=restarts and any(complete))
+    trainer.training_step = shown.watching(trainer.training_step)
+    trainer.train(resume_from_checkpoint=restarts and has_checkpoint(args.output_dir))
     trainer.save_model(args.output_dir)
     trainer.save_state()
     if kind != "reward":
         answer(trainer, settings.prompt, next(iter(data)))
 
 
-def line() -> Any:
-    """A callback that prints one line per log; on a terminal, each line replaces the previous one."""
+def line(restarts: bool) -> Any:
+    """A callback that prints one line per log and for the last step; on a terminal, each line replaces the previous
+    one. If the run `restarts`, it first prints the step."""
     from transformers import TrainerCallback
 
     class Line(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.begun, self.first = time.monotonic(), state.global_step
+            self.begun, self.first, self.logged = time.monotonic(), state.global_step, state.global_step
+            folder, step = args.output_dir, state.global_step
+            found = f"resuming from {folder}/checkpoint-{step} (step {step} of {state.max_steps})"
+            if restarts and state.is_world_process_zero:
+                click.echo(found if step else f"no complete checkpoint in {folder}: training begins at step 0")
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.loss: Any = 0.0
+
+        def watching(self, step: Callable[..., Any]) -> Callable[..., Any]:
+            """The Trainer's `step` on a batch; the loss that it returns is a part of the step's."""
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                loss = step(*args, **kwargs)
+                self.loss = self.loss + loss
+                return loss
+
+            return watched
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.logged < state.global_step:
+                self.on_log(args, state, control, {"loss": self.loss})
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            self.logged = state.global_step if "loss" in logs else self.logged
             shown = "".join(f"  {name} {float(logs[key]):.4g}" for key, name in SHOWN.items() if key in logs)
             if not shown or not state.is_world_process_zero:
                 return

@@ -177,13 +177,13 @@ def said(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--leraning_rate=1"], "--leraning_rate=1 is not a setting of pipeshard sft: did you mean learning_rate"),
-        (["--pp_size", "2"], "--pp_size is not a setting of pipeshard sft: did you mean pp?"),
-        (["--xyzzy"], "--xyzzy is not a setting of pipeshard sft: pipeshard sft --help lists the settings"),
+        (["--leraning_rate=1"], "pipeshard sft has no setting --leraning_rate=1 (did you mean learning_rate"),
+        (["--pp_size", "2"], "pipeshard sft has no setting --pp_size (did you mean pp?)"),
+        (["--xyzzy"], "pipeshard sft has no setting --xyzzy. pipeshard sft --help lists the settings"),
         (["--max_steps", "x"], "argument --max_steps/--max-steps: invalid int value: 'x'"),
         (["--schedule", "2f2b"], "argument --schedule: invalid choice: '2f2b'"),
-        (["--microbatches", "3"], "num_microbatches=3 is not a multiple of gradient_accumulation_steps=2"),
-        (["--pp", "0"], "pp_size, the number of stages, must be a positive integer, got 0"),
+        (["--microbatches", "3"], "microbatches=3 is not a multiple of gradient_accumulation_steps=2"),
+        (["--pp", "0"], "error: pp, the number of stages, must be a positive integer, got 0"),
         (["--nnodes", "4"], "nnodes=4 does not divide the 2 ranks"),
         (["--num_slices", "2"], "num_slices=2 is not supported with gradient_checkpointing"),
         (
@@ -191,10 +191,12 @@ def said(*arguments: str) -> Result:
             "model_name_or_path=some/model is not a local path, and cannot be loaded",
         ),
         (["--dataset_name", "none.jsonl"], "dataset_name=none.jsonl does not exist"),
-        (["--dry_run", "--pp", "40"], "fewer than pp_size=40. Use pp_size <="),
+        (["--dry_run", "--pp", "40"], "fewer than pp=40. Use pp <="),
+        (["--pp", "40"], "fewer than pp=40. Use pp <="),
         (
-            ["--dry_run", "--device_memory", "1MB"],
-            "device_memory is 1.00 MB: no partition was found that fits. Possible remedies",
+            ["--dry_run", "--device_memory", "1MB", "--gradient_checkpointing=false", "--max_length=64"],
+            "no partition was found that fits. Possible remedies: a smaller max_length or per_device_train_batch_size, "
+            "activation recompute (gradient_checkpointing, or recompute=1), more stages (pp) than 2",
         ),
         (["--dry_run", "--device_memory=1MB", "--num_slices=2", "--recompute=1"], "with the best number of slices"),
         (["--dry_run", "--device_memory=1TB,1MB", "--num_slices=2", "--recompute=1"], "rank 1 takes"),
@@ -208,7 +210,7 @@ def test_wrong_settings_are_refused_before_ranks_start(tmp_path: Path, arguments
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pp: 2\nlora: 8", "--lora is not a setting of pipeshard sft: did you mean lora_"),
+        ("pp: 2\nlora: 8", "recipe.yaml (did you mean lora_"),
         ("- pp", "must contain a YAML mapping"),
         ("pp: [", "the --config file cannot be read: ParserError"),
         (None, "the --config file cannot be read: FileNotFoundError"),
@@ -219,6 +221,108 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str)
         (tmp_path / "recipe.yaml").write_text(text)
     ended = said("sft", f"--config={tmp_path}/recipe.yaml")
     assert ended.exit_code == 1 and message in ended.output
+
+
+def test_every_unknown_setting_is_named_with_its_own_name(tmp_path: Path) -> None:
+    """A newcomer typed `sft --model tiny --data chats.jsonl`, and read that --model is not a setting, with no hint."""
+    (tmp_path / "recipe.yaml").write_text("stages: 2")
+    output = said("sft", f"--config={tmp_path}/recipe.yaml", "--model", "tiny", "--data=chats.jsonl").output
+    assert output == (
+        f"error: pipeshard sft has no setting stages in {tmp_path}/recipe.yaml (did you mean pp?), --model (did you "
+        "mean model_name_or_path?), --data=chats.jsonl (did you mean dataset_name?). pipeshard sft --help lists the "
+        "settings\n"
+    )
+
+
+CHAT_TURNS = '{"role": "user", "content": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (
+            "sft",
+            f'{{"conversation": [{CHAT_TURNS}]}}',
+            "chats.jsonl has the columns conversation, but sft needs messages, prompt and completion, story, or "
+            "input_ids. Rename conversation to messages",
+        ),
+        ("sft", '{"conversation": [{"from": "user", "value": "a"}]}', "Rename conversation to conversations"),
+        ("sft", f'{{"conversations": [{CHAT_TURNS}]}}', "Rename conversations to messages"),
+        ("sft", f'{{"messages": [{CHAT_TURNS}]}}\n{{"messages": "b"}}', "messages in row 2 of "),
+        ("sft", '{"messages": [{"from": "user", "value": "a"}]}', "each with role and content, got [{'from'"),
+        ("sft", '{"text": "a"}\n\n{"text": oops}\n', "line 3 of dataset_name="),
+        ("sft", "", "chats.jsonl is empty"),
+        ("dpo", '{"prompt": "a", "chosen": "b"}', "columns prompt, chosen, but dpo needs chosen and rejected"),
+        ("reward", '{"text": "b"}', "reward needs chosen and rejected, chosen_ids and rejected_ids, or"),
+        ("grpo", '{"question": "b"}', "columns question, but grpo needs prompt"),
+        ("sft", f'{{"messages": [{CHAT_TURNS}]}}', None),
+        ("sft", '{"story": "a"}', None),
+        ("sft", '{"conversations": [{"from": "user", "value": "a"}]}', None),
+        ("dpo", '{"chosen": "a", "rejected": "b"}', None),
+        ("grpo", '{"prompt": "a", "answer": "b"}', None),
+    ],
+)
+def test_data_that_trl_cannot_train_on_is_refused(tmp_path: Path, kind: str, text: str, message: str | None) -> None:
+    """Every rank raised a KeyError of TRL's, or of the reader, in a traceback that did not name the file."""
+    (tmp_path / "chats.jsonl").write_text(text)
+    field = ["--dataset_text_field=story"] if kind == "sft" else []
+    settings = recipe.read(kind, [f"--dataset_name={tmp_path}/chats.jsonl", *field])
+    with pytest.raises(ConfigurationError, match=re.escape(message)) if message else contextlib.nullcontext():
+        recipe.refuse_columns(kind, settings, recipe.rows(settings)[0])
+
+
+def test_data_is_checked_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "chats.csv").write_text("a,b\n1,2")
+    with mock.patch.object(tuning, "start") as start:
+        ended = said("sft", "--config", toy(tmp_path), f"--dataset_name={tmp_path}/chats.csv")
+    assert ended.exit_code == 1 and "chats.csv has the columns a, b, but sft needs" in ended.output
+    assert not start.called
+
+
+def test_what_a_user_may_overlook_is_noted(tmp_path: Path) -> None:
+    """TRL's default of one microbatch left half of the ranks idle, and a plan was made for a file that is not there."""
+    (tmp_path / "recipe").mkdir()
+    arguments = ["--config", toy(tmp_path / "recipe"), "--gradient_accumulation_steps=1"]
+    with mock.patch.object(tuning, "start", return_value=0):
+        trained = said("sft", *arguments)
+    waits = "note: a step has 1 microbatch for 2 stages, which wait for each other: raise gradient_accumulation_steps"
+    assert waits in trained.output and "does not exist" not in trained.output
+    planned = said("sft", *arguments, "--dry_run", "--max_length=8", "--dataset_name=none.jsonl")
+    assert planned.exit_code == 0 and "1 microbatch of input_ids" in planned.output
+    assert waits in planned.output and "note: dataset_name=none.jsonl does not exist" in planned.output
+
+
+def test_a_failed_run_names_its_checkpoint(tmp_path: Path) -> None:
+    """Nothing said that a run that had failed after hours could go on."""
+    arguments = ["--config", toy(tmp_path)]
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    with mock.patch("pipeshard.launch.main", return_value=1), mock.patch.dict(os.environ):
+        assert "--resume" not in said("sft", *arguments).output
+        with mock.patch("pipeshard.trainer.checkpoint.flaw_of", return_value=""):
+            ended = said("sft", *arguments)
+    assert f"{tmp_path}/out has a complete checkpoint: start the same command with --resume" in ended.output
+    assert ended.exit_code == 1
+
+
+def test_the_line_shows_the_first_and_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four steps with TRL's logging_steps=10 showed no loss, and a resumed run did not say where it began."""
+    line = tuning.line(restarts=True)
+    args, state = mock.Mock(output_dir="out"), mock.Mock(global_step=10, max_steps=12, is_world_process_zero=True)
+    line.on_train_begin(args, state, None)
+    step = line.watching(lambda loss: torch.tensor(loss))
+    for state.global_step in (11, 12):
+        line.on_step_begin(args, state, None)
+        assert step(0.25) + step(1.0) == 1.25
+    line.on_log(args, state, None, {"train_loss": 9.0})
+    line.on_train_end(args, state, None)
+    shown = capsys.readouterr().out
+    assert shown == "resuming from out/checkpoint-10 (step 10 of 12)\nstep 12/12  loss 1.25  0.0 min left\n"
+    line.on_log(args, state, None, {"loss": 1.0})
+    line.on_train_end(args, state, None)
+    assert capsys.readouterr().out.count("loss") == 1
+    state.global_step = 0
+    line.on_train_begin(args, state, None)
+    assert capsys.readouterr().out == "no complete checkpoint in out: training begins at step 0\n"
 
 
 def test_missing_packages_are_named() -> None:
