@@ -7,8 +7,10 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from pipeshard.script import fold, note, notes
 
 logger = logging.getLogger("pipeshard")
 SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
+TILES, FOLD = "trl.kernels.chunked_logprob", "_forward_tile"
 NEW_TOKENS = 64  # maximum length of the answer
 
 
@@ -186,9 +189,31 @@ def fuse_head(model: Any) -> None:
 
     @wraps(with_head)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return with_head(*args, fused_lm_head=True, **kwargs)
+        with folding_once():
+            return with_head(*args, fused_lm_head=True, **kwargs)
 
     model.forward = forward
+
+
+@contextmanager
+def folding_once() -> Iterator[None]:
+    """Context manager in which TRL's chunked loss runs its operators only for the first tile of each shape. A plan does
+    not need the values, the other tiles take the same memory, and 64k tokens have 64 tiles of 134 million numbers."""
+    if find_spec("trl.kernels") is None or not hasattr(kernels := import_module(TILES), FOLD):
+        yield
+        return
+    fold, folded = getattr(kernels, FOLD), set[Any]()
+
+    def once(tile: Any, *args: Any, **kwargs: Any) -> None:
+        if tile.shape not in folded:
+            folded.add(tile.shape)
+            fold(tile, *args, **kwargs)
+
+    setattr(kernels, FOLD, once)
+    try:
+        yield
+    finally:
+        setattr(kernels, FOLD, fold)
 
 
 # The ranks
