@@ -7,10 +7,11 @@ here. Another call is of the same kind if everything that the visited call has r
 
 import contextlib
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
-from pipeshard.graph.places import HOOKS, PLAIN, Path
+from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
 from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, Value, casting, storage_of
@@ -124,9 +125,36 @@ class Kind:
         return not (self.met or common or lists or opaque)
 
     def is_of(self, settings: Settings) -> bool:
-        """Whether a unit with `settings` behaves like the visited one: only attributes that it did not read differ."""
-        places = self.settings.differences(settings)
-        return all(place[0] in self.watched and place not in self.read for place in places)
+        """Whether a unit with `settings` behaves like the visited one: only attributes that it did not read differ, or
+        objects to which only such attributes lead."""
+        return all(
+            self._is_unread(path, key) or path in self._unreached for path, key in self.settings.differences(settings)
+        )
+
+    def _is_unread(self, path: Path, key: Any) -> bool:
+        return path in self.watched and (path, key) not in self.read
+
+    @cached_property
+    def _unreached(self) -> frozenset[Path]:
+        """The objects other than modules, by path, to which only attributes lead that the visited call did not read:
+        peft keeps such a dict with the layer's name in every LoRA layer. Modules read their registered dicts by other
+        names, and what a tuple or a function refers to counts as read."""
+        snapshot = self.settings.snapshot
+        paths = {id(h.object): h.path for h in snapshot.holders if not isinstance(h.object, nn.Module)}
+        leading: dict[int, list[tuple[Path, Any, int]]] = defaultdict(list)  # by object: places, and their holders
+        for path, holder, _, content, *_ in snapshot.holders:
+            for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
+                if id(entry) in paths:
+                    leading[id(entry)].append((path, key, id(holder)))
+        unread = set(leading) - snapshot.constants()
+        while reached := {
+            value
+            for value in unread
+            for path, key, holder in leading[value]
+            if holder not in unread and (key in REGISTERED or not self._is_unread(path, key))
+        }:
+            unread -= reached
+        return frozenset(paths[value] for value in unread)
 
 
 class Kinds:

@@ -116,6 +116,10 @@ class Snapshot:
                 if old is not new and not same(old, new):
                     yield Change((*path, _step(how, key)), holder, key, old, new)
 
+    def constants(self) -> set[int]:
+        """The ids of the values to which other values refer in ways that are not places, such as items of a tuple."""
+        return {id(value) for seen in self._seen.values() for _, value in constants_of(seen)}
+
     def restore(self) -> None:
         """Restore the content of every place, except the values of tensors."""
         for change in list(self.replaced()):

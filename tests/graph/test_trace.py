@@ -372,3 +372,45 @@ def test_such_a_unit_runs_on_the_plugin_s_device(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Kinds, "_visit_on", noted)
     trace(model, batch(), device=elsewhere)
     assert set(devices) == {torch.device("meta"), elsewhere}
+
+
+class Noted(nn.Linear):
+    """A layer with a dict in which its name stands, as peft's layers have one; `read` says how its forward reads it."""
+
+    def __init__(self, name: str, read: str) -> None:
+        super().__init__(H, H)
+        self.notes: Any = {"name": name, "more": {"name": name}}
+        self.read = read
+        if read == "alias":
+            self.other = self.notes["more"]
+        if read == "tuple":
+            self.pair = (self.notes["more"], 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        names = {
+            "attribute": lambda: self.notes["name"],
+            "inner": lambda: self.notes["more"]["name"],
+            "alias": lambda: self.other["name"],
+            "tuple": lambda: self.pair[0]["name"],
+        }
+        name = names[self.read]() if self.read else ""
+        return super().forward(x) * (2 if name == "1" else 1)
+
+
+@pytest.mark.parametrize("read", ["", "attribute", "inner", "alias", "tuple"])
+def test_layers_are_of_one_kind_where_they_differ_in_what_they_do_not_read(
+    monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    """peft notes a layer's name in a dict of each LoRA layer: each of 80 layers was traced by itself."""
+    visited, visit = [], Kinds._visit
+
+    def noted(kinds: Kinds, call: Any, *args: Any) -> Any:
+        visited.append(call.unit)
+        return visit(kinds, call, *args)
+
+    model = Glued()
+    model.layers = nn.ModuleList(Noted(str(k), read) for k in range(3))
+    monkeypatch.setattr(Kinds, "_visit", noted)
+    found = trace(model, batch())
+    assert [call.unit for call in found.calls if "layers" in call.unit] == ["layers.0", "layers.1", "layers.2"]
+    assert len({unit for unit in visited if "layers" in unit}) == (3 if read else 1)
