@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -414,3 +415,18 @@ def test_layers_are_of_one_kind_where_they_differ_in_what_they_do_not_read(
     found = trace(model, batch())
     assert [call.unit for call in found.calls if "layers" in call.unit] == ["layers.0", "layers.1", "layers.2"]
     assert len({unit for unit in visited if "layers" in unit}) == (3 if read else 1)
+
+
+def test_what_glue_drops_is_freed() -> None:
+    """A chunked loss of 64k tokens made 128 masks of 134 MB: the trace kept all, for questions that nobody asked."""
+
+    class Masking(Glued):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            mask = labels[:, None] < labels[:, :, None]
+            alive = weakref.ref(mask)
+            assert bool((~mask).any())  # a question, which is recorded with the operators that computed the mask
+            del mask
+            assert alive() is None
+            return super().forward(input_ids, labels)
+
+    assert trace(Masking(), batch()).questions
