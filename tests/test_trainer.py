@@ -217,7 +217,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (ConfigurationError, "num_microbatches=4.*gradient_accumulation_steps=3", {}, {"num_microbatches": 4}),
     (ConfigurationError, "loss_reduction='microbatch'", {}, {"loss_reduction": "microbatch"}),
     (CheckpointError, "it is not a complete PipelineTrainer checkpoint", {"resume": "nowhere"}, {}),
-    (UsageError, "another input_ids than the batch has", {"kind": Other}, {}),
+    (UsageError, "different values of input_ids than the batch has", {"kind": Other}, {}),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
 ]
 
