@@ -20,7 +20,7 @@ from pipeshard.errors import PipeshardError, summary
 from pipeshard.hf import IGNORED, LABELS, MASK, config_of, text_config
 from pipeshard.planner.memory import UNITS, format_bytes
 from pipeshard.planner.models import build
-from pipeshard.planner.plan import UNUSABLE, Estimate, Plan
+from pipeshard.planner.plan import UNUSABLE, Estimate, InSlices, Plan
 from pipeshard.verify.decide import Proven, alone
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof
 
@@ -51,11 +51,12 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
     yield _times(plan)
     yield Text()
     yield _schedules(plan)
+    lead = ""
     if slices:
+        found = plan.in_slices()
         yield Text()
-        yield _slices(plan)
-    fastest = min(plan.in_slices(), key=lambda found: found.time).n if slices else 1
-    lead = f"{fastest} slices take the least time. Without slices, " if slices else ""
+        yield _slices(plan, found)
+        lead = f"{min(found, key=lambda one: one.time).n} slices take the least time. Without slices, "
     yield Text(f"\n{lead}{plan.reason}", style="bold", justify="left", overflow="fold")
     if devices.are_unequal:
         yield Text(f"Pass partition={plan.counts} to PipelinePlugin.")
@@ -113,11 +114,11 @@ def _schedules(plan: Plan) -> Table:
     return table
 
 
-def _slices(plan: Plan) -> Table:
+def _slices(plan: Plan, estimates: Sequence[InSlices]) -> Table:
     table = _table(f"Slices of {plan.estimate.name}")
     for name in ("slices", "step", "idle", "memory"):
         table.add_column(name, justify="right")
-    for found in plan.in_slices():
+    for found in estimates:
         in_seconds = plan.unit == "seconds"
         time = f"{_digits(found.time)} s" if in_seconds else f"{found.time / plan.num_microbatches:.3f}"
         table.add_row(str(found.n), time, f"{found.bubble:.1%}", format_bytes(found.peak))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +198,8 @@ def fuse_head(model: Any) -> None:
 def folding_once() -> Iterator[None]:
     """Context manager in which TRL's chunked loss runs its operators only for the first tile of each shape. A plan does
     not need the values, the other tiles take the same memory, and 64k tokens have 64 tiles of 134 million numbers."""
-    if find_spec("trl.kernels") is None or not hasattr(kernels := import_module(TILES), FOLD):
+    kernels = sys.modules.get(TILES)  # which trl.trainer.utils has imported, in versions that have it
+    if not hasattr(kernels, FOLD):
         yield
         return
     fold, folded = getattr(kernels, FOLD), set[Any]()
