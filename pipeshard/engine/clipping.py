@@ -1,8 +1,8 @@
-"""Clipping: the gradient norm of the full model, with unscaling and clipping by this norm.
+"""Clipping: computes the gradient norm of the full model, unscales the gradients, and clips them by this norm.
 
-torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage only. Here the norm covers the parameters
-of all ranks, and a parameter that several ranks hold counts once. The first optimizer that steps computes the norm,
-once per step.
+torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage only. Here the norm covers the gradients
+on all ranks, and counts a parameter that several ranks hold once. The norm is computed once per step, by the first
+optimizer that steps.
 """
 
 import math
@@ -26,14 +26,14 @@ from pipeshard.private import foreach_mul_
 
 
 class ModelGradients:
-    """The gradients of all parameters of a model that this rank holds, regardless of which optimizers train them.
+    """The gradients of all of a model's parameters on this rank, whichever optimizers train them.
 
-    Until the first optimizer steps, the gradients are multiplied by the loss scale. That optimizer's step clips them if
-    `max_norm > 0`, unscales them, and decides whether all optimizers skip this step.
+    Until the first optimizer steps, the gradients include the loss scale. The first optimizer's step clips the
+    gradients if `max_norm > 0`, unscales them, and decides whether all optimizers skip this step.
 
     Attributes:
         names: maps each parameter of the full model to its name, including parameters that boost has replaced.
-        trained: the names of the parameters that an optimizer of the model trains.
+        trained: the names of the parameters that the model's optimizers train.
         norm: the last gradient norm of the full model, or None if this step has not computed it.
         overflow: whether the last step was skipped because a gradient overflowed.
     """
@@ -51,7 +51,7 @@ class ModelGradients:
         self.all, self.trained = frozenset(names.values()), set[str]()
         self.norm: Tensor | None = None
         self._holders = {weight.parameter: weight.holders for weight in holdings.weights.values()}
-        self._factor = self._scale  # by which the gradients are multiplied now
+        self._factor = self._scale  # the factor that the gradients currently include
         self._stepped: list[object] | None = None  # the optimizers that have stepped with the current gradients
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
@@ -63,8 +63,7 @@ class ModelGradients:
         return self._factor != 1.0
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The name of the model's parameter that `parameter` is, or that it replaces in an optimizer, or None if
-        unknown."""
+        """The parameter name of `parameter`, which may be a master weight in an optimizer, or None if unknown."""
         known = (self.names, *(optimizer.names for optimizer in self.updates.in_use().values()))
         return next((names[parameter] for names in known if parameter in names), None)
 
@@ -74,8 +73,9 @@ class ModelGradients:
         return [*self._holders, *masters]
 
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
-        """Lists of parameters that a loop may mistake for a full set: this rank's part of the model, and of each
-        optimizer group. Each list comes with the names of the parameters of its set that only other stages train."""
+        """The parameter lists that a training loop may mistake for complete: this rank's parameters of the model, and
+        of each optimizer group. Each list is paired with the names of the parameters that it lacks because only other
+        stages train them."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         model: tuple[list[Tensor], frozenset[str]] = list(self._holders), elsewhere
         groups = [
@@ -86,21 +86,22 @@ class ModelGradients:
         return [model, *groups]
 
     def add_to(self) -> None:
-        """Prepare to accumulate gradients: discard the cached norm, and bring existing gradients to the current loss
-        scale."""
+        """Prepare to accumulate gradients: record how the loop has changed the existing gradients, discard the cached
+        norm, and rescale the gradients to the current loss scale."""
         self._settle()
         self.updates.judge()
         self.norm, self._stepped = None, None
         self._rescale(self._scale)
 
     def follow(self, adopts: bool) -> bool:
-        """Make parameters and master weights equal after a loop has written to one of them (see MasterWeight.follow);
-        returns whether replicas must `share` the values."""
+        """Make parameters and master weights equal after the loop has written to either (see MasterWeight.follow).
+        Returns whether the replicas must then call `share`."""
         followed = [optimizer.follow(adopts) for optimizer in self.updates.in_use().values()]
         return any(followed)
 
     def settle(self) -> None:
-        """Call `follow` and `share` before parameters are read outside a step. Call it on all ranks."""
+        """Update the parameters with `follow` and `share`, before they are read outside a step. Call it on all
+        ranks."""
         with self.coupling.paused():
             self.follow(adopts=False)
             self.share()
@@ -111,7 +112,7 @@ class ModelGradients:
             optimizer.share()
 
     def added(self) -> None:
-        """Assign the gradients to the master weights as well, and record them to detect changes before an update."""
+        """Also assign the new gradients to the master weights, and record them, so that later changes are detected."""
         for weight in self.weights.values():
             weight.lend_gradient()
         self.updates.added(self._holders)
@@ -122,8 +123,8 @@ class ModelGradients:
             weight.settle_gradient()
 
     def ready(self, optimizer: object) -> bool:
-        """Clip and unscale the gradients, unless another optimizer's step has done so. Returns False if this step must
-        be skipped."""
+        """Clip and unscale the gradients, unless another optimizer has already done so in this step. Returns False if
+        the optimizer must skip the step."""
         if self._stepped is None or optimizer in self._stepped:
             self._stepped, self.overflow, self.norm = [], False, None
             self._settle()
@@ -141,7 +142,8 @@ class ModelGradients:
         return not self.overflow
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
+        """Unscale the gradients and clip their norm to `max_norm`, as torch.nn.utils.clip_grad_norm_ does. Returns the
+        norm before clipping. Call it on all ranks."""
         self.norm = self.total(norm_type)
         self._rescale(1.0)
         if error_if_nonfinite and not torch.isfinite(self.norm):
@@ -171,7 +173,8 @@ class ModelGradients:
             foreach_mul_(gradients, factor)
 
     def _refuse_untrained(self) -> None:
-        """Raise UsageError if a parameter has a gradient but no optimizer: should the norm include this gradient?"""
+        """Raise UsageError, on every rank, if a parameter has a gradient but no optimizer contains it: it is ambiguous
+        whether the norm should include this gradient."""
         if self.trained >= self.all:  # the same on every rank
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
@@ -186,7 +189,7 @@ class ModelGradients:
 
 def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:
     """The norm of the model's gradients over all ranks of `group`. `holders` maps each of this rank's parameters to the
-    number of ranks that have the same gradient; each of them contributes an equal share."""
+    number of ranks that have the same gradient; each of these ranks contributes an equal share."""
     is_max, group = math.isinf(norm_type), control(group)
     dtype, terms = torch.float32, []
     for parameter, count in holders.items():

@@ -1,10 +1,10 @@
-"""Coupling: a write of the training loop to a parameter, with a value that depends on several parameters.
+"""Coupling: a write by the training loop to a parameter, with a value computed from several parameters.
 
-Examples are a radius from the norm of all gradients, a projection, a quantile, or noise that one generator draws for
-one parameter after another. With several stages, each rank computes such a value from the parameters of one stage only.
-A clamp, a decay or an average of each parameter by itself is exact, and its values look the same. So in some updates,
-torch modes intercept all operators of the loop, and propagate the names of parameters from weights and gradients to
-everything computed from them.
+Examples are a radius computed from the norm of all gradients, a projection, a quantile, or noise that one generator
+produces for one parameter after another. With several stages, each rank computes such a value from the parameters of
+one stage only. A clamp, decay or average of each parameter separately is exact, and its values look the same. So in
+some updates, torch modes intercept all operators of the loop, and propagate parameter names from weights and gradients
+to all values computed from them.
 """
 
 import weakref
@@ -32,13 +32,13 @@ READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 
 
 class Stream(NamedTuple):
-    """The random numbers drawn from one generator since it was seeded."""
+    """A tag for the random numbers that one generator has produced since it was last seeded."""
 
     number: int
 
 
 class Number(NamedTuple):
-    """A Python number that the loop passed to an operator after it had read values of several parameters in Python."""
+    """A tag for a Python number that the loop passed to an operator after Python code had read several parameters."""
 
     value: float
 
@@ -48,27 +48,27 @@ NOTHING: frozenset[Source] = frozenset()
 
 
 class Coupling:
-    """Watches a training loop between its calls to pipeshard, in the first updates of a model and in updates whose
-    number is a power of two. Tags are kept per storage, as in a trace (graph/taint.py). Deleting the model ends the
-    watch."""
+    """Watches the training loop between its calls to pipeshard, in the first updates of a model and in updates whose
+    number is a power of two. Tags are kept per storage, as in a trace (graph/taint.py), and separately for several
+    watched tensors in one storage. Deleting the model ends the watch."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
-        self._starts: dict[int, list[int]] = {}  # by storage, the offsets of the tensors in it
+        self._starts: dict[int, list[int]] = {}  # by storage: the offsets of the watched tensors in it
         self._tags: dict[tuple[int, int], tuple[StorageWeakRef, frozenset[Source]]] = {}
         self._most = 0  # number of tags above which tags of freed storages are dropped
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
-        self._read, self._has_read = set[str](), False  # in Python; whether another rank has more of these
-        self._streams: dict[int, int] = {}  # by id of the generator
+        self._read, self._has_read = set[str](), False  # parameters that Python read; whether another rank has more
+        self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), Readers(self)
         self._is_watching, self._calls = False, 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager for a call to pipeshard: checks what the loop has written before it, and watches the loop
-        again after it."""
+        """Context manager for a call to pipeshard: on entry, checks the values that the loop has written; on exit,
+        watches the loop again."""
         self.end()
         self._calls += 1
         try:
@@ -79,7 +79,7 @@ class Coupling:
             self.begin()
 
     def begin(self) -> None:
-        """Watch the loop from here on, if this update is one to watch."""
+        """Start watching the loop, if this update is to be watched and only other ranks train some parameters."""
         count = self._updates.count
         if self._is_watching or not (count < FIRST or count & (count - 1) == 0):
             return
@@ -128,7 +128,7 @@ class Coupling:
         return self._updates.in_use().values()
 
     def _places(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name of the parameter, tensor) for each weight, gradient and optimizer state."""
+        """Yield (parameter name, tensor) for each parameter, master weight, gradient and optimizer state."""
         for name, weight in self._weights.items():
             for parameter in (weight.parameter, weight.master):
                 yield name, parameter
@@ -139,8 +139,10 @@ class Coupling:
                 yield from ((name, kept) for kept in tensors_in(optimizer.optim.state.get(parameter, {}).values()))
 
     def _rest(self, names: set[str]) -> str | None:
-        """A parameter on another rank that a loop missed when it combined the parameters `names`, or None. If `names`
-        contains all of this rank's parameters, it may be any parameter; otherwise it must be in their common module."""
+        """The name of a parameter on another rank that the loop missed when it combined the parameters `names`, or
+        None. If `names` contains all of this rank's parameters (and at least two), any parameter of another rank counts
+        as missed. Otherwise only parameters in the common module of `names` count, and `names` must contain at least
+        three."""
         is_all = names >= self._held
         if len(names) < 3 - is_all:
             return None
@@ -164,8 +166,8 @@ class Coupling:
         return result
 
     def _follow_each(self, func: Any, inputs: Sequence[Any], result: Any, written: Sequence[Tensor]) -> None:
-        """Propagate tags through an operator on lists of tensors, which combines the tensors at the same index of each
-        list."""
+        """Propagate tags through a foreach or fused operator, which combines only tensors at the same index of its
+        lists."""
         lists = [each for each in (*inputs, result) if isinstance(each, list | tuple) and each]
         others = [each for each in inputs if not isinstance(each, list | tuple)]
         targets = set(map(id, written))
@@ -180,14 +182,14 @@ class Coupling:
         numbers = [] if "norm" in func.name() else [_number(each) for each in inputs if self._is_number(each)]
         if self._has_read:
             tags |= set(map(Number, numbers))
-        elif numbers and tags:  # computed from the values read so far, which are complete on this rank
+        elif numbers and tags:  # the loop has used the values read so far, which are all on this rank
             self._read.clear()
         for tensor in written:
             keeps = not overwrites or tensor.numel() * tensor.itemsize < tensor.untyped_storage().nbytes()
             self._set(tensor, (self._of([tensor]) if keeps else NOTHING) | tags | drawn)
 
     def _is_number(self, value: Any) -> bool:
-        """Whether `value` is a Python float, or a CPU scalar without tags, as torch makes from a float."""
+        """Whether `value` is a Python float, or the untagged CPU scalar into which torch converts such a float."""
         if isinstance(value, Tensor):
             is_single = value.ndim == 0 and value.is_floating_point() and value.device.type == "cpu"
             return is_single and not self._of([value])
@@ -205,7 +207,8 @@ class Coupling:
             self._has_read = self._rest(self._read) is not None
 
     def _stream(self, args: Any, kwargs: Any) -> frozenset[Source]:
-        """The Stream from which an operator is about to draw; a new one if the generator was seeded again."""
+        """The Stream, in a set, of the random numbers that an operator is about to generate; a new Stream if the
+        generator was just seeded."""
         tensor = next(tensors_in([args]), None)
         device = torch.device(kwargs.get("device") or (tensor.device if tensor is not None else "cpu"))
         default = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
@@ -221,7 +224,7 @@ class Coupling:
         return NOTHING.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
 
     def _key(self, tensor: Tensor) -> tuple[int, int]:
-        """The storage of `tensor`, and which of the watched tensors in that storage `tensor` is, or is a view of."""
+        """The storage of `tensor`, and the number of the watched tensor in this storage that `tensor` is or views."""
         storage = storage_of(tensor)
         starts = self._starts.get(storage, ())
         return storage, bisect(starts, tensor.storage_offset()) if len(starts) > 1 else 0
@@ -249,7 +252,7 @@ REMEDY = (
 )
 COUPLED = (
     "The training loop changed {name} on {rank} with a value that it computed from {name} and {other}, but not from "
-    "{rest}, which another rank holds. Each rank computes a different value, and training differs from one process. "
+    "{rest}, which another rank holds. Each rank computes a different value, so training differs from one process. "
     f"{REMEDY}"
 )
 DRAWN = (
@@ -260,7 +263,7 @@ DRAWN = (
 
 
 class Watching:
-    """Base class of torch modes that only have a weak reference to their Coupling."""
+    """Base class of the torch modes, whose reference to their Coupling is weak."""
 
     def __init__(self, coupling: Coupling) -> None:
         super().__init__()
@@ -285,7 +288,7 @@ class Operators(Watching, DispatchMode):
 
 
 class Readers(Watching, TorchFunctionMode):
-    """Reports to a Coupling the tensors that Python reads without torch's dispatcher (tolist, numpy)."""
+    """Reports to its Coupling the tensors that Python reads without torch's dispatcher (tolist, numpy)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()
@@ -295,6 +298,6 @@ class Readers(Watching, TorchFunctionMode):
 
 
 def end_of_deleted() -> None:
-    """Exit the modes of deleted models. A finalizer cannot do this: it may run inside an operator, where a mode must
-    not be exited. Until then, these modes only forward operators."""
+    """Exit the modes of deleted models. A finalizer cannot do this, since it may run inside an operator, where a mode
+    must not be exited. Until they are exited, these modes only pass operators on."""
     leave_below(*(mode for mode in modes_entered() if isinstance(mode, Watching) and mode.is_over))

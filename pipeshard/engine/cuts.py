@@ -1,4 +1,4 @@
-"""Cuts: the microbatches of each batch of a step, and the slices of each microbatch."""
+"""Cuts: splits the batches of a step into microbatches, and microbatches into slices."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ from pipeshard.slices.refusals import attention_slope
 
 class Cuts:
     """Splits batches as the plugin's arguments specify. A step requests the same split several times, so the last
-    result is cached until `forget`. `ragged` splits by tokens, if requested; it is set once the costs of the units are
-    known.
+    result is cached until `forget`. `ragged` splits by tokens, if the arguments request this; it is set once the costs
+    of the units are known.
     """
 
     ragged: Ragged | None = None
@@ -29,7 +29,7 @@ class Cuts:
         self._of_microbatches: tuple[list[list[Batch]], list[list[Batch]]] = [], []
 
     def is_several(self) -> bool:
-        """Whether a batch may have several microbatches."""
+        """Whether a batch may be split into several microbatches."""
         return self.config.num_microbatches != 1
 
     def microbatches(self, batches: Sequence[Batch]) -> list[list[Batch]]:
@@ -39,13 +39,14 @@ class Cuts:
         return self._of_batches[1]
 
     def slices(self, microbatches: list[list[Batch]]) -> list[list[Batch]]:
-        """The slices of each microbatch, the same number for each; empty if microbatches are not sliced."""
+        """One list of slices per microbatch of all batches; all lists have the same length. Empty if microbatches are
+        not sliced."""
         if self.config.has_slices and self._of_microbatches[0] is not microbatches:
             self._of_microbatches = microbatches, self._sliced([part for parts in microbatches for part in parts])
         return self._of_microbatches[1]
 
     def all(self, batches: Sequence[Batch], train: bool) -> list[list[Batch]]:
-        """The microbatches of each batch followed, if training uses slices, by the slices of each microbatch."""
+        """The microbatches of each batch; with `train`, followed by the slices of each microbatch, if there are any."""
         microbatches = self.microbatches(batches)
         return microbatches + self.slices(microbatches) if train else microbatches
 

@@ -1,8 +1,8 @@
-"""Dependent: a microbatch whose forward fails, although the forward of its full batch does not.
+"""Dependent: a microbatch whose forward fails, although the forward of its full batch succeeds.
 
-An input may contain indices of samples (the edges of a graph, the offsets of bags), or happen to have as many entries
-as there are samples. The model then raises an error in some microbatch that does not say how to change the
-microbatches. So if a microbatch fails, the full batch is tried.
+An input may contain sample indices (graph edges, bag offsets), or a dimension may equal the batch size only by
+coincidence. The model then fails on some microbatch, with an error that does not say how to change the microbatches. So
+if a microbatch fails, pipeshard tries the full batch.
 """
 
 import traceback
@@ -31,8 +31,8 @@ def is_of_model(error: BaseException) -> bool:
 
 
 def failing(batch: Batch, parts: Sequence[Batch], run: Callable[[Batch], object]) -> tuple[int, Exception] | None:
-    """The index of the first microbatch in `parts` for which `run` fails, and its error. None if none fails, if `batch`
-    also fails, or if it has only one microbatch."""
+    """The index of the first microbatch in `parts` for which `run` fails, and its error. None if no microbatch fails,
+    if the full `batch` also fails, or if there is only one microbatch."""
     if parts[0].rows == batch.rows or _error(run, batch) is not None:
         return None
     for i, part in enumerate(parts):
@@ -58,15 +58,15 @@ def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exceptio
     example = f"{{{names[0]!r}: None}}" if names else "{<name>: None}"
     return (
         f"the forward fails for rows {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch "
-        f"of {batch.rows} rows: {type(error).__name__}{where}: {error}. Does an input contain row indices? Pass "
-        f"num_microbatches=1 to PipelinePlugin. If the first dimension of one of {', '.join(names)} is not the batch "
-        f"dimension, pass batch_dims instead, for example batch_dims={example} to send the full tensor with every "
-        "microbatch"
+        f"of {batch.rows} rows: {type(error).__name__}{where}: {error}. If an input contains row indices, "
+        f"pass num_microbatches=1 to PipelinePlugin. If the first dimension of one of {', '.join(names)} is not the "
+        f"batch dimension, pass batch_dims instead, for example batch_dims={example} to send the full tensor with "
+        "every microbatch"
     )
 
 
 def cut_inputs(batch: Batch) -> list[str]:
-    """The paths of the tensors that are split into microbatches."""
+    """The paths of the tensors that are split along the samples."""
     leaves = zip(batch.paths, batch.leaves, batch.row_dims, strict=True)
     return [path for path, leaf, dim in leaves if dim is not None and isinstance(leaf, Tensor)]
 
@@ -105,7 +105,8 @@ class Dependents:
         criterion: Criterion | None,
         outputs: Outputs,
     ) -> BatchError | None:
-        """The BatchError for a failed forward of a microbatch if the stage runs on the full batch, otherwise None."""
+        """The BatchError for `error` if the forward of a microbatch raised it and the stage can run the full batch,
+        otherwise None."""
         action = own_progress().action
         if not isinstance(action, Action) or action.kind is not Kind.F or not is_of_model(error) or is_lost(error):
             return None

@@ -1,4 +1,4 @@
-"""Division: traces a model on samples of the batch and splits the model across the ranks."""
+"""Division: traces a model on a sample batch, and splits the model across the ranks."""
 
 import math
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ def traced(
     cuts: Sequence[str],
     device: torch.device,
 ) -> tuple[Batch, Dataflow]:
-    """Trace the full model on `sample` or, if that fails, on its first microbatch. Returns the traced samples and the
+    """Trace the full model on `sample` or, if that fails, on its first microbatch. Returns the traced batch and the
     Dataflow."""
     try:
         return sample, trace(model, sample, criterion, cuts=cuts, device=device)
-    except TraceError as error:  # the model may only accept as many samples as a microbatch has
+    except TraceError as error:  # the model may require the number of samples of a microbatch
         sample = sample.split(*config.cut)[0]
         with suppress(TraceError):
             return sample, trace(model, sample, criterion, cuts=cuts, device=device)
@@ -47,8 +47,8 @@ def divided(
     by: Cuts,
     costs: Sequence[float] | None,
 ) -> Policy:
-    """The Policy with this rank's part of the model. Raises ConfigurationError if the partition differs between
-    ranks."""
+    """Plan the split of the model, and return this rank's Policy. Raises ConfigurationError if the partition differs
+    between ranks. Call it on all ranks."""
     size = config.microbatch_size or max(1, sample.rows // (config.num_microbatches or 1))
     policy = (config.policy or find_policy(model))(
         model,
@@ -67,7 +67,7 @@ def divided(
 
 
 def _scale(flow: Dataflow, sample: Batch, size: int) -> float:
-    """The size of a microbatch of `size` samples, relative to the traced batch."""
+    """The number of elements of a microbatch with `size` samples, relative to the traced batch."""
     if not flow.axes.tensors:  # only lists with one entry per sample
         traced_rows, *_ = *flow.axes.sizes, sample.rows
         return size / traced_rows

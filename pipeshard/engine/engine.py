@@ -56,7 +56,7 @@ TRAINED, UNPROVEN, UNSEEN, TRAINS, WRITTEN = 1, 2, 4, 8, 16
 
 class Unseen(NamedTuple):
     """A training step whose loss has not been checked for NaN yet. `is_nan` is a tensor on the last stage's rank and
-    None elsewhere. The other fields are the inputs of the check."""
+    None on other ranks. The other fields are used to trace the step again if its loss is NaN."""
 
     is_nan: Tensor | None
     batch: Batch
@@ -65,8 +65,8 @@ class Unseen(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The arguments of a step. `loss` is whether it returns the loss, `is_exact` whether the shares of the microbatches
-    follow a proven rule, and `weight` the factor of its loss."""
+    """The arguments of a step. `loss` is whether the step returns its loss, `is_exact` whether a proven rule gives the
+    shares of the microbatch losses, and `weight` the factor of the step's loss."""
 
     criterion: Criterion | None
     train: bool
@@ -77,8 +77,8 @@ class Asked(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A microbatch of the last step. On the last stage's rank, `share` is the factor of its loss (or of its criterion's
-    sum, if `summed`) in the loss of the step."""
+    """A microbatch of the last step. On the last stage's rank, `share` is the factor of the microbatch's loss (if
+    `summed`, of the sum that the criterion returned for it) in the loss of the step."""
 
     share: float
     summed: bool
@@ -86,10 +86,10 @@ class Ran(NamedTuple):
 
 
 class Pipeline:
-    """Reduces `model` to this rank's stages and runs their steps. Create it on all ranks at the same time.
+    """Reduces `model` to this rank's stages, and runs steps on them. Create it on all ranks at the same time.
 
-    `costs(partition, flow, sample)` returns the costs of the unit calls, for a partition by measured times. `asked` is
-    the config that the user passed, if `config` is the result of a schedule search.
+    `costs(partition, flow, sample)` returns the cost of each unit call; it is called only for a partition by measured
+    times. `asked` is the config that the user passed, if `config` is the result of a schedule search.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Pipeline:
         self.scaling = LossScale(config.initial_scale) if self.precision.scales else None
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
-        self.synchronizes = True  # not under no_sync
+        self.synchronizes = True  # False under no_sync
         # On a GPU, the next step checks whether a loss that was not requested is NaN, to avoid a device sync.
         self.looks_at_once = self.device.type == "cpu"
         self.padding = ""  # how slices of padded samples differ from unsliced samples; empty if they do not
         self._unseen: Unseen | None = None
         self.last: Program | None = None  # the Program that ran last
-        self.read = 0, 0  # the samples and tokens of the last step
+        self.read = 0, 0  # the numbers of samples and tokens in the last step
         self.ran: list[Ran] = []  # the microbatches of the last step
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # in the full model
 
@@ -151,7 +151,7 @@ class Pipeline:
             self.traces.remember(flow, self.criterion)
 
     def _shard(self) -> None:
-        """Release the parameters of other ranks, convert this rank's to the form in which they are trained, and set up
+        """Release the parameters that only other ranks hold; broadcast, cast and shard this rank's parameters; set up
         their gradients."""
         model, config, grid = self.model, self.config, self.grid
         plan: dict[str, str] = {}
@@ -163,7 +163,7 @@ class Pipeline:
         # Weights that Booster loads right after `configure` need no initialization.
         init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
-        self.blank = set() if init_weights else on_meta  # names of parameters without values, on all stages
+        self.blank = set() if init_weights else on_meta  # names of the parameters without values, on all stages
         self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
@@ -180,7 +180,7 @@ class Pipeline:
         return self.ranks[self.policy.placement[-1]]
 
     def held_parameters(self) -> dict[nn.Parameter, str]:
-        """The parameters that this rank holds, each with its first name."""
+        """The parameters that this rank holds, each with its name (a tied parameter with its first name)."""
         return {parameter: name for name, parameter in self.holdings.held.items()}
 
     def step(
@@ -197,7 +197,7 @@ class Pipeline:
         own_progress().begin(self.model, self.policy.chunks)
         criterion = criterion if criterion is not None else self.criterion
         self._refuse_changed(criterion)
-        self.policy.replace_forward()  # again, since gradient checkpointing may have been enabled in between
+        self.policy.replace_forward()  # again: gradient checkpointing may have been enabled since boost
         outputs = Outputs(return_outputs, num_batches)
         is_exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
         asked = Asked(criterion, train, return_loss, outputs, is_exact, weight)
@@ -220,9 +220,9 @@ class Pipeline:
     def _read(
         self, asked: Asked, data_iter: Iterator[Any], num_batches: int
     ) -> tuple[list[Batch], FoundWays | None, Agreement]:
-        """Read the step's batches and agree on them with the other ranks. Returns the batches, their ways and the
-        Agreement. Each rank sends one message with the batches that it has read and the changes that it has detected;
-        then all ranks act on the same reports."""
+        """Read the step's batches and agree on them with the other ranks. Returns the batches, their ways (None if a
+        trace failed) and the Agreement. Each rank sends one message with a digest of the batches that it has read and
+        the changes that it has detected; then all ranks act on the same messages."""
         criterion, train = asked.criterion, asked.train
         problems = self.holdings.problems(self.cuts.config.num_microbatches) if train else []
         trained = self.holdings.trained()
@@ -271,14 +271,15 @@ class Pipeline:
         return batches, found, agreed
 
     def _find(self, asked: Asked, batches: Sequence[Batch], looks: bool = True) -> FoundWays | None:
-        """The ways of the step's microbatches, or None if finding them fails: the step itself raises the error again,
-        after the ranks have agreed."""
+        """The ways of the step's microbatches, or None if a trace fails: the step raises the error later, once the
+        ranks have agreed."""
         with suppress(Exception), self.precision.running():
             return self.traces.find(self.cuts.all(batches, asked.train), asked.criterion, looks)
         return None
 
     def _share_trained(self, trained: dict[str, bool], problems: Sequence[str]) -> None:
-        """Exchange which parameters each rank trains now. Raises UsageError on every rank if one reports `problems`."""
+        """Exchange the parameters that each rank trains now. Raises UsageError on every rank if any rank has
+        `problems`."""
         if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
             raise UsageError(wrong[0])
         self.trained = trained
@@ -293,7 +294,7 @@ class Pipeline:
 
     @together_in("plugin.sync_grads")
     def sync_grads(self) -> None:
-        """Sum the gradients accumulated under `no_sync`."""
+        """Sum the gradients accumulated under `no_sync` over the ranks that hold each parameter."""
         with self.gradients.coupling.paused():
             self.sync.begin()
             self.sync.finish(True)
@@ -365,10 +366,11 @@ class Pipeline:
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
     def _collect(self, asked: Asked, batch: Batch, flow: Dataflow) -> dict[str, Any]:
-        """The loss and the outputs, if requested. If the loss is NaN, the ranks check whether the model has left its
-        trace, on a GPU possibly in the next step."""
+        """Return the loss and the outputs, if requested. If the loss is NaN, the ranks check whether the forward still
+        matches its trace; on a GPU, an unrequested loss is checked in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
-        end, source = self.stages.running[-1].end_of_loss, self.last_rank  # the model's last stage comes last
+        # If this rank has the model's last stage, this stage is the last of `running`.
+        end, source = self.stages.running[-1].end_of_loss, self.last_rank
         loss = self._of_replicas(end)
         is_looked_at = asked.loss or (train and self.looks_at_once)
         total = share_scalar(loss, source, self.group, torch.device("cpu")) if is_looked_at else None
@@ -404,7 +406,7 @@ class Pipeline:
         return with_messages(program if train else forward_only(program), self.interpreter.p2p)
 
     def draw(self, names: Sequence[str]) -> None:
-        """Initialize the parameters `names`, if `init_weights` was passed. Pass the same names on every rank."""
+        """Initialize the parameters `names` if the plugin has `init_weights`. Pass the same names on every rank."""
         if self.config.init_weights:
             self.holdings.draw(names, self.config.init_weights, self.seed)
             self.blank -= set(names)
@@ -421,7 +423,7 @@ class Pipeline:
         return self.scaling.value if self.scaling is not None else 1.0
 
     def _of_replicas(self, end: Stage) -> Tensor | None:
-        """The loss of the last stage, summed over the replicas."""
+        """The loss of the last stage, summed over the replicas; None on other stages."""
         if end.is_last and end.loss is not None and self.grid.dp_size > 1:
             return sum_scalar(end.loss, self.grid.replicas)
         return end.loss

@@ -1,9 +1,9 @@
 """FSDP: shards the held units of a stage across the replicas, with torch's fully_shard.
 
-torch gathers parameters and reduces gradients in hooks around every forward and backward. A pipeline stage exits the
-model's forward with an exception in its last unit, which skips later hooks, and it may run several microbatches between
-a forward and its backward. So this module removes the hooks and does their work once per step, as
-torch.distributed.pipelining does. Private FSDP APIs of torch are wrapped in the functions at the top.
+torch gathers parameters and reduces gradients in hooks that run before and after every forward and backward. A pipeline
+stage exits the model's forward with an exception in its last unit, which skips later hooks, and may run other
+microbatches between a microbatch's forward and backward. So this module removes the hooks and does their work once per
+step, as torch.distributed.pipelining does. The functions at the top wrap torch's private FSDP APIs.
 """
 
 from collections import deque
@@ -53,9 +53,10 @@ class ShardedUnits:
     """Shards `units` across the ranks of `mesh`; units that share a parameter form one FSDP group.
 
     Parameters are gathered at the beginning of a step, stay unsharded for all microbatches, and are resharded at the
-    end of the step. Gradients accumulate unsharded. They are reduce-scattered once per step, when all stages of this
-    rank that run the unit (`used`) have finished. Parameters in `apart` are not sharded: glue also reads them, or they
-    keep their own precision.
+    end of the step. Gradients accumulate unsharded, and are reduce-scattered once per step, when all stages of this
+    rank that run the unit (`used`) have finished. With `dtype`, units compute in this dtype, and gradients are
+    accumulated and reduced in fp32. Parameters in `apart` are not sharded, since glue also reads them or they keep
+    their own precision.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ShardedUnits:
     ) -> None:
         options: Any = {"mesh": mesh, "reshard_after_forward": False}
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-        self.groups: dict[Any, frozenset[int]] = {}  # by module with the state of an FSDP group: the stages that run it
+        self.groups: dict[Any, frozenset[int]] = {}  # by module that has a group's FSDP state: its stages
         self.casts = dtype is not None
         for names in _sharing(units):
             modules = [units[name] for name in names]
@@ -97,11 +98,12 @@ class ShardedUnits:
             gathers.append(module.unshard(async_op=True))
         for gather in gathers:
             gather.wait()
-        for parameter in self._all_parameters() if self.casts else ():  # accumulation in 16 bits would lose precision
+        for parameter in self._all_parameters() if self.casts else ():  # 16-bit accumulation would lose precision
             parameter._unsharded_param.grad_dtype = torch.float32
 
     def stages_done(self, stages: Set[int]) -> None:
-        """Reduce-scatter the gradients of the units that only these stages of this rank run."""
+        """Start to reduce-scatter the gradients of the units that only `stages`, which have finished, run on this
+        rank."""
         self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:
@@ -134,7 +136,7 @@ class ShardedUnits:
 
 
 class _Root(nn.Module):
-    """The parent module of the units, which holds the FSDP state that they share."""
+    """The parent module of the units, with the FSDP state that all units share."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class _Root(nn.Module):
 
 
 def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The names of the units in groups; units that share a parameter are in one group."""
+    """Group the units: units that share a parameter are in one group. Returns the unit names of each group."""
     groups: list[tuple[list[str], set[nn.Parameter]]] = []
     for name, unit in units.items():
         names, parameters = [name], set(unit.parameters())
@@ -170,7 +172,8 @@ def unsharded_classes(model: nn.Module) -> Iterator[None]:
 
 
 def fsdp_additions(module: nn.Module) -> list[Any]:
-    """The values and hooks that fully_shard has added to a module, which must not be copied with it."""
+    """The attribute values and hooks that fully_shard has added to a module. They must not be copied with the
+    module."""
     return [values[key] for values, key in _additions(module)]
 
 

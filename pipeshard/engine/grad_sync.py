@@ -1,10 +1,10 @@
 """Gradient sync: sums the gradients of parameters that several ranks hold, once per step.
 
 Several stages hold a tied weight, and all data-parallel replicas hold every weight. DistributedDataParallel has one
-process group for the whole model, and reduces in hooks of each backward pass. Here a step has a backward pass for every
-microbatch and chunk, and each parameter has its own holders. So parameters with the same holders are sorted into
-buckets. A bucket is reduced as soon as the last stage that uses it has finished; ties are reduced at the end of the
-step.
+process group for the whole model, and reduces in hooks of each backward pass. Here, a step has a backward pass for
+every microbatch and chunk, and parameters differ in their holders. So each bucket contains parameters with the same
+holders. A bucket is reduced as soon as the last stage that uses its parameters has finished; ties are reduced at the
+end of the step.
 """
 
 import math
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """Parameters, by name, that all ranks of `group` hold: the stages of a tie, data-parallel replicas, or both. Their
-    gradients have one dtype and are all-reduced as one flat tensor: for a `tie` at the end of a step, otherwise when
-    the `stages` of this rank that use the parameters have finished."""
+    """Parameters, by name, that all ranks of `group` hold: the stages of a tie, data-parallel replicas, tensor-parallel
+    ranks, or a combination. Their gradients have the same dtype, and are all-reduced as one flat tensor: for a `tie`,
+    at the end of a step; otherwise when the `stages` of this rank that use the parameters have finished."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: frozenset[int], tie: bool
@@ -41,8 +41,8 @@ class Bucket:
         self.work: dist.Work | None = None
 
     def start(self) -> None:
-        """Start the all-reduce. A holder without a gradient contributes zeros. The last elements of the tensor count,
-        for each parameter, the holders that have a gradient."""
+        """Start the all-reduce. A holder without a gradient contributes zeros. The flat tensor ends with a count for
+        each parameter: the number of holders that have a gradient."""
         self.trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         if not self.trained:
             return
@@ -65,8 +65,8 @@ class Bucket:
         return self.flat[len(self.flat) - len(self.trained) :]
 
     def summed(self, counts: Iterator[float]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Yield each trained parameter with its summed gradient, or None if no holder has a gradient (its count is
-        0)."""
+        """Yield each trained parameter with its summed gradient, or with None if its entry in `counts` is 0 (no holder
+        has a gradient)."""
         flat, self.flat = self.flat, torch.empty(0)
         shapes = [local(parameter).shape for parameter in self.trained] if len(flat) else []
         *parts, _ = flat.split([*map(math.prod, shapes), len(shapes)])
@@ -77,9 +77,9 @@ class Bucket:
 def reduction_buckets(
     grid: Grid, policy: Policy, parameters: Mapping[str, nn.Parameter], axes: Callable[[str], Sequence[int]]
 ) -> list[Bucket]:
-    """The buckets of this rank's `parameters`. Creates process groups: call it on every rank of the world.
+    """Sort this rank's `parameters` into buckets. Call it on every rank of the world, since it creates process groups.
 
-    `axes` returns the mesh axes, in addition to the stage axis, along which a parameter's gradient is summed.
+    `axes(name)` returns the mesh axes along which a parameter's gradient is summed, in addition to the stage axis.
     """
     keys = {name: (tuple(axes(name)), tuple(policy.ownership.holders(name))) for name in parameters}
     wanted = sorted(set().union(*gather_objects(set(keys.values()), grid.world)))
@@ -106,12 +106,12 @@ def reduction_buckets(
 class GradientSync:
     """Sums each shared gradient over the ranks that hold the parameter, and counts each contribution exactly once.
 
-    After a synced step, `p.grad` counts as fully summed, even if the user modifies it. The next step sets it aside, and
-    reduces only the gradient that this rank adds. So gradients may be accumulated over several steps, with or without
-    `no_sync`, and are complete after each synced step. After an unsynced step, `p.grad` contains only the gradients
-    that this rank has added since the last synced step. The units in `sharded` reduce-scatter their own gradients,
-    which are summed here only over the stages of a tie. Gradients of `tp_sharded` parameters are converted to the
-    parameter's placement.
+    After a synced step, `p.grad` counts as fully summed, even if the user modifies it. The next step sets `p.grad`
+    aside, and reduces only the gradients that the step adds. So gradients may be accumulated over several steps, with
+    or without `no_sync`, and are complete after each synced step. After an unsynced step, `p.grad` contains only the
+    gradients that this rank has added since the last synced step. The units in `sharded` reduce-scatter their own
+    gradients; GradientSync only sums these over the stages of a tie. Gradients of `tp_sharded` parameters are converted
+    to the parameter's placement.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class GradientSync:
         return self.sharded is not None or any(not bucket.tie for bucket in self.buckets)
 
     def problems(self) -> list[str]:
-        """Error messages about hooks that would see a partial gradient, and about modified partial gradients."""
+        """Error messages about hooks that would receive a partial gradient, and about partial gradients that were
+        modified."""
         problems = []
         for name, parameter in self.shared:
             if has_hooks(parameter):
@@ -144,7 +145,7 @@ class GradientSync:
                 if parameter.grad is not before or parameter.grad._version != version:
                     problems.append(
                         f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
-                        "plugin.sync_grads(model) first, or set it to None, as optimizer.zero_grad() does"
+                        "plugin.sync_grads(model) before you modify it, or set it to None (optimizer.zero_grad())"
                     )
         return problems
 
@@ -165,8 +166,8 @@ class GradientSync:
                 set_local_grad(parameter, None)
 
     def stage_done(self, stage: int) -> None:
-        """Start to reduce the buckets whose stages on this rank have all finished, now that `stage` has; ties wait for
-        `finish`."""
+        """Record that a stage has finished, and start to reduce each bucket whose stages on this rank have all
+        finished. Ties are reduced in `finish`."""
         self._done.add(stage)
         if self.sharded is not None:
             self.sharded.stages_done(self._done)
@@ -175,7 +176,7 @@ class GradientSync:
                 bucket.start()
 
     def finish(self, sync: bool) -> None:
-        """End a step: with `sync`, sum the new gradients over the holders and add the gradients set aside; without
+        """End a step. With `sync`, sum the new gradients over the holders and add the gradients set aside. Without
         `sync`, keep both separate."""
         if self.sharded is not None:
             self.sharded.finish(sync)
@@ -202,7 +203,8 @@ class GradientSync:
                     set_local_grad(parameter, total if before is None else total.add_(before))
 
     def reset(self, parameters: Collection[nn.Parameter]) -> None:
-        """Discard the partial and summed gradients of these parameters, which were set to zero."""
+        """Discard the partial gradients of these parameters and the gradients set aside; the caller clears their
+        `.grad`."""
         for parameter in parameters:
             self._forget(parameter)
         if self.sharded is not None:
@@ -214,7 +216,7 @@ class GradientSync:
 
 
 def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], int]) -> list[list[T]]:
-    """Bundle the items of each key, in order, into bundles of at most BUCKET bytes; a larger item has its own
+    """Bundle the items with the same key, in order, into bundles of at most BUCKET bytes. A larger item has its own
     bundle."""
     bundles: dict[Any, list[list[T]]] = {}
     filled: Counter[Any] = Counter()  # bytes in the last bundle of each key
@@ -229,7 +231,7 @@ def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], i
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of the parameter's gradient, which may differ from the parameter's own."""
+    """The dtype of the parameter's gradient, which may differ from the parameter's dtype."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 

@@ -7,15 +7,15 @@ from pipeshard.engine.clipping import ModelGradients
 
 
 class Guard(ABC):
-    """Base class of guards. Tracks the boosted models of this process by their gradients, and is installed while one is
-    alive."""
+    """Base class of guards. A guard tracks the boosted models of this process, by their ModelGradients, and is
+    installed while any of these is alive."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
         self.is_installed = False
 
     def watch(self, gradients: ModelGradients) -> None:
-        """Guard this model from now on."""
+        """Guard the model with these gradients from now on."""
         self._models.add(gradients)
         weakref.finalize(gradients, self._model_ended).atexit = False
         if not self.is_installed:

@@ -1,7 +1,8 @@
-"""Interpreter: runs one rank's actions of a Program on its stages, and sends their messages with a P2P.
+"""Interpreter: runs one rank's actions of a Program on its stages, and sends and receives messages with a P2P.
 
 torch.distributed.pipelining has a hand-written loop for each schedule. Here a schedule is data, and its messages are
-also actions, so one loop runs every schedule. The Program that was proven free of deadlocks is the Program that runs.
+also actions, so one loop runs every schedule, and the Program that was proven free of deadlocks is the Program that
+runs.
 """
 
 import contextlib
@@ -87,8 +88,8 @@ class Interpreter:
         self.timeline.done()
 
     def _take(self, action: Action) -> list[Tensor]:
-        """The input tensors of a compute action: received, or passed on by the adjacent stage on this rank. Empty for a
-        forward of the first stage and a backward of the last stage."""
+        """The input tensors of a compute action, received from another rank or from the adjacent stage on this rank.
+        Empty for a forward of the first stage and a backward of the last stage."""
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         message = Action(receive, action.microbatch, action.stage)
         if message not in self._incoming:

@@ -1,7 +1,8 @@
 """Loss rule: the formula that gives the loss of a batch from the losses of its microbatches.
 
-The mean over a batch is not the mean of the microbatches' means if these have different numbers of samples or valid
-labels. A weighted mean divides by a number that only the criterion knows. Gradient accumulation usually ignores both.
+The mean over a batch is not the mean of the microbatches' means if microbatches have different numbers of samples or
+valid labels. A weighted mean divides by a number that only the criterion knows. Gradient accumulation usually ignores
+both problems.
 """
 
 import math
@@ -19,20 +20,20 @@ from pipeshard.engine.loss_values import Range, ranges_of
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import IGNORED
 
-CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; see `tolerance_of`
+CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # tolerated relative error of a sum; see `tolerance_of`
 CLOSE_SLOPES = 2e-2  # the same for a gradient, relative to its largest element: glue may round to 16 bits
-MOST_RULES = 128  # rules that LossRules keeps
+MOST_RULES = 128  # at most this many are kept
 
 
 @dataclass(frozen=True)
 class LossRule:
-    """A formula for a batch's loss: the sum of the microbatch losses, each multiplied by its microbatch's count and
+    """A formula for a batch's loss: the sum of the microbatch losses, each multiplied by the microbatch's count and
     divided by the batch's count.
 
-    The count is the number of valid labels (entries of `path` from column `shift` on that are not `ignore`), or with
-    `adds` the sum of all entries from that column on. If `path` is None, the count is the number of samples. With
+    The count is the number of valid labels (entries of `path` from column `shift` on that are not `ignore`), or, with
+    `adds`, the sum of all entries from this column on. If `path` is None, the count is the number of samples. With
     `summed`, losses are added unweighted; with `each`, every microbatch counts as 1. With `counted`, the criterion
-    returns sums and their counts.
+    returns a sum and its count for each microbatch.
     """
 
     path: str | None = None
@@ -49,7 +50,7 @@ class LossRule:
         total: Callable[[float], float] = lambda count: count,
         counts: Sequence[float] = (),
     ) -> list[float]:
-        """The factor of each microbatch's loss; 0 for a microbatch without a valid label, if others have valid labels.
+        """The factor of each microbatch's loss. It is 0 for a microbatch without valid labels, unless none has any.
 
         If other replicas have parts of the batch, `total` maps the count of this replica's microbatches to the count of
         the full batch. `counts` are the counts that the criterion returned, if `counted`.
@@ -60,7 +61,7 @@ class LossRule:
             return [1.0] * len(microbatches)
         if whole:
             return [(1.0 if self.counted else count) / whole for count in counts]
-        # The batch has no valid label: its loss is what the loss code then returns, often NaN.
+        # Without a valid label, the batch's loss is the value that the loss code returns for this case, often NaN.
         share = math.nan if self.counted else 1.0 / total(float(len(microbatches)))
         return [share] * len(microbatches)
 
@@ -77,8 +78,8 @@ class LossRule:
     def holds(
         self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch], looser: float = 1.0
     ) -> bool:
-        """Whether this rule gives the loss of the whole from the losses of its parts, within `looser` times the
-        tolerance of its dtype."""
+        """Whether this rule gives the loss of the whole from the losses of the parts, within `looser` times the
+        tolerance for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         terms = [share * part.value for share, part in zip(shares, parts, strict=True)]
         tolerance = looser * tolerance_of(whole.dtype)
@@ -88,7 +89,7 @@ class LossRule:
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
 
     def holds_for_slopes(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
-        """`holds` for the gradients with respect to unit results. Non-finite gradients are ignored."""
+        """Like `holds`, for the gradients with respect to unit results. Non-finite gradients are ignored."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         close = max(CLOSE_SLOPES, 8 * torch.finfo(whole.dtype).eps)
         for k, slope in enumerate(whole.slopes):
@@ -102,8 +103,8 @@ class LossRule:
 
 
 def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
-    """The gradient, with respect to one leaf, of the sum of the parts' losses times their shares, or None if none has a
-    gradient."""
+    """The gradient of the parts' losses, weighted by their shares and summed, with respect to one leaf; None if no part
+    has a gradient."""
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]
     return torch.stack(slopes).sum(0) if slopes else None
@@ -123,15 +124,15 @@ EACH, SUM = LossRule(each=True), LossRule(summed=True)
 
 
 class ProvenRule(NamedTuple):
-    """A rule, and the sizes up to which it was tried; `until` is None if the rule does not depend on sizes."""
+    """A rule, and `until`: the sizes up to which it was tried, or None if the rule does not depend on sizes."""
 
     rule: LossRule
     until: Sizes | None = None
 
 
 class _Known(NamedTuple):
-    """A rule, with the ranges of values (labels, masks) and the sizes that it was proven for; `tried` is None if it
-    holds at all sizes."""
+    """A rule, with the ranges of values (labels, masks) and the sizes for which it was proven; `tried` is None if the
+    rule holds at all sizes."""
 
     rule: LossRule
     ranges: dict[str, Range]
@@ -143,31 +144,32 @@ class _Known(NamedTuple):
 
 
 class LossRules:
-    """The rules for one model's losses, each with the values and sizes that the rule was proven for."""
+    """The rules for one model's losses, each with the values and sizes for which the rule was proven."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Known] = {}
 
     def get(self, kind: Any) -> LossRule | None:
-        """The rule for batches of this kind, or None. A kind is a pair: the batches' structure, and the state that the
-        loss reads."""
+        """The rule for batches of this kind, or None. The first part of a kind is the criterion, the model's state and
+        the batches' structure; the second part is the kinds of the other values that the loss reads."""
         return self._known[kind].rule if kind in self._known else None
 
     def covers(self, kind: Any, batch: Batch, sizes: Sizes) -> bool:
-        """Whether a rule was proven for values and sizes like those of this batch."""
+        """Whether the rule for this kind was proven for the values of this batch, and for `sizes`."""
         known = self._known.get(kind)
         if known is None or not (known.tried is None or known.tried.covers(sizes)):
             return False
         return known.covers_values(batch)
 
     def known(self, kind: Any, batch: Batch) -> LossRule | None:
-        """A rule that was proven for values like those of this batch, in this or another state of the loss, or None."""
+        """A rule that was proven for values like those of this batch, at any sizes, or None. Prefers the rule of this
+        kind; other kinds may differ only in their second part."""
         alike = [self._known[kind]] if kind in self._known else []
         alike += [known for other, known in reversed(self._known.items()) if other[0] == kind[0]]
         return next((known.rule for known in alike if known.covers_values(batch)), None)
 
     def add(self, kind: Any, proven: ProvenRule, flow: Dataflow, batch: Batch) -> None:
-        """Add a proven rule. If it is the same as before, its earlier proofs for other values and sizes remain
+        """Add a proven rule. If this kind already has the same rule, earlier proofs for other values and sizes remain
         valid."""
         now = ranges_of(batch, read_by_loss(flow), floats=proven.until is not None)
         tried = None if proven.until is None else Tried()

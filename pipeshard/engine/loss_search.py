@@ -34,10 +34,10 @@ from pipeshard.graph.shapes import TensorSpec
 from pipeshard.hf import IGNORED, is_of_transformers, is_target, padding_token, targets
 
 logger = logging.getLogger("pipeshard")
-CUTS = 1, 2, 3  # samples in the first of two parts
-HALVES = (2,)  # the same for a model that rejects a single sample, such as batch norm in training
+CUTS = 1, 2, 3  # numbers of samples in the first of two parts
+HALVES = (2,)  # the same for a model that rejects a single sample (batch norm in training)
 TELLING = 3  # number of telling trials (which could distinguish rules) in which a rule must hold
-FITS = 1.0, 4.0, 16.0  # how far unit results are moved to reduce the loss of the first part only
+FITS = 1.0, 4.0, 16.0  # how far unit results are moved to reduce the first part's loss
 MISFIT = -64.0  # the same, to increase the loss
 LEAST_DIFFERENCE = 1e-3  # required difference of the two parts' losses, relative to the larger loss
 AT_SIZES = 2  # number of telling trials at the batch's own sizes in which a rule must hold
@@ -54,7 +54,7 @@ LOSS_REMEDY = (
 
 
 def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> LossRule:
-    """The rule for a batch that is split into two parts; see `prove_loss_rule`."""
+    """The rule for a batch that is split into two microbatches; see `prove_loss_rule`."""
     return prove_loss_rule(model, flow, batch, criterion, Sizes.of(batch, 2)).rule
 
 
@@ -69,10 +69,10 @@ def prove_loss_rule(
     """Find the rule that gives the loss of a batch like `batch` from the losses of its parts.
 
     Runs the glue on a few samples and on parts of them, split at different positions, with random unit results and new
-    random labels, weights and masks. The rule found, or a rule that is `known` for other sizes, must then hold for as
-    many samples as the batch has, of the same lengths. This is skipped for transformers' own losses, which do not
-    depend on sizes. If only the part of the loss that is computed from side outputs of units (router logits) follows no
-    rule, this function logs a warning.
+    random labels, weights and masks. The rule found (or the rule `known` for other sizes) must then also hold at
+    `sizes`. This test is skipped for transformers' own losses, which do not depend on sizes. Logs a warning if the rule
+    does not cover an auxiliary part of the loss, computed from side outputs of units (router logits) or from a second
+    kind of labels.
 
     Raises ConfigurationError if no rule can be proven.
     """
@@ -132,8 +132,8 @@ class _Search:
     ) -> None:
         self.model, self.flow, self.batch, self.criterion = model, flow, batch, criterion
         self.read = read_by_loss(flow)
-        self.sizes = sizes  # at which the rule must hold, or None if it does not depend on sizes
-        self.until = sizes  # up to which the found rule holds
+        self.sizes = sizes  # at which the rule must hold, or None if the loss does not depend on sizes
+        self.until = sizes  # sizes up to which the found rule holds
         self.is_of_few = False  # whether a rule held on a few samples, but not at the batch's sizes
         self.is_untried = False  # whether the found rule could not be tried at the batch's sizes
         self.failure: Exception | None = None  # why no trial could run
@@ -143,8 +143,8 @@ class _Search:
 
     def rule(self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None) -> LossRule | None:
         """Find the rule, or return None. With `side_outputs`, side outputs of units are also random; otherwise they are
-        zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. A `known` rule is
-        tried only at the batch's own sizes."""
+        zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. With `known`, only
+        this rule is tried, and only at the batch's own sizes."""
         self.valid, self.side_outputs = valid, side_outputs
         self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
@@ -160,7 +160,7 @@ class _Search:
                 "between steps, pass PipelinePlugin(loss_reduction='microbatch'), or use one microbatch"
             )
         if self.level == NOTHING and self.batch.rows == 1:
-            return None  # all samples are equal
+            return None  # all samples of a trial are equal
         if known is not None:
             return known if known.counted == self.counted and self._holds_at_sizes(known) else None
         if self.counted:
@@ -169,16 +169,16 @@ class _Search:
         return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
     def is_sum_of_means(self) -> bool:
-        """Whether the loss is one of transformers' own losses that sum means over several kinds of labels, and all
-        labels are valid: each mean is then over samples."""
+        """Whether the loss is one of transformers' own, all labels in the batch are valid, and the loss is then a mean
+        over samples, even if it sums means over several kinds of labels."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
         known = self.criterion is None and is_of_transformers(self.model)
         return known and not ignored and self.rule(valid=True) is not None
 
     def _can_try(self, source: Batch, side_outputs: bool) -> bool:
-        """Whether samples of `source` give a finite loss. Also sets `kind` and `level`: the distribution of the unit
-        results, and how much of the batch is random."""
+        """Whether samples of `source` give a finite loss. Also sets `samples`, `trial`, `kind` (the distribution of
+        unit results) and `level` (how much of the batch is random)."""
         kinds = {leaf.dtype for call in self.flow.calls for leaf in call.leaves if isinstance(leaf, TensorSpec)}
         ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
         return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
@@ -230,7 +230,7 @@ class _Search:
                 yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
 
     def _ignored(self, path: str) -> list[int]:
-        """The labels that may mean "no label". On a GPU, whose kernels fail for a label that is out of range, a
+        """The labels that may mean "no label". GPU kernels abort for a label that is out of range, so on a GPU a
         criterion's negative labels are tried only if they occur in the batch."""
         observed = set(self.samples.pools[path].tolist())
         if self.criterion is None:
@@ -243,8 +243,8 @@ class _Search:
         return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
-        """Whether a rule holds in every trial, and enough of the trials could have distinguished the rule from
-        others."""
+        """Whether a rule holds in every trial (of losses, of gradients, and at the batch's sizes), and enough of the
+        trials could have distinguished the rule from others."""
         telling = 0
         for number in range(2 * self.samples.draws):
             losses = self._losses(rule, number)
@@ -262,8 +262,8 @@ class _Search:
         return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
 
     def _slopes_hold(self, rule: LossRule) -> bool:
-        """Whether the rule also holds for gradients. This is tested because a loss divided by its own detached value is
-        always 1, but its gradient is divided by a mean over the whole batch."""
+        """Whether the rule also holds for gradients. A rule that holds for losses may not: a loss divided by its own
+        detached value is always 1, but its gradient is divided by a mean over the whole batch."""
         if self.sizes is None:
             return True
         for number in range(len(self.cuts)):
@@ -275,8 +275,8 @@ class _Search:
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
         """Whether a rule that holds on a few samples also holds at the batch's sizes. Tries the upper ends of the
-        sizes' ranges first, then the sizes themselves. If these samples are too large to run, tries fewer and shorter
-        samples and sets `is_untried`."""
+        sizes' ranges first, then the sizes themselves or, if these samples are too large, fewer and shorter ones. Sets
+        `is_untried` if no trial at the batch's sizes was conclusive, which does not reject the rule."""
         if self.sizes is None:
             return True
         source, larger = self._larger(), self.sizes.larger
@@ -313,8 +313,8 @@ class _Search:
         return batch
 
     def _holds_in(self, rule: LossRule, source: Batch, sizes: Sizes, most: int) -> bool | None:
-        """Whether a rule holds for `sizes.rows` samples with the lengths of `source`. If they need more than `most`
-        random elements, tries fewer and shorter samples instead. None if a trial failed or was inconclusive."""
+        """Whether a rule holds for `sizes.rows` samples with the lengths of `source`. If these samples need more than
+        `most` random elements, tries fewer and shorter samples instead. None if a trial failed or was inconclusive."""
         held: list[bool | None] = []
         for longest, rows in self._plans(source, sizes.rows, most):
             held.append(self._holds_on(rule, longest, rows, min(sizes.part, rows - 1)))
@@ -323,7 +323,7 @@ class _Search:
         return True if held and all(held) else None
 
     def _plans(self, source: Batch, rows: int, most: int) -> list[tuple[Batch, int]]:
-        """Pairs of a batch to take samples from and the number of samples to try."""
+        """The trials to run: pairs of a batch from which to take samples, and their number."""
         if self._needs(source, rows) <= most:
             return [(source, rows)]
         axes = self.flow.axes
@@ -336,7 +336,7 @@ class _Search:
         return [(each, count) for each, count in plans if count > 1]
 
     def _needs(self, source: Batch, rows: int) -> float:
-        """About how many random elements `rows` samples like those of `source` need."""
+        """The approximate number of random elements for `rows` samples like those of `source`."""
         few = self.samples.few
         pairs = ((leaf.numel(), few.tensors[path].numel()) for path, leaf in source.tensors.items() if leaf.numel())
         longer = max((count / max(1, of_few) for count, of_few in pairs), default=1.0) * few.rows / source.rows
@@ -369,8 +369,8 @@ class _Search:
         return True if telling else None
 
     def _holds(self, rule: LossRule, number: int, fit: float) -> bool:
-        """Whether a rule holds if unit results of the first samples are moved by `fit` to reduce their loss; also True
-        if such results give no finite loss."""
+        """Whether a rule holds after unit results of the first part are moved by `fit` to reduce this part's loss; also
+        True if the moved results give no finite loss."""
         losses = self._losses(rule, number, fit)
         return losses is None or self._holds_of(rule, number, losses)
 

@@ -1,4 +1,4 @@
-"""Loss shares: the factor of each microbatch's loss in the loss of the batch, by proven rules."""
+"""Loss shares: the factor of each microbatch's loss in the batch's loss, computed with proven rules."""
 
 import zlib
 from collections.abc import Callable, Hashable, Sequence
@@ -23,10 +23,12 @@ from pipeshard.split.policy import Policy
 
 
 class LossShares:
-    """The rules that combine the microbatch losses into the loss of a batch. `find` traces a microbatch.
+    """The rules that combine the microbatch losses into the loss of a batch. `find(batch, criterion)` returns the Way
+    of a microbatch.
 
-    If `weight` is None, each of the `replicas` has a part of one batch (`replicas` is None if there is only one).
-    Otherwise each replica has its own batch, and `weight` is the factor of its loss in the sum over replicas.
+    If `weight` is None, each replica in the process group `replicas` has a part of one batch (`replicas` is None for a
+    single replica). Otherwise each replica has its own batch, and `weight` is the factor of this batch's loss in the
+    sum over replicas.
     """
 
     def __init__(
@@ -38,9 +40,9 @@ class LossShares:
     ) -> None:
         self.model, self.device, self.find = policy.model, policy.replay.device, find
         self.replicas, self.weight = replicas, weight
-        self.is_last = policy.stage == policy.placement[-1]  # this rank computes the loss
+        self.is_last = policy.stage == policy.placement[-1]  # whether this rank computes the loss
         self.rules, self.changing = LossRules(), LossState(policy.model)
-        self.state: tuple[int, int] = 0, 0  # of the model and the criterion
+        self.state: tuple[int, int] = 0, 0  # numbers of the states of the model and the criterion
         self._seen: tuple[Hashable, ...] | None = None  # the kinds of values that the loss depends on
         self._is_of_transformers = is_of_transformers(policy.model)
 
@@ -57,15 +59,15 @@ class LossShares:
     def of(
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None, rule: LossRule
     ) -> list[float]:
-        """The shares of the microbatches of one batch on the last stage; 1.0 on other stages, which do not need
-        them."""
+        """The share of each microbatch of one batch. On stages other than the last, which do not need shares, each is
+        1.0."""
         if not self.is_last:
             return [1.0] * len(batches)
         counts = self._counts(batches, ways, criterion) if rule.counted else ()
         return rule.shares(batches, lambda count: self._total(count, rule), counts)
 
     def _unproven(self, batch: Batch, parts: Sequence[Batch], criterion: Criterion | None) -> bool:
-        """Whether no rule is known yet for the loss of this batch."""
+        """Whether the loss of this batch requires a rule, and none is proven for it yet."""
         if len(parts) == 1 and self.replicas is None:
             return False
         return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, _largest(parts)))
@@ -73,12 +75,13 @@ class LossShares:
     def any_unproven(
         self, batches: Sequence[Batch], cut: Sequence[Sequence[Batch]], criterion: Criterion | None
     ) -> bool:
-        """Whether no rule is known for one of these batches, in the state of the last `look`."""
+        """Whether the loss of one of these batches requires a rule that is not proven yet, in the state of the last
+        `look`."""
         return any(self._unproven(batch, parts, criterion) for batch, parts in zip(batches, cut, strict=True))
 
     def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
-        """The loss of this replica's own batch, given its `part` of the step's loss; `loss` if replicas share one
-        batch."""
+        """The loss of this replica's own batch, computed from its `part` of the step's loss. If replicas share one
+        batch, the step's `loss`."""
         return loss if self.weight is None or part is None else part / self.weight
 
     def prove(
@@ -88,9 +91,10 @@ class LossShares:
         criterion: Criterion | None,
         world: dist.ProcessGroup,
     ) -> None:
-        """Find the rule on all ranks at the same time, even if a rank already knows the rule for its own batches.
+        """Find the rules for these batches. Call it on all ranks, including ranks that already know the rules for their
+        own batches.
 
-        Raises an error on all ranks if one rank fails: its own error there, ConfigurationError on the other ranks.
+        If a rank fails, it raises its own error, and the other ranks raise ConfigurationError.
         """
         failure: Exception | None = None
         try:
@@ -105,7 +109,7 @@ class LossShares:
             raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
 
     def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
-        """Find the rule for `batch` on this rank only, unless it is known; `first` is a microbatch."""
+        """Find the rule for `batch`, unless it is known, on this rank only. `first` is a microbatch of `batch`."""
         kind, sizes = self._kind(batch, criterion), self._sizes(batch, first.rows)
         if self.rules.covers(kind, batch, sizes):  # only another rank or another batch lacks the rule
             return
@@ -134,14 +138,15 @@ class LossShares:
         return rule
 
     def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
-        """The properties of batches whose losses follow one rule. The values of Python numbers in a batch are ignored
-        for transformers' own losses, which only use them to count items."""
+        """The kind of a batch; the losses of all batches of one kind follow the same rule. Values of Python numbers in
+        a batch are ignored for transformers' own losses, which only use them to count items."""
         others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
         beside = () if self._seen is None else (self._seen, of_batch(batch))
         return (key_of(criterion), self.state, batch.paths, others), beside
 
     def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
-        """The criterion's own count of each microbatch, computed before the first backward, which needs it."""
+        """The count that the criterion returns for each microbatch. The counts are computed before the first backward,
+        which needs their sum."""
         glue = Glue(self.model, criterion, self.device)
         return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
 

@@ -1,8 +1,8 @@
 """Loss sizes: the numbers of samples and the lengths at which a loss rule was tried.
 
-A loss may depend on sizes: it may process chunks of positions, or have terms that appear with more samples. So a rule
-counts as proven only between the two powers of two that enclose the sizes at which it held, and is tried again at other
-sizes. A run with irregular lengths has few of these ranges.
+A loss may depend on sizes: it may process chunks of positions, or have terms that appear with more samples. So sizes
+are grouped into ranges between powers of two. In each range, a rule counts as proven up to the largest sizes at which
+it held, and is tried again at larger sizes. Even a run with irregular lengths has few ranges.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,8 @@ from pipeshard.batch.batch import Batch
 
 @dataclass(frozen=True)
 class Sizes:
-    """`rows` samples in all replicas, `part` samples in a microbatch, and `lengths`: the sizes of all other axes."""
+    """The number of samples in all replicas (`rows`) and in a microbatch (`part`), and the sizes of all other axes
+    (`lengths`)."""
 
     rows: int
     part: int
@@ -41,12 +42,12 @@ class Sizes:
 
     @property
     def range(self) -> tuple[int, ...]:
-        """The range of these sizes: each number rounded up to the next power of two."""
+        """The range of these sizes, identified by its upper ends: each number rounded up to a power of two."""
         return tuple(map(power, self.numbers))
 
 
 class Tried:
-    """The sizes at which a rule held. In each range, it covers all sizes up to the largest tried ones."""
+    """The sizes at which a rule held. Within a range, these cover all sizes up to the largest ones tried."""
 
     def __init__(self) -> None:
         self._until: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -1,10 +1,10 @@
 """Loss state: the values, other than samples, that a loss depends on and a user may change between steps.
 
-The rule of a loss was tried with one set of class weights, one mode, one coefficient. With other values, the loss may
+A loss rule was tried with one set of class weights, one mode and one coefficient. With other values, the loss may
 follow a different rule: a mean over samples becomes a weighted mean if its weights are no longer all 1. So a rule
 counts as proven only in one state of these tensors and numbers. Values are compared by kind, since annealed
-coefficients change in every step: integers up to 64 by value, other numbers by sign and power of four, tensors by range
-and by whether all elements are equal.
+coefficients change in every step: integers up to 64 by value, other numbers by sign and power of four, and tensors by
+range and by whether all elements are equal.
 """
 
 from collections.abc import Hashable, Iterator
@@ -18,12 +18,12 @@ from pipeshard.graph.units import find_units
 from pipeshard.split.materialize import is_released
 
 COUNTED = 64  # integers up to this magnitude are compared by value
-MOST_ELEMENTS = 2**20  # of a tensor that is compared; larger tensors are ignored
+MOST_ELEMENTS = 2**20  # larger tensors are not compared
 
 
 class LossState:
-    """The state of the tensors outside a model's units, as the user has set them: buffers, tensors in attributes,
-    frozen parameters. Changes made by forwards do not count."""
+    """The values that the user has set in tensors outside the model's units: buffers, tensors in attributes, frozen
+    parameters. Changes made by forwards do not count."""
 
     def __init__(self, model: nn.Module) -> None:
         of_units = {module for unit in find_units(model).values() for module in unit.modules()}
