@@ -92,7 +92,7 @@ class ShardedUnits:
         """Begin a step: gather the parameters."""
         self._waiting = list(self.groups)
         gathers: deque[Any] = deque()
-        for module in self.groups:  # two at a time: each all-gather takes twice the memory of the unit
+        for module in self.groups:  # two at a time: each all-gather needs twice the memory of the unit
             if len(gathers) == 2:
                 gathers.popleft().wait()
             gathers.append(module.unshard(async_op=True))

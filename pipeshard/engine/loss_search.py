@@ -37,7 +37,7 @@ logger = logging.getLogger("pipeshard")
 CUTS = 1, 2, 3  # numbers of samples in the first of two parts
 HALVES = (2,)  # the same for a model that rejects a single sample (batch norm in training)
 TELLING = 3  # number of telling trials (which could distinguish rules) in which a rule must hold
-FITS = 1.0, 4.0, 16.0  # how far unit results are moved to reduce the first part's loss
+FITS = 1.0, 4.0, 16.0  # how far unit results are moved to reduce the first part's loss only
 MISFIT = -64.0  # the same, to increase the loss
 LEAST_DIFFERENCE = 1e-3  # required difference of the two parts' losses, relative to the larger loss
 AT_SIZES = 2  # number of telling trials at the batch's own sizes in which a rule must hold
@@ -74,7 +74,7 @@ def prove_loss_rule(
     does not cover an auxiliary part of the loss, computed from side outputs of units (router logits) or from a second
     kind of labels.
 
-    Raises ConfigurationError if no rule can be proven.
+    Raises ConfigurationError if no rule can be proven, or TraceError if glue takes a different path than in its trace.
     """
     asked = None if criterion is None and is_of_transformers(model) else sizes
     search = _Search(model, flow, batch, criterion, asked)

@@ -59,7 +59,7 @@ def _is_same(now: list[tuple[Tensor, int]], then: list[tuple[Tensor, int]]) -> b
 
 
 def of_batch(batch: Batch) -> tuple[Hashable, ...]:
-    """The kinds of the numbers in a batch, and of its small tensors without a batch dimension."""
+    """The kinds of a batch's numbers, and of its small tensors without a batch dimension."""
     kinds: list[Hashable] = []
     for leaf, dim in zip(batch.leaves, batch.row_dims, strict=True):
         if isinstance(leaf, int | float):

@@ -1,10 +1,10 @@
 """Loss trial: a model's loss on a few samples and on two parts of them, with random values in all inputs of the loss.
 
 Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit rules that do
-not hold for the next batch. So integers are drawn from the batch's values and the values between them. Masks and
-weights are random, and so are unit results, which costs nothing, since units do not run. To find a loss that changes
-its form when it is small (flooding, a free allowance) or large (a ceiling), unit results of some samples are moved to
-reduce or increase their loss.
+not hold for the next batch. So integers are drawn from the batch's values and the values between them, and masks,
+weights and unit results are random. Random unit results cost nothing, since units do not run. Some losses change their
+form when they are small (flooding, a free allowance) or large (a ceiling). To detect this, unit results of some samples
+are moved to reduce or increase the samples' loss.
 """
 
 import logging
@@ -38,19 +38,19 @@ ROWS, LENGTH = 4, 8  # samples and positions in a trial
 UNLABELLED = 255  # the label of pixels without a class in segmentation datasets
 EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is random
 NORMAL, PROBABILITIES = range(2)  # the distribution of unit results; some losses only accept probabilities
-REPEATED = 2**20 + 7  # prime, so that no two samples get the same values
+REPEATED = 2**20 + 7  # prime, so that no two samples have the same values
 SHORT = torch.float16, torch.bfloat16
-LeafKey = tuple[str, int, int]  # of a leaf that a unit returns: the unit, the number of its earlier calls, the leaf
+LeafKey = tuple[str, int, int]  # of a leaf in a unit's result: the unit, the number of its earlier calls, the leaf's index
 
 
 class Samples:
-    """Takes `count` samples (`few`), spread over `source` (`batch`, or a batch with other lengths), and gives them
-    random values.
+    """Takes `count` evenly spaced samples (`few`) of `source`, which is `batch` or a batch with other lengths, and
+    replaces their values with random values.
 
-    `read` are the paths that the loss reads, `consulted` the paths that Python branches on. Integers are drawn from the
-    batch's values and, if there are few, the values between them; masks remain masks. Other floating-point values are
-    moved, or drawn from the batch's values and possible marks of missing values. If the loss `is_known`, as
-    transformers' own losses are, these values are only scaled.
+    `read` contains the paths that the loss reads, `consulted` the paths on whose values Python branches. Integers are
+    drawn from the batch's values and, if there are few, the values between them; masks remain masks. Other
+    floating-point values are moved, or drawn from the batch's values and possible marks of missing values. If the loss
+    `is_known` (one of transformers' own), these other values are only scaled.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Samples:
 
     @property
     def draws(self) -> int:
-        """The number of draws in which each mark, and each value of a leaf with few values, occurs; at most SPAN //
-        ROWS."""
+        """The number of draws after which each mark, and each value of a leaf with few values, has occurred; at least
+        ROWS and at most SPAN // ROWS."""
         most = [
             -(-len(pool) // self.few.tensors[path].numel())
             for path, pool in self.pools.items()
@@ -92,8 +92,8 @@ class Samples:
         return min(max([ROWS, *most, *marks]), SPAN // ROWS)
 
     def draw(self, level: int, number: int, valid: bool = False) -> Batch:
-        """The samples with the random values of draw `number`. `level` is how much of the batch is random. With
-        `valid`, drawn integers are not negative."""
+        """The samples with the random values of draw `number`. `level` determines which leaves are random. With
+        `valid`, no random integer is negative."""
         generator = torch.Generator().manual_seed(number)
 
         def redraw(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -125,10 +125,10 @@ class Samples:
         return values.moved(values.filled(leaf, generator), scale, up=number % 4 == 2)
 
     def with_invalid(self, batch: Batch, path: str, ignore: float, number: int) -> Batch:
-        """`batch` with a random number of valid labels in each sample: at least two if a sample has three or more
-        labels. With one label per sample, all samples but one have a valid label. In long samples, every other draw
-        spreads valid labels over the sample, with fewer towards the end, since code that processes chunks of positions
-        may fail for a chunk without labels."""
+        """`batch` with a random number of valid labels in each sample, and `ignore` as its other labels. A sample with
+        three or more labels has at least two valid ones. With one label per sample, all samples but one have a valid
+        label. In every other draw, the valid labels of long samples are spread over the sample, with fewer towards the
+        end, since code that processes chunks of positions may fail for a chunk without labels."""
         mask = batch.by_sample(MASK) if MASK in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 
@@ -160,9 +160,10 @@ class Samples:
 
 
 def _pool(leaf: Tensor, special: Tensor) -> Tensor:
-    """The values from which to draw an integer leaf. If all classes are below SPAN: its negative values and marks, and
-    all values from 0 to the largest class (at least 1), without `special` tokens that do not occur. Otherwise: its own
-    values, with `special` tokens, which a loss may weight differently or omit, repeated."""
+    """The values from which an integer leaf is drawn. If its largest class is below SPAN: its negative values and its
+    mark, and all values from 0 to the largest class (at least 1), except `special` tokens that it does not contain.
+    Otherwise: its own values, in which `special` tokens are repeated, since a loss may omit them or weight them
+    differently."""
     pool = leaf.detach().long().cpu().unique()
     present = pool[torch.isin(pool, special)]
     classes = pool[:-1] if is_marked(pool) else pool
@@ -176,14 +177,14 @@ def _pool(leaf: Tensor, special: Tensor) -> Tensor:
 
 
 def is_marked(values: Tensor) -> bool:
-    """Whether the highest of these sorted labels is UNLABELLED and marks a missing label: there is a gap between it and
-    the classes."""
+    """Whether the highest of these sorted labels is UNLABELLED and marks a missing label: a gap separates this value
+    from the classes."""
     return len(values) > 1 and int(values[-1]) == UNLABELLED and int(values[-2]) < UNLABELLED - 1
 
 
 def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -> Tensor:
-    """`count` values of the pool. If the pool is larger, but not larger than SPAN, successive draws go through all of
-    it."""
+    """`count` values of the pool. If the pool has more values, but at most SPAN, successive draws cycle through the
+    whole pool."""
     if count < len(pool) <= SPAN:
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))
         return pool[order[(torch.arange(count) + number * count) % len(pool)]]
@@ -191,7 +192,7 @@ def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -
 
 
 def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
-    """Random zeros and ones; a sample with several entries has at least one 1."""
+    """Random zeros and ones. In a leaf with several dimensions, each row of the last one has at least one 1."""
     mask = torch.rand(leaf.shape, generator=generator).gt(0.4)
     if leaf.ndim > 1:
         mask[..., 0] |= ~mask.any(-1)
@@ -199,7 +200,7 @@ def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Normally distributed values. Beyond REPEATED elements the values repeat, which takes a tenth of the time."""
+    """Normally distributed values. Beyond REPEATED elements, the values repeat, which takes a tenth of the time."""
     count = math.prod(shape)
     if count <= REPEATED:
         return torch.randn(tuple(shape), generator=generator)
@@ -208,8 +209,8 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """The `value` of a loss; or the sum and the count (`denominator`) of a criterion that returns (sum, count).
-    `slopes` are the gradients, if requested."""
+    """The `value` of a loss or, from a criterion that returns (sum, count), the sum (`value`) and the count
+    (`denominator`). `slopes` contains the gradients, if requested."""
 
     value: float
     denominator: float | None
@@ -219,8 +220,8 @@ class Measured(NamedTuple):
 
 @contextmanager
 def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context manager that replaces released parameters of `unit` with fixed random parameters: the rule of the unit's
-    loss does not depend on their values."""
+    """Context manager that replaces released parameters of `unit` with fixed random ones: the rule of the unit's loss
+    does not depend on parameter values."""
     released = {name: p for name, p in unit.named_parameters(remove_duplicate=False) if is_released(p)}
     if not released:
         yield
@@ -238,7 +239,7 @@ def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class Glue:
-    """Runs the glue of a model and its criterion, with given values instead of unit results. Nothing else may change
+    """Runs the glue of a model, and its criterion, with given values instead of unit results. No other code may change
     the model between two runs."""
 
     def __init__(self, model: nn.Module, criterion: Criterion | None, device: torch.device) -> None:
@@ -255,9 +256,10 @@ class Glue:
         times: int = 1,
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """The loss of `batch`, and its gradients with respect to `by`, or None without a loss. `result` returns the
-        results of units, but calls in `running` run their units. The criterion is called `times` times. The model, the
-        criterion and the generators do not change."""
+        """Measure the loss of `batch`, and its gradients with respect to `by`. Returns None if there is no loss.
+        `result(key, spec)` returns a leaf of a unit's result; only the calls in `running` run their units. The
+        criterion is called `times` times. The state of the model, the criterion and the generators is restored
+        afterwards."""
         calls, is_inside, randomness = enumerate(flow.calls), False, Randomness(self.device)
 
         def handle(unit: str, original: Any, *arguments: Any) -> Any:
@@ -304,7 +306,8 @@ class Glue:
         return Measured(float(value.detach()), None if count is None else float(count), value.dtype, slopes)
 
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
-        """The count that the criterion returns. It does not depend on unit results, which are expanded zeros here."""
+        """The count that the criterion returns. The count does not depend on unit results, which are expanded zeros
+        here."""
 
         def zeros(key: LeafKey, spec: TensorSpec) -> Tensor:
             return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)
@@ -317,10 +320,10 @@ class Glue:
 class LossTrial:
     """Measures a model's loss on all samples and on two parts of them.
 
-    The unit results that the loss depends on are random, and all other unit results are zeros. Side outputs of units
-    are random only with `side_outputs`. The parts reuse the unit results of the whole, and the random numbers of its
-    glue. A unit that returns a loss itself runs, with random weights if another stage holds it. If the trial is
-    `precise`, fp32 replaces 16-bit dtypes, in which an error of 1 % would not be visible.
+    The unit results on which the loss depends are random, and all other unit results are zeros. Side outputs of units
+    are random only with `side_outputs`. The two parts reuse the unit results, and glue's random numbers, of all
+    samples. A unit that itself returns a loss is run, with random weights if another stage holds the unit. If the trial
+    is `precise`, fp32 replaces 16-bit dtypes, which would hide an error of 1 %.
     """
 
     def __init__(
@@ -351,7 +354,7 @@ class LossTrial:
         return sum(math.prod(whole.spec(value).at(deltas)) for value in self.random)
 
     def rounds(self, batch: Batch, kind: int) -> bool:
-        """Whether glue itself rounds to 16 bits: unit results rounded to bf16 give the same loss."""
+        """Whether glue itself rounds to 16 bits, so that unit results rounded to bf16 give the same loss."""
         results = self._random_results(0, kind)
         rounded = {key: result.bfloat16().float() for key, result in results.items()}
         losses = [self._measure(batch, range(batch.rows), each, SharedDraws()) for each in (results, rounded)]
@@ -360,10 +363,10 @@ class LossTrial:
     def measure(
         self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> tuple[Measured, list[Measured]] | None:
-        """The loss of `batch` (the samples with other values), and the losses of its first `at` samples and of the
-        other samples. None if one of the three has no loss, or if the model rejects these values. Unit results of the
-        first `at` samples are moved by at most `fit` to reduce their loss, or to increase it if `fit` is negative. With
-        `sloping`, the losses have gradients with respect to all unit results."""
+        """Measure the loss of `batch` (the samples with random values), of its first `at` samples, and of its other
+        samples. Returns None if one of the three has no loss, or if the model rejects these values. With `fit`, unit
+        results of the first `at` samples are moved by at most `abs(fit)`, to reduce these samples' loss or, if `fit` is
+        negative, to increase it. With `sloping`, the losses have gradients with respect to all random unit results."""
         rows, draws = range(batch.rows), SharedDraws()
         results = self._random_results(seed, kind)
         try:
@@ -386,7 +389,8 @@ class LossTrial:
         return None if whole is None or len(losses) != len(parts) else (whole, losses)
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
-        """Whether the criterion returns the same loss for the same output when it is called again."""
+        """Whether the criterion returns the same loss when it is called again with the same output; also True without a
+        loss."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         return once is None or again is None or once[:2] == again[:2] or once.value != once.value
@@ -408,7 +412,7 @@ class LossTrial:
             return self.glue.run(part, flow, deltas, result, self.running, times, by)
 
     def _flow(self, rows: range) -> tuple[Dataflow, tuple[int, ...]]:
-        """The Dataflow of these samples, and the differences between their sizes and those of its trace."""
+        """The Dataflow of these samples, and the differences of their sizes from the traced sizes."""
         if rows not in self._flows:
             part = self.samples.take(torch.tensor(rows))
             flow, deltas = self.flow, self.flow.axes.deltas(part)

@@ -1,9 +1,9 @@
 """Loss values: the values for which a loss rule was tried, and the values that may mark missing entries.
 
-A loss may omit entries because of their value: targets that are NaN, -1 or -100, a depth of 0. A rule that was tried on
-values without such marks is not proven for a batch that contains them. So each rule keeps the ranges of the values that
-its loss reads, and is tried again for a batch with values outside these ranges. Ranges of floating-point values are
-wide: only a new sign, a zero, a NaN, or a value four times as large is outside.
+A loss may omit entries because of their value: targets that are NaN, -1 or -100, a depth of 0. A rule that was tried
+without such marks is not proven for a batch that contains them. So each rule keeps the ranges of the values that its
+loss reads, and is tried again for a batch with values outside these ranges. Ranges of floating-point values are wide:
+only a new sign, zero, NaN or power of four is outside.
 """
 
 import math
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 
-SPAN = 64  # largest number of values of an integer leaf that are all tried
+SPAN = 64  # an integer leaf with at most this many values is tried with all of them
 TINY = math.ulp(0.0)  # the smallest positive number: a bound of ranges without zero
 MISSING = -1.0, -100.0  # marks of a missing value in a leaf with negative values
-MOST_VALUES = 4096  # values of a floating-point leaf from which draws choose
+MOST_VALUES = 4096  # values of a floating-point leaf that draws use
 SHARE = 0.4  # share of the entries that a draw replaces with marks
 
 
 class Range(NamedTuple):
-    """Bounds of the values in a leaf, and whether it contains a NaN."""
+    """Bounds of the values in a leaf, and whether the leaf contains a NaN."""
 
     low: float
     high: float
@@ -31,8 +31,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of_integers(cls, leaf: Tensor) -> Self:
-        """The range of integers, extended to include 0 and 1; if the highest is SPAN or more, to include 1 and
-        infinity."""
+        """The range of integers, extended to include 0 and 1 or, if the highest is SPAN or more, 1 and infinity."""
         low, high = (int(extreme) for extreme in leaf.long().aminmax())
         return cls(min(low, 1), float("inf")) if high >= SPAN else cls(min(low, 0), max(high, 1))
 
@@ -57,7 +56,8 @@ class Range(NamedTuple):
 
 
 def ranges_of(batch: Batch, paths: Collection[str], floats: bool) -> dict[str, Range]:
-    """The range of each of these leaves that is not empty or complex; of floating-point leaves only with `floats`."""
+    """The range of the leaf at each path, unless the leaf is empty or complex; of floating-point leaves only with
+    `floats`."""
     ranges: dict[str, Range] = {}
     for path in sorted(paths):
         leaf = batch.tensors.get(path)
@@ -94,13 +94,14 @@ class Values:
         return torch.where(leaf.isnan(), self._chosen(self.valid, leaf, generator), leaf) if self.has_nan else leaf
 
     def moved(self, leaf: Tensor, scale: Tensor, up: bool) -> Tensor:
-        """The leaf or, with `up`, its distance to the highest value, multiplied by `scale` (0 to 1): a loss may have a
-        threshold."""
+        """The leaf with its values moved towards 0 or, with `up`, towards the highest value: this distance is
+        multiplied by `scale` (0 to 1). A loss may have a threshold."""
         return self.high - (self.high - leaf) * scale if up else leaf * scale
 
     def draw(self, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
-        """The values of draw `number` for such a leaf: random valid values, some replaced by marks. In each sample, at
-        least one entry is not a mark. With one entry per sample, only one sample is a mark. All marks occur in turn."""
+        """The values of draw `number` for a leaf like `leaf`: random valid values, some replaced by marks. In each
+        sample, at least one entry is not a mark. With one entry per sample, only one sample is a mark. Successive draws
+        use all marks in turn."""
         values = self._chosen(self.valid, leaf, generator)
         if not len(self.drawn):
             return values
@@ -129,7 +130,7 @@ def _extremes(leaf: Tensor) -> tuple[float, float]:
 
 def _outward(high: float) -> float:
     """An upper bound that later values seldom exceed: -TINY for a negative `high`, 0 for 0, otherwise the next power of
-    four that is at least 1."""
+    four, at least 1."""
     if high <= 0:
         return 0.0 if high == 0 else -TINY
     return high if math.isinf(high) else max(1.0, 4.0 ** math.ceil(math.log(high, 4)))

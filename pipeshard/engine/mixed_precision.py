@@ -1,9 +1,9 @@
 """Mixed precision: 16-bit parameters or operators, with fp32 values and gradients.
 
 torch.autocast casts per operator and keeps fp32 parameters, which need twice the memory and bandwidth of 16-bit
-parameters. Here a stage's parameters are cast as by `from_pretrained(dtype=...)` (parameters that an architecture keeps
-in fp32 stay in fp32), and each trained parameter has a MasterWeight in fp32. An optimizer only updates MasterWeights.
-Autocast is available as an option.
+parameters. Here, a stage's parameters are cast as `from_pretrained(dtype=...)` would cast them (parameters that an
+architecture keeps in fp32 stay in fp32), and each trained parameter has fp32 values in its MasterWeight. Optimizers
+only update MasterWeights. Autocast is available as an option.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ class LossScale:
 
 class MasterWeight:
     """The tensor that an optimizer updates for one parameter of a stage. `master` is the parameter itself, this rank's
-    shard of the parameter, or its fp32 values if the parameter is 16-bit. `full` is the unsharded fp32 tensor.
+    shard of a sharded parameter, or the fp32 values of a 16-bit parameter or shard. `full` is the unsharded fp32 tensor
+    from which the fp32 values are created.
 
     Attributes:
         holders: the number of ranks that have the same gradient of the parameter.
@@ -89,7 +90,7 @@ class MasterWeight:
     @torch.no_grad()
     def follow(self, is_master_written: bool, adopts: bool) -> bool:
         """Make the parameter and its fp32 values equal after a loop has written to one of them. Returns whether they
-        are equal.
+        are now equal.
 
         A write to the fp32 values is always copied to the parameter. If `adopts`, a write to the parameter is copied to
         the fp32 values, but only in the elements that differ: replacing and restoring a parameter does not change the
@@ -109,8 +110,8 @@ class MasterWeight:
         return self.lowered and self.master.dtype is self.parameter.dtype
 
     def complete(self) -> None:
-        """Create fp32 values from the 16-bit parameter. It was frozen, so the model has computed with exactly these
-        values."""
+        """Create fp32 values from the 16-bit parameter. The parameter was frozen, so the model has computed with
+        exactly these values."""
         self.master, self.plain = nn.Parameter(local(self.parameter.detach()).float()), False
         self._lent = None
 
@@ -160,7 +161,8 @@ class MasterWeight:
 @cache
 def casts_have_graphs() -> bool:
     """Whether autocast's cached casts have a grad_fn even if they are made under no_grad (in a reentrant checkpoint).
-    Before torch 2.11 they do not, and another microbatch that uses them would lose its gradients (pytorch#158232)."""
+    Before torch 2.11 they have none, and another microbatch that uses them would lose its gradients
+    (pytorch#158232)."""
     layer, x = nn.Linear(1, 1), torch.zeros(1, 1)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
@@ -189,7 +191,8 @@ class Precision:
     @contextmanager
     def sharing_casts(self, flows: Collection[Dataflow]) -> Iterator[None]:
         """Context manager for a step's actions: all forwards share one autocast copy of each parameter, instead of one
-        copy for each microbatch in flight. Does nothing if a forward writes to parameters."""
+        copy for each microbatch in flight. Does nothing if autocast is off, if a forward writes to parameters, or if
+        `casts_have_graphs()` is False."""
         kinds = {place.kind for flow in flows for place in flow.carried}
         if not self.autocasts or kinds & {"parameter", "settled"} or not casts_have_graphs():
             yield
@@ -204,7 +207,7 @@ class Precision:
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:
         """Context manager for a trace: tensors that will be cast already have their later dtype. Parameters keep their
-        values in an attribute, for units that need them to run."""
+        values in an attribute, for units that need these values to run."""
         before = {tensor: tensor.data for tensor in self.lowered(model)}
         for tensor, data in before.items():  # buffers are small, and may be written to
             if isinstance(tensor, nn.Parameter):
@@ -220,8 +223,8 @@ class Precision:
                 vars(tensor).pop("pipeshard_values", None)
 
     def lower(self, tensors: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Cast these tensors, a subset of `lowered`, permanently. Returns the fp32 values of the trained parameters
-        among them."""
+        """Cast these tensors, a subset of `lowered`, permanently. Returns the fp32 values of each trained parameter
+        among these tensors."""
         full: dict[nn.Parameter, Tensor] = {}
         for tensor in tensors:
             if isinstance(tensor, Ghost):
@@ -234,7 +237,7 @@ class Precision:
         return full
 
     def of_batch(self, batch: Batch) -> Batch:
-        """Cast images, audio and similar inputs to the model's precision; labels and targets stay unchanged."""
+        """Cast the batch's fp32 tensors (images, audio) to the model's precision, except labels and targets."""
         if not self.lowers:
             return batch
 
@@ -244,8 +247,9 @@ class Precision:
         return batch.map(lowered)
 
     def lowered(self, model: nn.Module) -> set[Tensor]:
-        """The parameters and buffers to cast: for transformers models, those that `from_pretrained(dtype=...)` would
-        create in this dtype; for other modules, all floating-point ones, as `model.bfloat16()` would cast."""
+        """The parameters and buffers to cast. In transformers models, these are the tensors that
+        `from_pretrained(dtype=...)` would create in this dtype; in other modules, all floating-point tensors, as in
+        `model.bfloat16()`."""
         if not self.lowers:
             return set()
         in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -262,7 +266,8 @@ class Precision:
         return tensors
 
     def _constructed(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """The dtypes, by name, of the tensors that transformers' constructors create if this dtype is the default."""
+        """The dtypes, by name, of the tensors that transformers' constructors create with `self.dtype` as the default
+        dtype."""
         dtypes: dict[str, torch.dtype] = {}
         with contextlib.suppress(ConfigurationError):  # a model that cannot be constructed again
             for path, twin in rebuilt_models(model, self.dtype):

@@ -30,8 +30,8 @@ class Whole:
         return cls(pipeline) if grid.pp_size == grid.tp_size == 1 and not pipeline.config.fsdp else None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output. Calling `loss.backward()` on its loss raises UsageError if the gradients would be
-        wrong."""
+        """Call the model, and return its output. `loss.backward()` on the output's loss raises UsageError if the
+        gradients would be wrong."""
         pipeline, precision = self.pipeline, self.pipeline.precision
         pipeline.refuse_blank()
         if torch.is_grad_enabled():
@@ -77,7 +77,7 @@ class Whole:
             )
 
 
-# Attributes that identify a wrapper, which reads them before it wraps a model.
+# Attributes that identify a wrapper: the wrapper reads them before it wraps a model.
 ASKED_BY = {
     "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel",
     "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
@@ -104,10 +104,10 @@ def _answered(name: str) -> Callable[..., Any]:
 
 
 class PipelineModel(nn.Module):
-    """A boosted model. `unwrap()` returns the original model, of which this rank holds one stage.
+    """A boosted model. `unwrap()` returns the original model, reduced to this rank's stages.
 
-    Attributes and methods are delegated to the model. Setting an attribute sets it on the model, whose forward reads
-    it.
+    Attributes and methods are delegated to the model. Setting an attribute sets it on the model, so that the model's
+    forward can read it.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
@@ -120,7 +120,7 @@ class PipelineModel(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's training mode: unchanged by boost, until train() or eval() is called."""
+        """The model's training mode, which train() and eval() change, but boost does not."""
         module = self._modules.get("module")
         return module is None or module.training
 
@@ -130,14 +130,14 @@ class PipelineModel(nn.Module):
             module.training = mode
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """The model that was passed to boost, even if it is a PeftModel. ColossalAI would return the base model,
-        without the names of the adapters."""
+        """The model that was passed to boost, even if it is a PeftModel. ColossalAI would return a wrapper of the base
+        model, with the base model's parameter names."""
         module: nn.Module = self.module
         return module
 
     @property
     def generate(self) -> Any:
-        """transformers' `generate`, run by all stages together; only for models that have it."""
+        """transformers' `generate`, run on all stages. Raises AttributeError if the model has no `generate`."""
         getattr(self.module, "generate")  # noqa: B009 - AttributeError
         return self.generation
 
