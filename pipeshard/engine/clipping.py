@@ -173,8 +173,8 @@ class ModelGradients:
             foreach_mul_(gradients, factor)
 
     def _refuse_untrained(self) -> None:
-        """Raise UsageError, on every rank, if a parameter has a gradient but no optimizer contains it: it is ambiguous
-        whether the norm should include this gradient."""
+        """Raise UsageError, on every rank, if a parameter has a gradient but is in no optimizer: whether the norm
+        should include this gradient is ambiguous."""
         if self.trained >= self.all:  # the same on every rank
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]

@@ -39,8 +39,8 @@ class Cuts:
         return self._of_batches[1]
 
     def slices(self, microbatches: list[list[Batch]]) -> list[list[Batch]]:
-        """One list of slices per microbatch of all batches; all lists have the same length. Empty if microbatches are
-        not sliced."""
+        """The slices of each microbatch, for all batches in order. Every microbatch has the same number of slices. The
+        list is empty if microbatches are not sliced."""
         if self.config.has_slices and self._of_microbatches[0] is not microbatches:
             self._of_microbatches = microbatches, self._sliced([part for parts in microbatches for part in parts])
         return self._of_microbatches[1]

@@ -102,8 +102,7 @@ class ShardedUnits:
             parameter._unsharded_param.grad_dtype = torch.float32
 
     def stages_done(self, stages: Set[int]) -> None:
-        """Start to reduce-scatter the gradients of the units that only `stages`, which have finished, run on this
-        rank."""
+        """Start to reduce-scatter the gradients of the units that only the finished `stages` run on this rank."""
         self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:

@@ -107,8 +107,8 @@ class GradientSync:
     """Sums each shared gradient over the ranks that hold the parameter, and counts each contribution exactly once.
 
     After a synced step, `p.grad` counts as fully summed, even if the user modifies it. The next step sets `p.grad`
-    aside, and reduces only the gradients that the step adds. So gradients may be accumulated over several steps, with
-    or without `no_sync`, and are complete after each synced step. After an unsynced step, `p.grad` contains only the
+    aside, and reduces only gradients that are added later. So gradients may be accumulated over several steps, with or
+    without `no_sync`, and are complete after each synced step. After an unsynced step, `p.grad` contains only the
     gradients that this rank has added since the last synced step. The units in `sharded` reduce-scatter their own
     gradients; GradientSync only sums these over the stages of a tie. Gradients of `tp_sharded` parameters are converted
     to the parameter's placement.
@@ -203,7 +203,7 @@ class GradientSync:
                     set_local_grad(parameter, total if before is None else total.add_(before))
 
     def reset(self, parameters: Collection[nn.Parameter]) -> None:
-        """Discard the partial gradients of these parameters and the gradients set aside; the caller clears their
+        """Discard the partial gradients, and the gradients set aside, of these parameters; the caller clears
         `.grad`."""
         for parameter in parameters:
             self._forget(parameter)

@@ -50,7 +50,7 @@ class LossRule:
         total: Callable[[float], float] = lambda count: count,
         counts: Sequence[float] = (),
     ) -> list[float]:
-        """The factor of each microbatch's loss. It is 0 for a microbatch without valid labels, unless none has any.
+        """The factor of each microbatch's loss: 0 for a microbatch without valid labels, unless no microbatch has any.
 
         If other replicas have parts of the batch, `total` maps the count of this replica's microbatches to the count of
         the full batch. `counts` are the counts that the criterion returned, if `counted`.

@@ -276,7 +276,7 @@ class _Search:
     def _holds_at_sizes(self, rule: LossRule) -> bool:
         """Whether a rule that holds on a few samples also holds at the batch's sizes. Tries the upper ends of the
         sizes' ranges first, then the sizes themselves or, if these samples are too large, fewer and shorter ones. Sets
-        `is_untried` if no trial at the batch's sizes was conclusive, which does not reject the rule."""
+        `is_untried` if no trial at the batch's sizes was conclusive. Inconclusive trials do not reject a rule."""
         if self.sizes is None:
             return True
         source, larger = self._larger(), self.sizes.larger
@@ -323,7 +323,7 @@ class _Search:
         return True if held and all(held) else None
 
     def _plans(self, source: Batch, rows: int, most: int) -> list[tuple[Batch, int]]:
-        """The trials to run: pairs of a batch from which to take samples, and their number."""
+        """The trials to run, as pairs (batch from which to take samples, number of samples)."""
         if self._needs(source, rows) <= most:
             return [(source, rows)]
         axes = self.flow.axes

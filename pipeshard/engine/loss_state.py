@@ -17,7 +17,7 @@ from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.units import find_units
 from pipeshard.split.materialize import is_released
 
-COUNTED = 64  # integers up to this magnitude are compared by value
+COUNTED = 64  # largest integer that is compared by value, and largest batch tensor that is compared
 MOST_ELEMENTS = 2**20  # larger tensors are not compared
 
 

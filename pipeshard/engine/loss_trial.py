@@ -40,7 +40,7 @@ EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is random
 NORMAL, PROBABILITIES = range(2)  # the distribution of unit results; some losses only accept probabilities
 REPEATED = 2**20 + 7  # prime, so that no two samples have the same values
 SHORT = torch.float16, torch.bfloat16
-LeafKey = tuple[str, int, int]  # of a leaf in a unit's result: the unit, the number of its earlier calls, the leaf's index
+LeafKey = tuple[str, int, int]  # leaf of a unit's result: the unit, the number of its earlier calls, the leaf's index
 
 
 class Samples:

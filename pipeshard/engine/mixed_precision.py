@@ -62,8 +62,8 @@ class MasterWeight:
     Attributes:
         holders: the number of ranks that have the same gradient of the parameter.
         plain: whether `master` is the parameter itself.
-        owner: with ZeRO, the replica that updates the parameter for all replicas, and the only one with its fp32
-        values; otherwise None.
+        owner: with ZeRO, the replica that updates the parameter for all replicas, and alone has its fp32 values;
+        otherwise None.
         lowered: whether the parameter was cast to 16 bits. If it was frozen at that time, its fp32 values are created
         when it is first trained.
     """
