@@ -256,7 +256,7 @@ class Glue:
         times: int = 1,
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """Measure the loss of `batch`, and its gradients with respect to `by`. Returns None if there is no loss.
+        """Measure the loss of `batch`, and its gradients with respect to `by`. Returns None without a loss.
         `result(key, spec)` returns a leaf of a unit's result; only the calls in `running` run their units. The
         criterion is called `times` times. The state of the model, the criterion and the generators is restored
         afterwards."""
