@@ -1,8 +1,8 @@
-"""Norm guard: raises an error if torch's gradient-norm functions are called with only one stage of a boosted model.
+"""Norm guard: raises UsageError if a torch gradient-norm function is called with the gradients of only one stage.
 
 `torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. The guard patches the functions
 themselves while a boosted model is alive, so it also works if a loop, a hook or a library has already imported them. A
-part of a model that one stage holds completely, and each single parameter, can be clipped as usual.
+single parameter, or some of a stage's parameters, can be clipped as usual.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,8 @@ class NormGuard(Guard):
         return guarded
 
     def _check_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Raise UsageError if some of these parameters are held here and others are trained on another stage."""
+        """Raise UsageError if some of these parameters have gradients on this rank and another stage trains other
+        parameters among them, or if `_check` raises."""
         for gradients in list(self._models):
             names = {p: name for p in parameters if (name := gradients.name_of(p)) is not None}
             held = [p for p, name in names.items() if name in gradients.weights and p.grad is not None]
@@ -69,9 +70,9 @@ class NormGuard(Guard):
             self._check(held, gradients, "get_total_norm")
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
-        """Raise UsageError if `held` contains every gradient that this rank has of the model, or of an optimizer's
-        group, but other stages have more: the split has selected them, not the user. Also raise it if gradients are
-        multiplied by the loss scale."""
+        """Raise UsageError if `held` contains all of this rank's parameters with gradients in the model or in an
+        optimizer group, and other stages hold more: the split has selected `held`, not the user. Also raise it if the
+        gradients are multiplied by the loss scale."""
         if held and gradients.is_scaled:
             raise UsageError(
                 f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "
@@ -93,6 +94,6 @@ GUARD = NormGuard()
 def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str) -> str:
     return (
         f"torch.nn.utils.{function} got only the gradients of stage {gradients.grid.stage} of "
-        f"{gradients.grid.pp_size}. It would include {here}, but not {elsewhere}, which another stage holds, and would "
-        f"scale each stage by a different factor. {REMEDY}"
+        f"{gradients.grid.pp_size}. Their norm includes {here}, but not {elsewhere}, which another stage holds, so "
+        f"each stage would be scaled by a different factor. {REMEDY}"
     )

@@ -1,7 +1,7 @@
 """Offload: keeps a stage's activations in host memory between a forward and its backward.
 
-torch's saved-tensor hooks receive every tensor that autograd saves. The tensor's storage is copied to the host, once
-for all of its views, and copied back before the backward that needs it, while another action computes.
+torch's saved-tensor hooks receive every tensor that autograd saves. Offload copies the tensor's storage to the host,
+once for all of its views. While another action computes, it copies the storage back for the next backward.
 """
 
 import weakref
@@ -36,7 +36,7 @@ class Transfer(Protocol):
         """Start to copy a stored tensor to newly allocated device memory, and return the new tensor."""
 
     def wait(self) -> None:
-        """Make later computation on the device wait for all copies."""
+        """Make later computation on the device wait for the copies that were started so far."""
 
 
 class CudaTransfer:
@@ -44,7 +44,7 @@ class CudaTransfer:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self._used: list[Tensor] = []  # tensors of copies that may still run
+        self._used: list[Tensor] = []  # sources and targets of copies that may still be running
 
     def store(self, tensor: Tensor) -> Tensor:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -69,12 +69,12 @@ class CudaTransfer:
 
 
 def transfer_of(device: torch.device) -> Transfer | None:
-    """The Transfer between a GPU and the host, or None for other devices (a CPU uses host memory)."""
+    """Return a Transfer between a GPU and the host, or None for other devices (a CPU already uses host memory)."""
     return CudaTransfer(device) if device.type == "cuda" else None
 
 
 class Block:
-    """The host copy of a storage; `here` is the copy that `load` has made on the device, or None."""
+    """The host copy of a storage. `here` is its copy on the device after `load`, and None before."""
 
     def __init__(self, transfer: Transfer, storage: torch.UntypedStorage) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -87,7 +87,7 @@ class Block:
 
 
 class Saved:
-    """A tensor that autograd has saved: a view of `block`, or, without a block, the tensor itself on the device."""
+    """A tensor that autograd has saved: on the host as a view of `block`, or on the device if `block` is None."""
 
     def __init__(self, tensor: Tensor, block: Block | None = None) -> None:
         self.block, self.version, self.kept = block, tensor._version, tensor.detach()
@@ -97,8 +97,8 @@ class Saved:
             self.kept.data = tensor.new_empty(0)  # frees the storage, but keeps the version counter
 
     def tensor(self) -> Tensor:
-        """The saved value. Raises RuntimeError if the tensor was modified in place since: with saved-tensor hooks,
-        autograd does not check this."""
+        """Return the saved tensor on the device. Raises RuntimeError if it was modified in place after it was saved:
+        with saved-tensor hooks, autograd does not check this."""
         if self.kept._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -113,15 +113,16 @@ class Saved:
         return self.kept.new_empty(0).set_(self.block.here.untyped_storage(), *self.view)
 
     def argument(self) -> Tensor:
-        """The saved value as an argument of a recomputed unit; it requires a gradient if the original tensor did."""
+        """Return the saved tensor as an argument of a recomputed unit, which requires a gradient if the original tensor
+        did."""
         value = self.tensor()
         return value.requires_grad_().view_as(value) if self.requires_grad else value
 
 
 @dataclass
 class Seen:
-    """A storage that was saved in this step, with the `holding` that saved it first and its host copies by tensor
-    version."""
+    """A storage that autograd has saved in this step. `holding` is the microbatch and stage that saved it first, and
+    `blocks` are its host copies by tensor version."""
 
     storage: StorageWeakRef
     holding: Holding
@@ -132,7 +133,8 @@ class Offload:
     """Offloads the activations of a rank's stages, except the activations of the running action and of the next B or W.
 
     Not offloaded: weights and buffers, small tensors, tensors on other devices, sparse tensors, tensor subclasses,
-    lazily conjugated or negated tensors, and storages that several microbatches share (a copy would not free them).
+    lazily conjugated or negated tensors, and storages that another microbatch or stage has already saved (a copy would
+    not free them).
     """
 
     def __init__(self, transfer: Transfer, device: torch.device) -> None:
@@ -172,7 +174,8 @@ class Offload:
             self._load(residence.next)
 
     def store(self, i: int, stage: int, pending: list[Gradients]) -> None:
-        """Offload the tensors that the W of microbatch i on a stage needs. Call it after the B."""
+        """Offload the tensors that the W of microbatch i on a stage needs, unless they stay on the device. Call it
+        after the B."""
         if not self._stays(Action(Kind.B, i, stage)):
             _replace(pending, Tensor, partial(self._save, (i, stage)))
 
@@ -182,8 +185,8 @@ class Offload:
         _replace(pending, Saved, Saved.tensor)
 
     def _stays(self, action: Action) -> bool:
-        """Whether the activations of this action stay on the device: the next action needs or prefetches them, or the
-        program does not contain the action (a head's)."""
+        """Whether the activations of this action stay on the device, because the next action needs or prefetches them,
+        or because the program does not contain the action (as for the head of sliced microbatches)."""
         residence = self._residences.get(action)
         return residence is None or residence.stays
 
@@ -196,7 +199,7 @@ class Offload:
         return Saved(tensor, self._block(holding, tensor))
 
     def _block(self, holding: Holding, tensor: Tensor) -> Block | None:
-        """The host copy of the tensor's storage, or None if the storage stays on the device."""
+        """Return the host copy of the tensor's storage, or None if the storage stays on the device."""
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == self.device
         if not is_plain or tensor.is_conj() or tensor.is_neg():
             return None

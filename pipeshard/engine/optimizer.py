@@ -1,9 +1,9 @@
-"""Pipeline optimizer: the user's optimizer over this rank's parameters; ZeRO shards its state across replicas.
+"""Pipeline optimizer: the user's optimizer for this rank's parameters; with ZeRO, replicas shard its state.
 
-PipelineOptimizer wraps the user's optimizer object, since LR schedulers reference it and any subclass of
-torch.optim.Optimizer must work, and puts this rank's MasterWeights into its groups. torch's ZeroRedundancyOptimizer
-creates its own optimizers, over one process group. Here each weight's state is on one replica of its stage
-(`assign_owners`), and this replica broadcasts the updated values to the other replicas.
+PipelineOptimizer wraps the user's optimizer object, since LR schedulers reference this object, and any subclass of
+torch.optim.Optimizer must work. It replaces the parameters in the groups with this rank's master weights. With ZeRO,
+one replica of each stage owns a weight (`assign_owners`): it keeps the optimizer state, and broadcasts the updated
+values to the other replicas. torch's ZeroRedundancyOptimizer would create new optimizers, over one process group.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ from pipeshard.engine.updates import UNCOMPARED
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
 
-# Attributes that a PipelineOptimizer has itself, in addition to its class's; all others belong to the inner optimizer.
+# The instance attributes of a PipelineOptimizer. Attributes that are neither here nor in its class belong to `optim`.
 OWN = frozenset(
     {
         "optim",
@@ -59,17 +59,17 @@ VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writ
 class PipelineOptimizer(Optimizer):
     """Restricts the groups of `optim` to the parameters that this rank trains, now and whenever groups are added.
 
-    It subclasses Optimizer, since schedulers require one. Attributes that it does not have (`state`, hooks) are
-    delegated to `optim`.
+    This class is a subclass of Optimizer, since LR schedulers require one. Attributes that it does not define (`state`,
+    hooks) are delegated to `optim`.
 
     Before a step, the `gradients` of the whole model are clipped and unscaled. With a loss scale, all ranks skip the
     step if a gradient on any rank is not finite. With `zero`, one replica updates each weight and broadcasts it to the
     other replicas.
 
     Attributes:
-        names: the tensors that `optim` updates on this rank, each with the name of its parameter in the model.
-        weights: the MasterWeights of this rank's parameters in the groups, by name, including those that other replicas
-            update.
+        names: maps each tensor that `optim` updates on this rank to the name of its parameter in the model.
+        weights: the MasterWeights of this rank's parameters in the groups, by name, including weights that other
+            replicas update.
         given: for each group, the names of all parameters that the user passed, including those of other stages.
         options: for each group, the names of its options when it was added.
     """
@@ -161,7 +161,7 @@ class PipelineOptimizer(Optimizer):
         return self.optim
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of `optim`, which contains only the tensors that this rank updates."""
+        """Return the state dict of `optim`, which contains only the state of the tensors that this rank updates."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -173,8 +173,8 @@ class PipelineOptimizer(Optimizer):
         return self.grid.world
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters of the model from now on. Pass the parameters of the same names on every rank,
-        including parameters that the rank does not hold."""
+        """Add a group of the model's parameters. On every rank, pass the parameters with the same names, including
+        parameters that the rank does not hold."""
         type(self.optim).add_param_group(self.optim, param_group)
         try:
             self._narrow()
@@ -205,7 +205,7 @@ class PipelineOptimizer(Optimizer):
         for group in self.optim.param_groups:
             kept = [p for p in group["params"] if p in self.names or p in updated]
             group["params"] = [updated[p].master if p in updated else p for p in kept]
-        for parameter in [p for p in self.optim.state if p in fresh]:  # state from before boost, of full parameters
+        for parameter in [p for p in self.optim.state if p in fresh]:  # state from before boost, not sharded
             state = self.optim.state.pop(parameter)
             if parameter in updated:
                 weight, shape, device = updated[parameter], parameter.shape, updated[parameter].master.device
@@ -217,8 +217,8 @@ class PipelineOptimizer(Optimizer):
         self._watch()
 
     def _watch(self) -> None:
-        """Track the weights that have several copies (fp32 values, replicas), since a training loop may write to one of
-        them."""
+        """Track writes to weights that have several copies (fp32 values, replicas), since a training loop may write to
+        only one copy."""
         self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
         self._tensors = [tensor for w in self._watched for tensor in (local(w.parameter), w.master)]
         self._note()
@@ -227,12 +227,12 @@ class PipelineOptimizer(Optimizer):
         return [*zip(map(VERSION, self._tensors), map(Tensor.data_ptr, self._tensors))]
 
     def _note(self) -> None:
-        """Record that the parameters and the updated tensors are equal now."""
+        """Record the state of the watched tensors. Call it when the parameters and the updated tensors are equal."""
         self._noted = self._states()
 
     def follow(self, adopts: bool) -> bool:
         """Make the model's parameters and the updated tensors equal again if a training loop has written to either
-        (`MasterWeight.follow`). Returns whether the replicas must then `share` the values."""
+        (`MasterWeight.follow`). Returns whether the replicas must `share` the values afterwards."""
         now = self._states()
         if now == self._noted:
             return False
@@ -265,11 +265,11 @@ class PipelineOptimizer(Optimizer):
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
     def _complete(self) -> None:
-        """Create fp32 values for parameters that were frozen when they were cast to 16 bits, and are trainable now."""
+        """Create fp32 values for parameters that were frozen when they were cast to 16-bit, and are trainable now."""
         self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
-        """Create the missing fp32 values of these weights, if this rank updates them."""
+        """Create the missing fp32 values of the `weights` that this rank updates."""
         became: dict[Tensor, nn.Parameter] = {}
         for weight in weights:
             if weight.lacks_values and self._updates(weight):
@@ -290,7 +290,7 @@ class PipelineOptimizer(Optimizer):
                 }
 
     def _fresh(self) -> dict[Tensor, str]:
-        """The parameters that were added to the groups since the last `_narrow`, with their names. Raises
+        """Return the parameters that were added to the groups since the last `_narrow`, with their names. Raises
         ConfigurationError for a parameter that is not in the model."""
         names: dict[Tensor, str] = {}
         for k, group in enumerate(self.optim.param_groups):
@@ -327,13 +327,12 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the updated tensors are the model's parameters themselves, so that a write to them updates no
-        copies."""
+        """Whether the updated tensors are the model's parameters themselves, and have no other copies."""
         return not self.zero and all(weight.plain for weight in self.weights.values())
 
     def refuse_alone(self, kind: str) -> None:
-        """Raise UsageError if the inner optimizer, or an optimizer inside it, of class `kind`, steps outside this
-        object's `step` and would skip its clipping, unscaling or synchronization."""
+        """Raise UsageError if an optimizer of class `kind` (the inner optimizer, or one inside it) steps outside this
+        object's `step`, and therefore without clipping, unscaling or synchronization that the step needs."""
         if not self.is_stepping and (self._shares or not self.is_plain):
             raise UsageError(
                 f"this {kind} was passed to boost, and its own step does not clip, unscale or synchronize its updates: "
@@ -395,14 +394,14 @@ class PipelineOptimizer(Optimizer):
         return result
 
     def _before_update(self, *_: Any) -> None:
-        """The last hook that runs before the inner optimizer's update."""
+        """Refuse or record the inner optimizer's update. This is the last hook that runs before the update."""
         self.refuse_alone(type(self.optim).__name__)
         if self.is_stepping:
             self.gradients.coupling.end()
             self.gradients.updates.hooks_end(self.parameters)
 
     def _after_update(self, *_: Any) -> None:
-        """The first hook that runs after the inner optimizer's update."""
+        """Watch the user's hooks again. This is the first hook that runs after the inner optimizer's update."""
         if self.is_stepping:
             self.gradients.coupling.begin()
 
@@ -427,16 +426,16 @@ class PipelineOptimizer(Optimizer):
         nn.utils.clip_grad_value_(self.parameters, clip_value, *args, **kwargs)
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
-        """The gradient norm of the whole model, as the last `step` or `clip_grad_by_norm` computed it before clipping.
-        If there is none, the norm of the current gradients; every rank must call this method then."""
+        """Return the gradient norm of the whole model that the last `step` or `clip_grad_by_norm` computed before
+        clipping. Otherwise, compute the norm of the current gradients, for which every rank must call this method."""
         if self.gradients.norm is not None:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):
             return float(self.gradients.total(norm_type))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of a loss that `model(...)` returned. Raises UsageError unless each process has the
-        whole model (pp_size=1)."""
+        """Run the backward pass of a loss that `model(...)` returned. Raises UsageError if the model is split
+        (pp_size > 1), or if the loss does not require a gradient."""
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
@@ -447,10 +446,10 @@ def _shape(value: Any) -> Any:
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
-    """Assign each weight an owner, the replica that keeps its optimizer state, and balance the load: weights are
-    assigned from the largest to the smallest, each to the replica with the smallest load so far (ZeRO stage 1,
-    Rajbhandari et al. 2020, arXiv:1910.02054, by whole parameters). An existing owner is kept, whichever optimizer
-    trains the weight, since only the owner has the fp32 values."""
+    """Assign each weight an owner, the replica that keeps its optimizer state. Weights are assigned from the largest to
+    the smallest, each to the replica that owns the fewest elements so far (ZeRO stage 1, Rajbhandari et al. 2020,
+    arXiv:1910.02054, by whole parameters). A weight that has an owner keeps it, even if another optimizer trains the
+    weight, since only the owner has the fp32 values."""
     load = [0] * replicas
     for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
         if weight.owner is None:
@@ -460,8 +459,8 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
 
 @torch.no_grad()
 def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> None:
-    """Broadcast each weight from its owner to the other replicas in `group`. While one message is in flight, the next
-    one is built."""
+    """Broadcast each weight from its owner to the other replicas in `group`. While a message is in flight, the next
+    message is built."""
     ranks, under_way = ranks_of(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
     bundles = bundled(weights, lambda w: (w.owner, w.parameter.dtype), lambda w: local(w.parameter).nbytes)
     for bundle in bundles:
@@ -484,8 +483,8 @@ def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, tensors: l
 
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Let the optimizer train the new parameters (`became` maps old to new), each in the first group that contains it,
-    and discard the state of the old parameters."""
+    """Replace parameters in the optimizer's groups (`became` maps old to new), and discard the state of the old
+    parameters. A new parameter that replaces several old ones stays only in the first group that contains it."""
     seen: set[nn.Parameter] = set()
     for group in optim.param_groups if became else ():
         now = dict.fromkeys(became.get(parameter, parameter) for parameter in group["params"])

@@ -1,8 +1,8 @@
 """Optimizer trial: tests whether an optimizer updates parts of a model the same way as the whole model.
 
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
-compute different updates on every stage. torch's own optimizers are known. Any other class is run on tiny parameters,
-once on all of them and once on each half, and the updates are compared.
+compute different updates on every stage. For torch's and bitsandbytes' classes, it is known which ones do. An optimizer
+of any other class is run on tiny parameters, once on all of them and once on each half, and the updates are compared.
 """
 
 import copy
@@ -23,7 +23,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import ConfigurationError
 
 logger = logging.getLogger("pipeshard")
-FEW = 2  # parameters of each group that an optimizer is tried on
+FEW = 2  # the number of parameters of each group in a trial
 SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; the tolerated gap
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earlier boost, may set these
 KNOWN = "torch.optim.", "bitsandbytes.optim."  # modules whose optimizers do not couple parameters
@@ -72,20 +72,20 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer from the KNOWN modules needs whole parameters. Some bitsandbytes optimizers do: their states
-    share one scale per 256 values, or their updates use a norm."""
+    """Whether an optimizer from the KNOWN modules needs whole parameters. Some bitsandbytes optimizers do: with 8 bits,
+    256 state values share one scale, and with `max_unorm`, updates depend on norms."""
     of_bitsandbytes = getattr(optimizer, "args", None)
     in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8
     return isinstance(optimizer, WHOLE) or in_blocks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
 
 
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:
-    """The difference, relative to the largest update, between the updates of one optimizer and of two optimizers that
-    each have half of its parameters (with `sliced`, half of the rows of each parameter). The optimizer's own methods
-    are tested in addition to `step`."""
+    """Return the largest difference between the updates of one optimizer and of two optimizers that each have half of
+    its parameters (with `sliced`, half of the rows of each parameter), relative to the largest update of the same step.
+    The optimizer's own methods are tested in addition to `step`."""
     try:
         return _gap_of_few(optimizer, model, sliced, FEW)
-    except Exception:  # it may need all parameters
+    except Exception:  # the optimizer may need all parameters
         return _gap_of_few(optimizer, model, sliced, None)
 
 
@@ -106,7 +106,7 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
         together = run(start)
         try:
             first, second = [run(values) for values in halves]
-        except Exception:  # it needs all parameters, for example for its own list of them
+        except Exception:  # the optimizer needs all parameters, for example because it keeps its own list
             return 1.0
     apart = {place: torch.cat([first[place], second[place]], 1) for place in start} if sliced else first | second
     if not start:
@@ -118,8 +118,8 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
 
 
 def own_methods(optimizer: Optimizer) -> list[str]:
-    """The names of the public methods that the optimizer's class adds to torch's Optimizer, that need no arguments and
-    that read the parameter groups, in the order of their definition (SAM's first_step before its second_step)."""
+    """Return the names of the public methods that the optimizer's class adds to torch's Optimizer, that need no
+    arguments and that read `param_groups`, in the order of definition (SAM's first_step before its second_step)."""
     found: dict[str, None] = {}
     for kind in reversed(type(optimizer).__mro__):
         if kind is object or issubclass(Optimizer, kind) or kind.__module__.startswith("torch."):
@@ -140,7 +140,7 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
 
 
 def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Tensor]:
-    """Small random values for the first `few` parameters of each group (None: for all); with `sliced`, only for
+    """Return small random tensors for the first `few` parameters of each group (None: for all), with `sliced` only for
     parameters with several rows."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
@@ -154,13 +154,14 @@ def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Te
 
 
 def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor]) -> dict[Place, Tensor]:
-    """The change of each value in each step of a copy of the optimizer that has only these parameters."""
+    """Run the steps of a copy of the optimizer that has only these parameters, and return the change of each parameter
+    in each step."""
     try:
         return _trial(optimizer, model, values, closes=False)
-    except Exception as error:  # it may need a closure
+    except Exception as error:  # the optimizer may need a closure
         try:
             return _trial(optimizer, model, values, closes=True)
-        except Exception:  # the first error says more
+        except Exception:  # the first error is more informative
             raise error from None
 
 
@@ -172,7 +173,7 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
     for scale in SCALES:
 
         def closure(scale: float = scale) -> Tensor:
-            """A loss whose gradients depend on each element separately; its value is constant."""
+            """Set gradients that depend on each element separately, and return a constant loss."""
             _give_gradients(parameters, scale)
             return torch.ones((), requires_grad=True)
 
@@ -185,14 +186,15 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
 def _called(
     optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], methods: Sequence[str]
 ) -> dict[Place, Tensor]:
-    """The change of each value in each call of these methods, which are called in order, each with new gradients."""
+    """Call these methods of a copy of the optimizer in order, each with new gradients, and return the change of each
+    parameter in each call."""
     parameters = _parameters(optimizer, values)
     trial = _copy(optimizer, model, parameters)
     torch.manual_seed(0)
     seen = [_values(parameters)]
     for name in methods:
         _give_gradients(parameters, 1.0)
-        with suppress(Exception):  # it may need something that only a training loop provides
+        with suppress(Exception):  # the method may need something that only a training loop provides
             getattr(type(trial), name)(trial)
         seen.append(_values(parameters))
     return _moves(parameters, seen)
@@ -225,7 +227,7 @@ def _corner(tensor: Tensor) -> Tensor:
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in the lists and dicts of an optimizer's attributes, including those of optimizers inside it."""
+    """Yield the tensors in `value`, at most `depth` levels deep in lists, dicts and the attributes of optimizers."""
     if isinstance(value, Tensor):
         yield value
     elif depth:
@@ -236,7 +238,7 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Parameter]) -> Any:
-    """A copy of the optimizer that has `parameters` instead of its own; large tensors are not copied."""
+    """Return a copy of the optimizer whose groups contain only `parameters`. Large tensors are not copied."""
     content = {key: value for key, value in optimizer.__dict__.items() if key not in (*OVERRIDDEN, "state")}
     memo: dict[int, Any] = {id(tensor): _corner(tensor) for tensor in _tensors(content)}
     memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}
@@ -257,8 +259,8 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
 
 
 def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:
-    """A state value of `original`, converted for `tried`: a tensor of the original's shape becomes ones, since `tried`
-    may be any slice of the original."""
+    """Convert a state value or attribute of `original` for `tried`. A tensor of the original's shape becomes ones,
+    since `tried` may be any slice of the original."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value) if isinstance(value, list | dict) else value
     return torch.ones_like(tried, dtype=value.dtype) if value.shape == original.shape else _corner(value)

@@ -1,6 +1,6 @@
 """Outputs: the model outputs that a step returns, collected over its microbatches.
 
-Only the last stage has outputs, and the logits of a whole batch may need more memory than everything else, so a step
+Only the last stage has outputs. The logits of a whole batch may need more memory than the rest of a step, so a step
 keeps only the outputs that `return_outputs` requests. If the trace shows an output that cannot be merged for the whole
 batch (a scalar, a samples-by-samples matrix), every rank raises UsageError before the step.
 """
@@ -53,7 +53,7 @@ class Outputs:
     """The outputs that `return_outputs` requests from one step, collected from the microbatches that have run.
 
     Attributes:
-        needed: the parts of the model's output that the last stage needs, in addition to the loss.
+        needed: the fields of the model's output that the last stage needs in addition to the loss, or True for all.
         with_loss: whether the batch's loss is part of the result.
 
     Raises UsageError for an invalid request.
@@ -78,7 +78,7 @@ class Outputs:
         self._failure: UsageError | None = None
 
     def __str__(self) -> str:
-        """A description of the request, which is the same string on all ranks with the same request."""
+        """A description of the request. Ranks with the same request have the same description."""
         return self._text
 
     def check(self, flow: Dataflow, is_cut: bool) -> None:
@@ -107,7 +107,8 @@ class Outputs:
         return not isinstance(self.needed, frozenset) or field_of(path) in self.needed
 
     def keep(self, output: Any, loss: Tensor | None, batch: Batch) -> None:
-        """Keep the requested parts of one microbatch's output, or its loss, detached."""
+        """Keep the requested fields or the loss of one microbatch's output, detached, or call the requested function
+        on the output and keep the result."""
         self._batches.append(batch)
         if self.function is not None:
             self._call(self.function, output, batch)
@@ -122,12 +123,12 @@ class Outputs:
 
     @property
     def latest(self) -> Any:
-        """The parts kept of the last microbatch, or None."""
+        """The result that was kept for the latest microbatch, or None."""
         return self.kept[-1] if self.kept else None
 
     @property
     def has_nan(self) -> bool:
-        """Whether a kept part contains a NaN: the placeholders for values that were not sent are all NaN."""
+        """Whether a kept result contains a NaN, as the placeholders for values that were not sent do."""
         with_values = (tensor for tensor in tree_tensors(self.kept) if not tensor.is_meta)
         return any(bool(tensor.isnan().any()) for tensor in with_values if tensor.is_floating_point())
 
@@ -145,9 +146,9 @@ class Outputs:
             self._failure.__cause__ = error
 
     def merged(self, flow: Dataflow, loss: Tensor | None) -> Any:
-        """The result of the step: the microbatches' losses, the list of the function's results, or the merged output
-        with the batch's `loss`. None if nothing was requested, or if merging fails (`raise_failure` then raises the
-        error)."""
+        """Return the result of the step: the microbatches' losses, the list of the function's results, or the merged
+        output with the batch's `loss`. Returns None if nothing was requested, or if merging fails (`raise_failure` then
+        raises the error)."""
         if self.each_loss:
             return torch.stack(self.kept)
         if self.function is not None or not self.needed:
@@ -158,8 +159,8 @@ class Outputs:
             self._failure = error
 
     def _merge(self, flow: Dataflow, loss: Tensor | None) -> Any:
-        """One output of the class that the model returns: tensors of the microbatches are concatenated along their
-        batch dimension, and the loss is the batch's `loss`."""
+        """Merge the microbatches' outputs into one output of the same class: concatenate tensors along their batch
+        dimension, replace the loss with the batch's `loss`, and keep values that all microbatches share."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         columns = zip(*(tree_flatten(output)[0] for output in self.kept), strict=True)
@@ -180,8 +181,8 @@ class Outputs:
         return tree_unflatten(leaves, tree)
 
     def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
-        """The output of all samples in their original order, whichever samples each microbatch contains; `dim` is the
-        batch dimension. Positions that a microbatch has removed as padding are zeros."""
+        """Merge an output's tensors of all microbatches along the batch dimension `dim`, with the samples in their
+        original order. Positions that a microbatch has removed as padding are zeros."""
         places = [batch.place for batch in self._batches if batch.place is not None]
         if not places:
             return torch.cat(list(column), dim)
@@ -199,9 +200,9 @@ class Outputs:
         return whole
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
-        """The batch dimension of an output that was traced at only one size: if several dimensions fit, preferably one
-        that is also the batch dimension of an input. Raises UsageError if several fit microbatches of different
-        sizes."""
+        """Return the batch dimension of an output that was traced at only one size. If several dimensions fit, a batch
+        dimension of an input is preferred; if none fits, it is 0. Raises UsageError if several dimensions fit
+        microbatches of different sizes."""
         rows = [batch.rows for batch in self._batches]
         fitting = [dim for dim in range(column[0].ndim) if [tensor.shape[dim] for tensor in column] == rows]
         if len(fitting) > 1 and len(set(rows)) > 1:
@@ -210,8 +211,8 @@ class Outputs:
         return next(iter([*of_batch, *fitting]), 0)
 
     def raise_failure(self, group: dist.ProcessGroup, is_doubtful: bool) -> bool:
-        """Raise UsageError, on every rank of `group`, if a rank failed to collect the outputs; returns whether the
-        outputs of any rank are doubtful. Call it on all ranks."""
+        """Raise UsageError on every rank of `group` if a rank failed to collect the outputs. Returns whether
+        `is_doubtful` is true on any rank. Call it on all ranks."""
         if not self.needed:
             return False
         failed, doubtful = gather(torch.tensor([self._failure is not None, is_doubtful]), group).any(0).tolist()
@@ -224,9 +225,9 @@ class Outputs:
 def _spans(
     name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, places: Sequence[Place]
 ) -> dict[int, list[Span]]:
-    """The sequence dimensions of an output, each with the Span of every microbatch. Such a dimension grows with the
-    positions in the trace or, if the trace has not varied their number, equals this number in every microbatch. Raises
-    UsageError for any other dimension that differs between microbatches."""
+    """Map each sequence dimension of an output to the Spans of the microbatches. A sequence dimension grows with the
+    number of positions in the trace (unless the trace has not varied this number), and has this size in every
+    microbatch. Raises UsageError for any other dimension that grows in the trace or differs between microbatches."""
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
     groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
     known = {path for group in groups for path in group}
@@ -274,7 +275,7 @@ def _unmergeable(path: str, why: str) -> UsageError:
 
 
 def _same(name: str, column: Sequence[Any]) -> Any:
-    """The value that all microbatches have in common. Raises UsageError if the values differ."""
+    """Return the value that is the same in all microbatches. Raises UsageError if the values differ."""
     first = column[0]
     if all(torch.equal(first, other) if isinstance(first, Tensor) else first == other for other in column[1:]):
         return first

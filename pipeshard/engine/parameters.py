@@ -22,15 +22,15 @@ logger = logging.getLogger("pipeshard")
 
 
 class HeldParameters:
-    """Broadcasts, casts and shards the parameters that this rank holds. Create it on all ranks at the same time.
+    """Broadcasts, casts and shards the parameters that this rank holds. Create it on all ranks.
 
-    One holder of a parameter broadcasts its values to the other holders. Then the parameters are cast to 16 bits if
+    One holder of a parameter broadcasts its values to the other holders. Then the parameters are cast to 16-bit if
     `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
     replicas. Each of these conversions may replace parameters.
 
     Attributes:
         held: the current parameters, by name (a tied parameter by its first name).
-        weights: the MasterWeight of each parameter, by the same names.
+        weights: the MasterWeight of each parameter in `held`, by the same name.
         sync: sums the gradients of the parameters over ranks.
     """
 
@@ -62,11 +62,11 @@ class HeldParameters:
         self.sync = GradientSync(self._buckets(self._summed_along), tp_sharded, self.sharded)
 
     def trained(self) -> dict[str, bool]:
-        """Whether each parameter requires a gradient, by name."""
+        """Map each parameter's name to whether the parameter requires a gradient."""
         return {name: parameter.requires_grad for name, parameter in self.held.items()}
 
     def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
-        """Initialize the parameters in `names` that this rank holds with `rule` and `seed`."""
+        """With `rule` and `seed`, initialize those parameters in `names` that this rank holds."""
         weights = [self.weights[name] for name in names if name in self.weights]
         shaped = [weight for weight in weights if not weight.plain]
         with kept_tied(self.model):  # unsharded and in fp32, as in the unsplit model
@@ -104,7 +104,7 @@ class HeldParameters:
         return holders
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters of held units, except those that glue reads or that keep their own precision."""
+        """The parameters of held units, except parameters that glue reads or that keep their own precision."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
         apart |= {now[name] for name in self.kept}
@@ -127,8 +127,8 @@ class HeldParameters:
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
 
     def problems(self, num_microbatches: int | None) -> list[str]:
-        """Messages about hooks that would receive only a part of a gradient. Warns once about gradient hooks, which are
-        exact for parts only if they are linear."""
+        """Return messages about hooks that would receive only a part of a gradient. Warns once about gradient hooks,
+        since only linear hooks are exact if they run on each microbatch's gradient."""
         problems, several = self.sync.problems(), num_microbatches != 1
         hooked = [name for name, parameter in self.held.items() if several and parameter._backward_hooks]
         if hooked and not problems and not self._warned:

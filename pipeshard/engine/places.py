@@ -9,9 +9,9 @@ from pipeshard.errors import UsageError
 
 
 class Places:
-    """Records the places of the modules in `model` and, with `parameters`, of its parameters (FSDP itself changes
-    these). A module that is set after boost (a new head, an adapter) was never split: its gradients would not be
-    summed, and other ranks would not have it."""
+    """Records the places of the modules in `model` and, with `parameters`, of its parameters (False with FSDP, which
+    replaces parameters itself). A module that is assigned after boost (a new head, an adapter) would not be split: its
+    gradients would not be summed, and other ranks would not have it."""
 
     def __init__(self, model: nn.Module, parameters: bool) -> None:
         self._kept = [
@@ -20,7 +20,8 @@ class Places:
         ]
 
     def check(self) -> None:
-        """Raise UsageError if a recorded module or parameter was replaced or removed, or if parameters were added."""
+        """Raise UsageError if a recorded module or parameter was replaced or removed, or if a module with parameters or
+        a parameter was added."""
         for name, module, children, parameters in self._kept:
             key = _changed(module._modules, children) or (parameters and _changed(module._parameters, parameters))
             if key:
@@ -31,8 +32,8 @@ class Places:
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The first name whose object was replaced or removed, otherwise the first new name whose object has parameters, or
-    "" if there is none."""
+    """Return the first name whose object was replaced or removed, otherwise the first new name of a tensor or of a
+    module with parameters, otherwise ""."""
     for key, value in before.items():
         if now.get(key) is not value:
             return key

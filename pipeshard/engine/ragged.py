@@ -1,8 +1,8 @@
 """Ragged: groups samples of different lengths into microbatches by tokens, and removes padding that no sample needs.
 
-A position is padding if its attention mask is 0 (in a decoder without a mask: if it is after the last label) and its
-labels are ignored. Padding is removed from every tensor that has these positions. Neither a sum over valid labels nor
-masked attention depends on padding; the proof at boost checks this.
+A position is padding if its attention mask is 0 and its labels are ignored. Without a mask, the decoder positions of an
+encoder-decoder model are padding after the last label. Padding is removed from every tensor that has these positions.
+Neither a sum over valid labels nor masked attention depends on padding; the proof at boost checks this.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ CALL = {"cpu": 1e8, "cuda": 2e11}
 
 
 class Side(NamedTuple):
-    """The positions of a batch's encoder (or only) inputs, or of its decoder inputs. `total` is their number including
-    padding; sample k needs the positions [first[k], end[k])."""
+    """The positions of a batch's encoder inputs (or only inputs), or of its decoder inputs. `total` is the number of
+    positions including padding; sample k needs the positions [first[k], end[k])."""
 
     total: int
     first: tuple[int, ...]
@@ -72,7 +72,8 @@ class Ragged:
     def plan_for(
         self, config: PipelineConfig, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device
     ) -> Self:
-        """Prepare `split` to group samples by the costs of the traced calls, for this schedule; returns self."""
+        """Prepare `split` to group samples by the costs of the traced calls, for the schedule of `config`. Returns
+        self."""
         self.cost = self._cost(flow, units, device)
         self.idle = (config.pp_size - 1) / config.num_model_chunks
         self._program = lru_cache(config.program)
@@ -80,8 +81,8 @@ class Ragged:
         return self
 
     def _cost(self, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device) -> TokenCost:
-        """The TokenCost of a microbatch, from the planner's costs of the traced calls and the fixed cost of each
-        call."""
+        """Compute the TokenCost of a microbatch from the planner's costs of the traced calls, and from fixed costs per
+        parameter and call."""
         parameters = sum(p.numel() for call in flow.calls for p in units[call.unit].parameters())
         fixed = MOVED * ELEMENT * parameters + CALL.get(device.type, 0.0) * len(flow.calls)
         lengths = self._totals({path: shape for path, shape, _ in flow.axes.tensors}).values()
@@ -92,10 +93,11 @@ class Ragged:
         return TokenCost(fixed * tokens / every if every else 0.0, slope)
 
     def split(self, batch: Batch, config: PipelineConfig) -> list[Batch]:
-        """Split a batch into microbatches by tokens, or into the number or size of microbatches that `config` requests.
+        """Split a batch into microbatches of at most `microbatch_tokens` padded tokens or, without this limit, of the
+        number or size that `config` requests.
 
-        Raises BatchError if a sample has more than `microbatch_tokens` tokens, if the batch has no tokens, or if its
-        padding cannot be removed.
+        Raises BatchError if a sample has more than `microbatch_tokens` tokens, if the batch has neither token ids nor
+        embeddings, or if left padding cannot be removed.
         """
         sides = self._sides(batch)
         if config.microbatch_tokens is not None:
@@ -120,7 +122,8 @@ class Ragged:
         return [groups[k] for k in self._order(times)]
 
     def _fastest(self, times: tuple[float, ...]) -> list[int]:
-        """The order of microbatches, given their times, for which the simulated step is shortest."""
+        """Return the order of microbatches with these times, of some promising orders, whose simulated step is
+        shortest."""
         program: Program = self._program(len(times))
         even = [1.0] * len(program.placement)
 
@@ -164,8 +167,9 @@ class Ragged:
         return Side(total, tuple(first) if is_left else (0,) * batch.rows, tuple(end))
 
     def _used(self, name: str, batch: Batch, total: int) -> Tensor | None:
-        """A boolean tensor (samples, positions) that is False for padding, or None if padding is unknown. Without a
-        mask, only the labels of a decoder determine padding, since its positions do not attend to later ones."""
+        """Return a boolean tensor (samples, positions) that is False for padding, or None if neither a mask nor labels
+        determine the padding. Without a mask, only decoder labels do, since decoder positions do not attend to later
+        positions."""
         mask = self._mask(name, batch, total)
         counted = [] if mask is None else [mask != 0]
         if mask is not None or name == DECODER:
@@ -210,8 +214,8 @@ class Ragged:
         return DECODER if is_of_decoder(path, self.encoder_decoder) else ENCODER
 
     def _dims(self, path: str, batch: Batch, total: int) -> list[int]:
-        """The sequence dimensions of a leaf: their size is the number of positions of its side, in every batch so
-        far."""
+        """The sequence dimensions of a leaf: in every batch so far, their size was the number of positions of the
+        leaf's side."""
         leaf, row_dim = batch.tensors[path], batch.row_dims[batch.paths.index(path)]
         if leaf.ndim < 2 or (media_kind(path) is not None and not is_mask(path)):
             return []
@@ -220,7 +224,7 @@ class Ragged:
         return [dim for dim in dims if (path, dim) not in self._fixed]
 
     def _part(self, batch: Batch, rows: list[int], sides: Mapping[str, Side]) -> Batch:
-        """The microbatch with these samples, without the padding that no sample needs."""
+        """Return the microbatch with these samples, without the padding that none of these samples needs."""
         spans: dict[str, Span] = {}
 
         def narrowed(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -234,7 +238,8 @@ class Ragged:
         return replace(batch.take(torch.tensor(rows)).map(narrowed), place=Place(tuple(rows), spans))
 
     def padded(self, batch: Batch) -> Batch:
-        """The batch with 25 % more positions, all of them padding, so that every microbatch has padding to remove."""
+        """Return the batch with 25 % more positions, which are all padding, so every microbatch has padding to
+        remove."""
         totals = {name: side.total for name, side in self._sides(batch).items()}
         totals = {name: total for name, total in totals.items() if self._used(name, batch, total) is not None}
         fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}

@@ -27,8 +27,8 @@ SAMPLE = 8192  # at most this many values of a tensor enter the digest of a whol
 
 
 def digest(batch: Batch, paths: Collection[str] | None = None) -> int:
-    """A 56-bit hash of the leaves in `paths`, with all their values; without `paths`, of all leaves, with a sample of
-    the values of large tensors."""
+    """Return a 56-bit hash of the leaves at `paths` with all their values or, without `paths`, of all leaves with a
+    sample of the values of large tensors."""
     state = hashlib.blake2b(digest_size=7)
     for path, leaf in zip(batch.paths, batch.leaves, strict=True):
         if paths is None or path in paths:
@@ -51,8 +51,8 @@ def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
 class Report(NamedTuple):
     """A rank's report at the beginning of a step. The ranks of a replica must have the same `digest` and `rows`, and
     all ranks the same `mode`. `has_batch` is 0 if the data iterator yielded no usable batch, `parts` is the number of
-    microbatches, and `seed` is the seed of torch's generator. `news`, `ways`, `options` and `factor` are the rank's
-    News."""
+    microbatches, and `seed` is the seed of torch's generator. `news`, `ways`, `options` and `factor` are the fields of
+    the rank's News (`news` is its `bits`)."""
 
     has_batch: int
     digest: int
@@ -68,7 +68,7 @@ class Report(NamedTuple):
 
 class News(NamedTuple):
     """A rank's report on the batches that it has read (`bits`, and a number that identifies their `ways`) and on the
-    last update (`Updates.numbers`)."""
+    last update (`options` and `factor`, see `Updates.numbers`)."""
 
     bits: int = 0
     ways: int = 0
@@ -77,10 +77,10 @@ class News(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """The result of comparing all ranks' reports: the first rank's `seed`, which all ranks use for random numbers, the
-    number of microbatches of each replica (`parts`), the bitwise or of all ranks' `news`, whether the ranks of each
-    replica have the same ways (`alike`), and whether the last updates of all ranks had the same options and factors
-    (`updated_alike`)."""
+    """The result of comparing all ranks' reports. `seed` is the first rank's, which all ranks use for random numbers.
+    `parts` is the number of microbatches of each replica, and `news` is the bitwise OR of all ranks' `news`. `alike` is
+    whether the ranks of each replica have the same ways, and `updated_alike` is whether the last updates of all ranks
+    had the same options and factors."""
 
     seed: int
     parts: list[int]
@@ -90,11 +90,11 @@ class Agreement(NamedTuple):
 
 
 def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: News) -> Agreement:
-    """Compare this step across all ranks. Every rank raises BatchError if a rank has no batch, or if batches or modes
-    differ.
+    """Compare the reports of all ranks on this step. Every rank raises BatchError if a rank has no batch, or if batches
+    or modes differ.
 
-    `batches` is the exception if reading failed on this rank; `mode` describes the step: forward only, the requested
-    outputs, ...
+    `batches` is an exception if reading failed on this rank. `mode` describes the step (forward only, the requested
+    outputs, ...).
     """
     failure = summary(batches) if isinstance(batches, Exception) else None
     has_batch, read = failure is None, () if isinstance(batches, Exception) else batches
@@ -140,7 +140,7 @@ def _joined(digests: Sequence[int]) -> int:
 
 class Reader:
     """Reads batches for a model. `cut` splits batches into microbatches; `cuts()` returns whether a batch may have
-    several."""
+    several microbatches."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Reader:
         try:
             batches = [self._read(data_iter) for _ in range(count)]
             parts = sum(map(len, self.cut(batches)))
-        except Exception as error:  # such as the dataset's own: it must be reported to the other ranks
+        except Exception as error:  # the other ranks must receive it, also if it is the dataset's own
             batches = error
         read = () if isinstance(batches, Exception) else batches
         try:

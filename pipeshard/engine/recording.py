@@ -1,8 +1,9 @@
-"""Recording: the measured times of each rank's actions in one step, and how long the rank waited for other ranks.
+"""Recording: the measured times of each rank's actions in one step, and of its waits for other ranks.
 
 A simulation of the schedule shows where bubbles should be, and torch.profiler shows one rank at a time, without
 actions. A Recording contains the compute actions of all ranks on one time axis, and simulates the same program with the
-measured costs. The times of different hosts are aligned by their wall clocks, so several hosts need NTP.
+measured costs. The times of different hosts are aligned by their wall clocks, so several hosts need NTP (synchronized
+clocks).
 """
 
 import json
@@ -33,10 +34,10 @@ class Recording:
     Attributes:
         program: the program that ran, including messages.
         spans: the compute actions of each rank.
-        waited: `waited[r][q]` is how long rank r waited for messages of rank q.
+        waited: `waited[r][q]` is the time that rank r waited for messages from rank q.
         step: the number of the step, from 0.
-        memory: the peak memory of each rank so far in bytes, of its GPU or of its process.
-        samples: the number of samples that all replicas have read.
+        memory: the peak memory of each rank so far in bytes, allocated on its GPU or used by its process.
+        samples: the number of samples in the step, of all replicas.
         tokens: the number of elements of `input_ids` in these samples, or 0 without `input_ids`.
     """
 
@@ -50,12 +51,12 @@ class Recording:
 
     @property
     def makespan(self) -> float:
-        """The time from the start of the first action to the end of the last."""
+        """The time from the start of the first action to the end of the last action."""
         return max((row[-1].end for row in self.spans if row), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time each rank spent in compute actions."""
+        """The total time of each rank's compute actions."""
         return tuple(math.fsum(span.end - span.start for span in row) for row in self.spans)
 
     @property
@@ -81,11 +82,11 @@ class Recording:
         return max(0.0, cost - self._cost(Kind.W, stage)) if whole and splits else cost
 
     def simulation(self) -> Simulation:
-        """Simulate the same program: each action takes the median time on its stage, and messages take no time."""
+        """Simulate the same program. Each action takes the `cost` of its kind on its stage; messages take no time."""
         return simulate(self.program, self.cost(Kind.F), self.cost(Kind.B), self.cost(Kind.W))
 
     def summary(self) -> str:
-        """One line: `step 12: 5.61 s, bubble 20.4 % (simulated 20.1 %), slowest is rank 1 (4.47 s), ...`."""
+        """One line: `step 12: 5.61 s, bubble 20.4% (simulated 20.1%), slowest is rank 1 (4.47 s busy), ...`."""
         busy = self.busy
         slowest = max(range(len(busy)), key=busy.__getitem__)
         line = (
@@ -98,18 +99,18 @@ class Recording:
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
 
     def _beside_others(self, rank: int) -> str:
-        """A message that compares a rank's busy time with the median rank's, or "" unless it is much longer, as for a
-        straggler or too large a stage."""
+        """Compare a rank's busy time with the median rank's in a text, or return "" if it is not much longer. A
+        straggler or a stage that is too large makes it longer."""
         median = statistics.median_low(self.busy)
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""
 
     def metrics(self, prefix: str = "pipeline/") -> dict[str, float]:
-        """The step as numbers for an experiment tracker: `wandb.log(recording.metrics())`. Call it on one rank, since
-        all ranks have the same numbers.
+        """Return metrics of the step for an experiment tracker: `wandb.log(recording.metrics())`. Call it on one rank,
+        since all ranks have the same metrics.
 
-        The numbers are the seconds of the step, the measured and simulated bubbles (0 to 1), samples and tokens per
-        second, and the busy seconds and peak memory in GB (1e9 bytes) of each rank.
+        The metrics are the duration of the step in seconds, the measured and simulated bubbles (0 to 1), samples and
+        tokens per second, and each rank's busy time in seconds and peak memory in GB (1e9 bytes).
         """
         rates = {"samples": self.samples, "tokens": self.tokens}
         found = {"seconds": self.makespan, "bubble": self.bubble, "bubble_simulated": self.simulation().bubble}
@@ -191,8 +192,8 @@ class Recording:
         device: torch.device,
         read: Sequence[int],
     ) -> Self:
-        """Gather the timelines of all ranks of `group`, which has run `program`; `read` are the numbers of samples and
-        tokens in the step. Call it on all ranks of `group`."""
+        """Create a Recording from the timelines of all ranks of `group`, which have run `program`. `read` contains the
+        numbers of samples and tokens in the step. Call it on all ranks of `group`."""
         counts = [sum(action.kind.is_compute for action in actions) for actions in program.ranks]
         most = 2 * max(counts)  # columns of times, followed by waits and memory
         row = torch.zeros(most + len(counts) + 1, dtype=torch.float64)

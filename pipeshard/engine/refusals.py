@@ -22,7 +22,7 @@ from pipeshard.split.adapters import BEGINNING, base_names
 from pipeshard.split.packed import is_quantized
 
 logger = logging.getLogger("pipeshard")
-# The plugin does what each of these does; inside the pipeline, they would communicate with ranks of other stages.
+# Modules that cannot run in a pipeline (most would communicate with other stages' ranks), and the plugin's replacement.
 REFUSED: dict[type, str] = {
     DistributedDataParallel: "the plugin creates the replicas (dp_size, by default as many as the ranks allow)",
     DataParallel: "the plugin creates the replicas (dp_size, by default as many as the ranks allow)",
@@ -33,8 +33,8 @@ REFUSED: dict[type, str] = {
 
 
 def plain(model: nn.Module, warns: bool = True) -> nn.Module:
-    """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, and log this if `warns`.
-    Raises ConfigurationError for lazy parameters, bitsandbytes layers and other wrapped modules."""
+    """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, which is logged if
+    `warns`. Raises ConfigurationError for lazy parameters, bitsandbytes layers and modules in other wrappers."""
     compiled = False
     while "_orig_mod" in model._modules and isinstance(inner := model._orig_mod, nn.Module):
         model, compiled = inner, True
@@ -79,7 +79,7 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
 
 
 def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
-    """Raise ConfigurationError if a boosted model is boosted again by a plugin with other arguments, since these would
+    """Raise ConfigurationError if a boosted model is boosted again by a plugin with different arguments, which would
     have no effect."""
     texts, others = texts_of(config.of_all_ranks), texts_of(other.of_all_ranks)
     name = next((name for name in texts if texts[name] != others[name]), None)
@@ -92,7 +92,8 @@ def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
 
 
 def refuse_released(model: nn.Module) -> None:
-    """Raise UsageError for the model inside a boosted model, whose other stages this rank has released."""
+    """Raise UsageError for the original of a boosted model, since this rank has released the other stages' parameters
+    in it."""
     name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, Ghost)), None)
     if name is not None:
         raise UsageError(
@@ -102,7 +103,7 @@ def refuse_released(model: nn.Module) -> None:
 
 
 def refuse_blank_adapters(model: nn.Module) -> None:
-    """Raise ConfigurationError for adapters on meta: peft has initialized them, but the values are lost."""
+    """Raise ConfigurationError for adapters on meta, since the values that peft has assigned to them are lost."""
     if not is_of_peft(model, "PeftModel"):
         return
     known = base_names(model)
@@ -177,7 +178,8 @@ def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 
 def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
-    """Raise UsageError if a module that contains units recomputes its forward: this may be enabled after boost."""
+    """Raise UsageError if a module in `around`, which contains units, recomputes its forward. A loop may have enabled
+    this after boost."""
     whole = next(filter(recomputes, around), None)
     if whole is not None:
         name = next(name for name, module in model.named_modules() if module is whole)
@@ -188,8 +190,8 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
 
 
 def refuse_differentiable(batches: Iterable[Batch], num_stages: int, num_microbatches: int) -> None:
-    """Raise BatchError for an input that requires a gradient, if its gradient would be lost: with several stages, or
-    with several microbatches and an input that is not a leaf."""
+    """Raise BatchError for an input whose gradient is required but would be lost: with several stages, or with several
+    microbatches if the input is not a leaf tensor."""
     for path, leaf in ((path, leaf) for batch in batches for path, leaf in batch.tensors.items()):
         if leaf.requires_grad and (num_stages > 1 or (num_microbatches > 1 and not leaf.is_leaf)):
             raise BatchError(

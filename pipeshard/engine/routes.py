@@ -41,7 +41,7 @@ class Routes:
         return self._routes[key]
 
     def sliced(self, flow: Dataflow, outputs: Wanted) -> SlicedRoutes:
-        """The routes of such microbatches if they run in slices, with the head as a separate stage after the last
+        """The routes of this Dataflow for a step that runs in slices, with the head as a separate stage after the last
         stage."""
         key = id(flow), outputs
         if key not in self._sliced:

@@ -42,7 +42,7 @@ class Carry:
         self.places = {name: Place(self.model, place.path) for name, place in carried.items()}
         self.written = {name for name, place in carried.items() if place.kind == "tensor"}
         self.start = {name: place.take() for name, place in self.places.items()}
-        self.left: dict[int, dict[str, Held]] = {}  # by stage, the state after its last forward
+        self.left: dict[int, dict[str, Held]] = {}  # by stage, the state after the stage's latest forward
         self.same: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.places}
         names = {id(self.start[name].value): name for name in self.written}
         for module in self.model.modules() if names else ():
@@ -52,8 +52,8 @@ class Carry:
 
     @contextmanager
     def around(self, route: Route) -> Iterator[None]:
-        """Context manager for one forward on this route: restores the state of its stage, and records the new state on
-        exit."""
+        """Context manager for one forward on this route: restores the state of the route's stage, and records the new
+        state on exit."""
         left = self.left.setdefault(route.stage, {}) if self.places else {}
         for name in self.places:
             held = left.get(name, self.start[name])
@@ -66,8 +66,8 @@ class Carry:
 
     @contextmanager
     def _passing(self, route: Route) -> Iterator[None]:
-        """Context manager for a forward that stops before the end of the model's forward: on exit, restores state that
-        glue has changed so far and would have restored by the end (a depth, a list of losses that it clears)."""
+        """Context manager for a forward on a stage that stops before the end of the model's forward. On exit, restores
+        state that glue has changed and would have restored later (a depth counter, a list of losses)."""
         first = Snapshot({"": self.model}) if route.stop is not None and -1 not in route.proven else None
         places = [Place(self.model, path) for path in route.passing.values()]
         held = [place.take() for place in places]
@@ -77,15 +77,15 @@ class Carry:
         carried = {place.name for place in route.flow.carried}
         for change in [] if first is None else list(flagged(first)):
             path = place_of(self.model, change.path)
-            has_grown = isinstance(change.before, Tensor) and isinstance(change.now, Tensor)  # a table of positions
-            by_hook = any(str(step.key).endswith("_hooks") for step in path)  # of the user
+            has_grown = isinstance(change.before, Tensor) and isinstance(change.now, Tensor)  # such as a position table
+            by_hook = any(str(step.key).endswith("_hooks") for step in path)  # the user's hook
             if format_path(path) not in carried and not has_grown and not by_hook:
                 route.passing[format_path(path)] = path
                 undo(change)
         route.proven.add(-1)
 
     def end(self) -> None:
-        """Write to each place in the model the state from the last stage on which it is correct."""
+        """For each place in the model, write the state from this rank's last stage on which the state is correct."""
         for name in self.places:
             start = self.start[name]
             held = [self.left[stage][name] for stage in sorted(self.left) if name in self.left[stage]]
@@ -104,15 +104,15 @@ class Carry:
 
 
 def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
-    """Whether a rank with one stage need not carry the state at a place. With several forwards it must carry tensors,
-    since a backward may need a value that a later forward overwrites."""
+    """Whether a rank with one stage need not carry the state at a place. Tensors must be carried between several
+    forwards, since a backward may need a value that a later forward overwrites."""
     if place.kind == "tensor" and not has_one_forward:
         return False
     return place.until == -1 or place.name not in route.spoiled
 
 
-# By module: the sum, the sum of squares and the number of the values that a step has normalized in each channel. They
-# are kept outside modules and hooks, since changes that units make there are compared with the trace.
+# By module: the sum, the sum of squares and the number of the values that a step has normalized in each channel. This
+# state is not in modules or hooks, since state that units change there is compared with the trace.
 _SUMS: dict[nn.Module, tuple[Tensor, Tensor, int]] = {}
 
 

@@ -40,8 +40,8 @@ class SlicedRoutes:
 
 @dataclass(frozen=True)
 class SlicedMicrobatch:
-    """A microbatch on one stage: its `slices` with their `sizes`, the microbatch that the `head` receives, and the
-    `joints` that combine the slices' results into the inputs of the head."""
+    """A microbatch on one stage: its `slices` of `sizes` positions, the microbatch on which the head runs (`head`), and
+    the `joints` that combine the slices' results into the inputs of the head."""
 
     slices: Sequence[Microbatch]
     sizes: Sequence[int]
@@ -59,9 +59,9 @@ class SlicedMicrobatch:
         place: int,
         device: torch.device,
     ) -> "SlicedMicrobatch":
-        """The slices of `whole` on the stage with index `place` of this rank. `ways` are the ways of the slices;
-        `routes` are the routes of the slices, followed by the routes of `whole`. Raises TraceError if the loss reads
-        other results from a slice than from `whole`, and ConfigurationError if results cannot be merged."""
+        """Split `whole` into slices on the stage at index `place` among this rank's stages. `ways` are the ways of the
+        slices; `routes` are the routes of the slices, followed by the routes of `whole`. Raises TraceError if the loss
+        reads different results from a slice than from `whole`, and ConfigurationError if results cannot be merged."""
         of_whole, total, states = routes[-1], sum(sizes), dict[Any, Any]()
         head = Microbatch(of_whole.head.feed(batch, device), of_whole.head, whole.deltas, whole.share, whole.summed)
         fed = of_whole.stages[place].feed(batch, device)
@@ -121,7 +121,7 @@ class SlicedStage(Stage):
         slices = [part for microbatch in microbatches for part in microbatch.slices]
         self.begin(slices, criterion, True, outputs, scale, splits)
         self.left: dict[int, list[list[Tensor]]] = {}  # by microbatch: its slices' results for the head
-        self.returned: dict[int, list[list[Tensor]]] = {}  # and their gradients, by slice
+        self.returned: dict[int, list[list[Tensor]]] = {}  # by microbatch: the gradients of these results, by slice
         if self.head is not None:
             self.head.begin([microbatch.head for microbatch in microbatches], criterion, True, outputs, scale)
 

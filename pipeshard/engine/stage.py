@@ -37,11 +37,11 @@ from pipeshard.split.route import Route
 
 
 class NaNCheck:
-    """Checks that the results and parameters of a stage are finite, and with `gradients` also its gradients (under a
-    loss scale, these may overflow). `parameters` are the stage's parameters by name.
+    """Checks that the results and parameters of a stage are finite, and with `gradients` also the gradients (which may
+    overflow under a loss scale). `parameters` are the stage's parameters by name.
 
-    Every method raises NonFiniteError, which names the stage, the microbatch, and a non-finite parameter if there is
-    one.
+    Every method raises NonFiniteError, which names the stage, the microbatch (unless an optimizer's step is checked),
+    and a non-finite parameter if there is one.
     """
 
     def __init__(self, stage: int, parameters: Mapping[str, nn.Parameter], gradients: bool = True) -> None:
@@ -63,7 +63,7 @@ class NaNCheck:
             self._stop(f"the gradient for the previous stage is not finite for microbatch {i}")
 
     def before_update(self) -> None:
-        """Check the gradients after they were summed over all ranks that hold a parameter."""
+        """Check the gradients before the optimizer's step, after they were summed over the ranks."""
         self._gradients("before the optimizer's step")
 
     def after_update(self) -> None:
@@ -77,7 +77,7 @@ class NaNCheck:
             return
         if not bool(torch.isfinite(torch.stack(foreach_norm(list(named.values())))).all()):
             broken = [name for name, grad in named.items() if not _is_finite(grad)]
-            if broken:  # not only the norm overflows; backward computes the last gradient first
+            if broken:  # otherwise only the norm overflows; backward computes the last gradient first
                 self._stop(f"the gradient of {broken[-1]} is not finite {when}")
 
     def _broken(self) -> str | None:
@@ -121,9 +121,10 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of a forward that its backward needs: the inputs whose gradients are sent back (`entered`), `others`
-    that require a gradient, and the autograd root of each output (`left`; None: the output has no graph). The outputs
-    themselves are freed once they are sent. `carried` is the state that a slice has passed to later slices."""
+    """The state of a forward that its backward needs: the inputs whose gradients are sent back (`entered`), the other
+    inputs that require a gradient (`others`), the autograd root of each output (`left`; None without a graph), and the
+    `loss`. The outputs themselves are freed once they are sent. `carried` are the states that a slice has passed to
+    later slices."""
 
     entered: list[Tensor]
     others: list[tuple[Value, Tensor]]
@@ -139,11 +140,11 @@ Place = tuple[int, Value]  # of a result that crosses a cut: the id of its Dataf
 class Stage:
     """Runs stage `index` of the model: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
-    The last stage computes the loss: `loss` is its sum over the microbatches, and `outputs` keeps the requested outputs
-    of the model. Forwards run inside `around()` and `carry(route)`. If `deferral` is installed, a split `backward`
-    defers weight gradients to `weight`, and any other `backward` defers only the weight gradients of large embeddings
-    to its end. `listener` receives the arguments of unit calls with a cache; with `offload`, activations are kept on
-    the host until their backward.
+    The last stage computes the loss. `loss` is the sum of the microbatches' losses, each times its share, and `outputs`
+    keeps the requested outputs of the model. Forwards run inside `around()` and `carry(route)`. If `deferral` is
+    installed, a split `backward` defers weight gradients to `weight`, and any other `backward` defers only the weight
+    gradients of large embeddings, until its end. `listener` receives the arguments of unit calls with a cache. With
+    `offload`, activations are kept on the host until their backward.
     """
 
     listener: Listener | None = None
@@ -257,10 +258,10 @@ class Stage:
                 sum_and_count(output, criterion, microbatch.batch)
 
     def backward(self, i: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Backpropagate the gradients of the outputs of `forward(i)`, and return the gradients of its inputs. If an
-        input is forwarded to later stages, its gradient is the sum of their gradients and this stage's."""
+        """Backpropagate the gradients of the outputs of `forward(i)`, and return the gradients of its inputs. The
+        gradient of an input that is also sent to later stages includes the gradients of the later stages."""
         saved, share = self.saved.pop(i), self.microbatches[i].share
-        self.deferral.whole = i not in self.splits  # units that recompute run forward again
+        self.deferral.whole = i not in self.splits  # recomputed units run their forward again
         if not self.is_last:
             pairs = [(edge, grad) for edge, grad in zip(saved.left, gradients, strict=True) if edge is not None]
         elif saved.loss is not None and share != 0:  # no label: no gradient, rather than 0/0
@@ -322,8 +323,9 @@ class Stage:
         self.dropped.update(place for place, tensor in missing if get_gradient_edge(tensor).node in nodes)
 
     def _refuse_none(self) -> None:
-        """Raise TraceError if an input has received no gradient in the step: its stage would receive zeros, and some
-        optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a gradient."""
+        """Raise TraceError if an input has received no gradient in the step. The stage that computed the input would
+        receive zeros, and some optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a
+        gradient."""
         for place in (place for place, is_reached in self.reached.items() if not is_reached):
             if place in self._before:
                 why = (

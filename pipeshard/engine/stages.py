@@ -63,7 +63,8 @@ class Stages:
         return stage
 
     def finite(self, stage: int, names: Collection[str]) -> NaNCheck | None:
-        """The NaNCheck of a stage and those of its parameters that this rank holds, or None without check_finite."""
+        """Return the NaNCheck of a stage for the parameters in `names` that this rank holds, or None without
+        check_finite."""
         held = {name: parameter for name, parameter in self.held.items() if name in names}
         return NaNCheck(stage, held, gradients=not self.precision.scales) if self.config.check_finite else None
 
@@ -92,7 +93,7 @@ class Stages:
             self.offload.begin(program.ranks[self.policy.stage], [*self.held.values(), *buffers])
 
     def end(self) -> None:
-        """Discard all state of the step except its losses."""
+        """Discard all state of the step except its losses, and write the running state to the model."""
         for stage in self.running:
             stage.end()
         self.carry.end()
@@ -101,9 +102,9 @@ class Stages:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Context manager for a step's actions: layers defer their weight gradients to W (in a step without W, large
-        embeddings defer theirs to the end of each B), deferred batch norm updates its running statistics on exit, and
-        forwards share autocast's casts."""
+        """Context manager for a step's actions. Layers defer their weight gradients to W (in a step without W, only
+        large embeddings do, to the end of each B), forwards share autocast's casts, and deferred batch norm updates its
+        running statistics on exit."""
         splits = any(stage.splits for stage in self.running)
         lookups = not splits and self.config.defers and torch.is_grad_enabled()
         later = self.config.deferred_batch_norm

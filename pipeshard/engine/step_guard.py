@@ -1,8 +1,8 @@
 """Step guard: refuses an optimizer that steps on parameters of a boosted model but was not passed to boost.
 
-Such an optimizer would neither clip by the norm of the whole model, nor remove the loss scale, nor update fp32 values,
-and it would find no gradients at all if the model was boosted without an optimizer. The guard is a global hook that
-torch calls before the step of any optimizer. It is installed while a boosted model is alive.
+Such an optimizer would neither clip by the norm of the whole model, nor unscale gradients, nor update fp32 values. If
+the model was boosted without an optimizer, there would be no gradients at all. The guard is a global hook that torch
+calls before the step of any optimizer. It is installed while a boosted model is alive.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.guard import Guard
 from pipeshard.errors import UsageError
 
-DEPTH = 4  # of nested lists, dicts and optimizers in which one optimizer may contain another
+DEPTH = 4  # the levels of lists, dicts and optimizers that are searched for an optimizer inside another
 
 
 class Boosted(Protocol):
@@ -45,7 +45,7 @@ class StepGuard(Guard):
         self._handle: RemovableHandle | None = None
 
     def watch(self, gradients: ModelGradients) -> None:
-        """From now on, refuse steps of optimizers on parameters of this model unless they are boosted."""
+        """From now on, refuse steps on parameters of this model by optimizers that are not boosted."""
         super().watch(gradients)
         self._unrelated.clear()
 
@@ -86,7 +86,8 @@ GUARD = StepGuard()
 
 
 def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Boosted]) -> Mapping[Tensor, str]:
-    """Map each parameter that belongs to the model, or replaces one of its parameters, to the name in the model."""
+    """Map each parameter of the model, and each tensor that an optimizer updates in its place, to the parameter's name
+    in the model."""
     named: dict[Tensor, str] = {}
     for parameter in parameters:
         names = (gradients.names, *(optimizer.names for optimizer in boosted))
@@ -99,8 +100,9 @@ def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Bo
 def _check_related(
     optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list[Boosted]
 ) -> None:
-    """Raise UsageError unless the step is part of a boosted optimizer's step, or this optimizer contains a boosted one
-    (or is contained in it) and updates the parameters themselves."""
+    """Raise UsageError if the step is not allowed. Allowed are steps inside a boosted optimizer's step, on the same
+    tensors, and steps of an optimizer that contains a boosted optimizer or is inside one, if these steps leave no
+    copies of parameters stale."""
     kind = type(optimizer).__name__
     if stepping := next((other for other in boosted if other.is_stepping), None):
         for parameter, name in named.items():
@@ -134,8 +136,7 @@ def _check_related(
 
 
 def _contains(outer: Optimizer, wanted: object) -> bool:
-    """Whether an attribute of an optimizer is or contains the optimizer `wanted`, in lists, dicts or other
-    optimizers."""
+    """Whether an optimizer's attributes contain `wanted`, directly or in lists, dicts or other optimizers."""
     return any(other is wanted for other in _optimizers(vars(outer), DEPTH))
 
 

@@ -1,8 +1,8 @@
 """Timeline: the start and end of one rank's compute actions, from the host's clock or a GPU's events.
 
 A host queues work on its GPU and continues, so its own clock shows when an action was launched, not when it ran.
-Waiting for the device in every action would change the measurement. So events are recorded between kernels, and read
-after the step. The events also show how far the GPU is behind the host.
+Waiting for the device in every action would change the measurement. Instead, events are recorded between kernels, and
+read after the step. The events also show how far the GPU is behind the host.
 """
 
 import functools
@@ -23,9 +23,9 @@ MAX_AHEAD = 3  # compute actions that a host may be ahead of its GPU
 
 @dataclass(slots=True)
 class Moments:
-    """The moments of one compute action: its turn, the arrival of its messages (`start`) and its end. Each is a time on
-    the host or a GPU event. `source` is the pipeline rank that sends the messages, and `waits` contains its global
-    rank.
+    """The moments of one compute action: its turn, the arrival of its messages (`start`) and its end. Each moment is a
+    time on the host or a GPU event. `source` is the pipeline rank that sends the messages, and `waits` contains the
+    global rank of `source`.
     """
 
     action: Action
@@ -40,14 +40,14 @@ class Timeline:
     """Records the timeline of each step of one rank: call `begin`, then `turn`, `received` and `done` for each compute
     action, then `end`.
 
-    With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. So the host
-    can release sent tensors, and the watchdog can report which action hangs, and whether that action waits for a
-    message or computes.
+    With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. This limit
+    lets the host release sent tensors, and lets the watchdog report which action hangs, and whether that action waits
+    for a message or computes.
 
     Attributes:
-        spans: the start and end of every compute action of the last step in `time.time()`, without its wait for
-            messages.
-        waited: the seconds that this rank has waited for each other rank of the pipeline.
+        spans: the start and end of every compute action of the last step, as in `time.time()`. The start is after the
+            wait for messages.
+        waited: the seconds that this rank has waited for each other rank of the pipeline in the last step.
         event: creates an event of the GPU; None on a CPU.
     """
 
@@ -108,8 +108,8 @@ class Timeline:
             own_progress().wait_until(moments.end.synchronize, ())
 
     def _host_time(self) -> Callable[[Any], float]:
-        """Return a function that converts a moment of the step to a time on the host. The last moment is taken as
-        now."""
+        """Return a function that converts a moment of the step to a time on the host. The last moment of the step
+        counts as the current time."""
         if self.event is None or not self._moments:
             return float
         now, last = time.time(), self._moments[-1].end
