@@ -194,7 +194,7 @@ class Ragged:
         needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
         counting = [path for path in batch.tensors if path.endswith("_positions")]  # positions of an answer
         if needed not in batch.tensors or counting:
-            why = f"{counting[0]} counts it" if counting else f"without {needed}, the model counts it"
+            why = f"{counting[0]} counts padding" if counting else f"without {needed}, the model counts padding"
             raise BatchError(
                 f"microbatch_tokens: this batch has left padding, which would be removed, but {why}. Pad on the right "
                 f"(tokenizer.padding_side = 'right')" + ("" if counting else f", or pass {needed}")

@@ -54,10 +54,10 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
             )
         if type(parameter).__module__.startswith("colossalai.lazy"):
             raise ConfigurationError(
-                f"{name} was created under colossalai's LazyInitContext, and such a model cannot be split into stages: "
-                "build the model under torch.device('meta') instead (this allocates no memory either), and let "
-                "PipelinePlugin(init_weights=True) initialize its weights on the stages (or call "
-                "LazyInitContext.materialize(model), which allocates the whole model in every process)"
+                f"{name} was created under colossalai's LazyInitContext, which pipeshard does not support: build the "
+                "model under torch.device('meta') (this allocates no memory either), and let "
+                "PipelinePlugin(init_weights=True) initialize its weights on the stages, or call "
+                "LazyInitContext.materialize(model), which allocates the whole model in every process"
             )
     refused = dict(REFUSED)
     if (wrapper := getattr(sys.modules.get("colossalai.interface"), "ModelWrapper", None)) is not None:

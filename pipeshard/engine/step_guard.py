@@ -109,9 +109,9 @@ def _check_related(
             weight = gradients.weights.get(name)
             if weight is not None and not weight.plain and parameter is not weight.master:
                 raise UsageError(
-                    f"the step of {type(stepping.optim).__name__} calls the step of a {kind} with its own parameter "
-                    f"groups, which contain {name} instead of the tensor that boost put into the outer optimizer: use "
-                    "the same param_groups for both (self.param_groups = self.base_optimizer.param_groups)"
+                    f"the step of {type(stepping.optim).__name__} calls the step of a {kind} whose param_groups "
+                    f"contain {name} instead of the tensor that boost put into the outer optimizer: use the same "
+                    "param_groups for both optimizers (self.param_groups = self.base_optimizer.param_groups)"
                 )
         return
     for other in boosted:

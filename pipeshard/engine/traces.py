@@ -1,4 +1,4 @@
-"""Traces: a cache of the traces of all batches so far, which plans the microbatches of a step.
+"""Traces: caches the traces of all batches so far, and plans the microbatches of a step.
 
 A trace takes longer than a step of a small model, so traces are cached: for a batch of different sizes, shapes are
 computed from an existing trace. The model is traced again if the batch's structure, a flag of the model or an answer
@@ -46,8 +46,8 @@ from pipeshard.slices.cut import sequence_of
 from pipeshard.split.policy import Policy
 from pipeshard.split.route import Recompute
 
-MOST_FLOWS = 128  # at most this many are cached: a trace may depend on something that differs in each batch
-NUMBERS = 4096  # of ways; at most this many are cached, one for each size of a batch
+MOST_FLOWS = 128  # at most this many are cached, since traces may depend on values that differ in each batch
+NUMBERS = 4096  # at most this many numbers of ways are cached; each size of a batch has its own
 
 
 class FoundWays(NamedTuple):
@@ -80,18 +80,19 @@ class Traces:
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
         self._prints: dict[int, str] = {}  # fingerprints of Dataflows, by their ids
         self._lent: Lent = {}  # tensors of other ranks, while ranks trace again
-        self._frozen: dict[frozenset[str], int] = {}  # the sets of frozen parameters so far, numbered
+        self._frozen: dict[frozenset[str], int] = {}  # a number for each set of frozen parameters so far
         self.look_at_trained()
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
-        """Cache an existing Dataflow for the current state of the model and the criterion."""
+        """Cache an existing Dataflow for the current state of the model and the criterion, unless it also depends on
+        values of the batch."""
         self.look(criterion)
         if not flow.watched:
             self._flows.setdefault(self._mode(criterion), []).append(flow)
         self._watched |= flow.watched
 
     def look_at_trained(self) -> None:
-        """Check again which parameters are frozen, on this stage or on another one."""
+        """Record which parameters are frozen now, on this stage and on other stages."""
         frozen = frozenset(name for name, parameter in self.model.named_parameters() if not is_trainable(parameter))
         self._training = self._frozen.setdefault(frozen, len(self._frozen))
 
@@ -126,8 +127,8 @@ class Traces:
         exact_loss: bool,
         weight: float = 1.0,
     ) -> list[list[Microbatch]]:
-        """Plan several consecutive batches, whose losses are summed, each times `weight`; `found` is the result of
-        `find` for these batches. See `plan`."""
+        """Plan several consecutive batches (see `plan`), whose losses are multiplied by `weight` and summed. `found` is
+        the result of `find` for these batches, or None to find their ways here."""
         weight *= self.losses.weight or 1.0
         if found is None:
             self.look(criterion)
@@ -139,8 +140,8 @@ class Traces:
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
 
     def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None, looks: bool = True) -> FoundWays:
-        """The ways of microbatches in the current state of the model and the criterion; without `looks`, in the state
-        of the last `look`."""
+        """Find the ways of microbatches in the current state of the model and the criterion, or without `looks` in the
+        state that the last `look` recorded."""
         if looks:
             self.look(criterion)
         return FoundWays(self._state, [[self._find(batch, criterion) for batch in batches] for batches in cut])
@@ -167,7 +168,8 @@ class Traces:
         grid: Grid,
         found: FoundWays | None,
     ) -> FoundWays | None:
-        """Find equal ways for microbatches for which ranks have found different ways, or none. Call it on all ranks.
+        """Find equal ways for microbatches if ranks have found different ways, or a rank has found none (`found` is
+        None). Call it on all ranks.
 
         Ranks send each other the values on which ways depend, and trace the batches again. Raises TraceError on all
         ranks if the values that cross a cut, or a number that a unit returns, still differ.
@@ -200,7 +202,7 @@ class Traces:
         return found
 
     def _said(self, found: FoundWays | None, outputs: Wanted, failure: str) -> Said:
-        """The description of these ways that is sent to the other ranks."""
+        """The report on these ways that is sent to the other ranks."""
         ways = [] if found is None else [way for of_batch in found.ways for way in of_batch]
         if found is None:
             return Said([], [], failure or "a batch could not be traced")
@@ -227,11 +229,12 @@ class Traces:
         exact_loss: bool,
         ways: Sequence[Way] | None = None,
     ) -> list[list[Microbatch]]:
-        """The microbatches of each stage of this rank, with their routes. Call `stepped` after they have run.
+        """Plan the microbatches of each stage of this rank: their routes and loss shares. Call `stepped` after the
+        microbatches have run.
 
-        With `exact_loss`, the shares weight the microbatches' losses so that they sum to the whole batch's loss, over
-        all replicas; call `losses.prove` first if the loss is unproven. Without `exact_loss`, they sum to the mean of
-        the microbatches' losses.
+        With `exact_loss`, the sum of the losses, each times its share, is the whole batch's loss over all replicas;
+        call `losses.prove` first if the loss is unproven. Without `exact_loss`, it is the mean of the microbatches'
+        losses.
         """
         if ways is None:
             self.look(criterion)
@@ -248,7 +251,8 @@ class Traces:
         ]
 
     def on_stage(self, batch: Batch, criterion: Criterion | None, outputs: Wanted, place: int) -> Microbatch:
-        """`batch` as one microbatch on this rank's stage with index `place`, with its own loss."""
+        """Return `batch` as one microbatch, with a loss share of 1, on the stage at index `place` among this rank's
+        stages."""
         flow, deltas = self._find(batch, criterion)
         route = self.routes.of(flow, outputs)[place]
         return Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, 1.0)
@@ -292,8 +296,9 @@ class Traces:
     def refuse_other_way(
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup
     ) -> None:
-        """Trace again after a NaN loss, which may come from results that were not sent. Raises TraceError on all ranks
-        if a rank reads results that differ from those in its Dataflow. Checked once per Dataflow."""
+        """Trace the batch again after a NaN loss, which results that were not sent may have caused. Raises TraceError
+        on all ranks if on any rank the new trace reads different unit results than `flow`. Does nothing for a Dataflow
+        that was already confirmed."""
         if id(flow) in self._confirmed:
             return
         now, then = (
@@ -303,9 +308,9 @@ class Traces:
         if any(gather_objects(True if now != then else None, world)):
             raise TraceError(
                 f"the forward of {type(self.model).__name__} uses different unit outputs than in its trace, although "
-                "pipeshard detected no change in the state that it depends on (does it count its forwards, or read an "
-                "environment variable?): keep this state in attributes of the model or in globals, and set it between "
-                "steps"
+                "pipeshard detected no change in the state that the forward depends on (does the model count its "
+                "forwards, or read an environment variable?): keep this state in attributes of the model or in "
+                "globals, and set it between steps"
             )
         for known in (self._confirmed, self._seen):
             if len(known) > MOST_FLOWS:
@@ -328,8 +333,8 @@ class Traces:
         criterion: Criterion | None,
         outputs: Wanted,
     ) -> list[list[SlicedMicrobatch]]:
-        """The `planned` microbatches of each stage of this rank, split into `slices`; `found` is the result of `find`
-        for `cut` followed by `slices`."""
+        """Split the `planned` microbatches of each stage of this rank into `slices`. `found` is the result of `find`
+        for `cut` followed by `slices`, or None."""
         known = found.ways[len(cut) :] if found is not None else []
         ways = known or [[self._find(part, criterion) for part in parts] for parts in slices]
         batches = [batch for of_batch in cut for batch in of_batch]

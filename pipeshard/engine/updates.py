@@ -1,4 +1,4 @@
-"""Updates: compares optimizer updates across ranks, so that all stages of a model are updated in the same way.
+"""Updates: compares optimizer updates across ranks, since all stages of a model must be updated in the same way.
 
 A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
 Stages would then silently train differently. So ranks compare the options of the optimizers' groups, and the factor by
@@ -27,10 +27,10 @@ logger = logging.getLogger("pipeshard")
 
 FIRST = 3  # updates of a model that are compared before they change a parameter
 BITS = 61  # of the digest of the options, which is sent as a signed 64-bit integer
-ODD = 3  # multiplies the digest of the used options, so that it cannot cancel that of the current options
+ODD = 3  # multiplies the digest of the used options, so that differences of the two summed digests do not cancel
 ONE = 2**32  # the integer that is sent for a factor of 1
-OTHER = -1  # the integer that is sent without a factor
-LARGEST = 2.0**20  # limit of factors that are compared
+OTHER = -1  # the integer that is sent if there is no factor
+LARGEST = 2.0**20  # only smaller factors are compared
 TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are sampled to find a factor
 CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors and norms
 UNCOMPARED = ("params", "param_names")
@@ -51,14 +51,21 @@ class Grouped(Protocol):
 
 
 class Told(NamedTuple):
-    """A rank's report on an update. `used` are the options that the update applied to each group with parameters on the
-    rank, by a digest of the names in the group, and `options` are the current options. `factor` is the factor of the
-    gradients (None: they were changed otherwise, or there are none), `before` is the latest factor other than 1 in
-    earlier updates, and `norm` is the norm of the multiplied gradients, if known. `found` describes a value that the
-    training loop has written and that depends on one stage only; `numbered` lists, by parameter, the numbers that the
-    loop used in writes after it had read several parameters (engine/coupling.py). `dropped` says, for each update since
-    the last step and for now, whether the gradients of that step were cleared; `is_graded` says whether there were
-    any."""
+    """A rank's report on an update.
+
+    Attributes:
+        used: the options that the update applied, for each group with parameters on the rank. The key of a group
+            contains a digest of the names in the group.
+        options: the current options of these groups.
+        factor: the factor of the gradients, or None if they were changed otherwise or do not exist.
+        before: the latest factor other than 1 in earlier updates.
+        norm: the norm of the multiplied gradients, if known.
+        found: a description of a value that the training loop has written and that depends on one stage only, or "".
+        numbered: by parameter, the numbers that the loop used in writes after it had read several parameters
+            (engine/coupling.py).
+        dropped: for each update since the last step and for now, whether the gradients of that step were cleared.
+        is_graded: whether that step has computed gradients on the rank.
+    """
 
     used: dict[str, dict[str, Any]]
     options: dict[str, dict[str, Any]]
@@ -120,7 +127,7 @@ def _some(parameter: Tensor) -> Tensor:
 
 
 def _factor(before: Tensor, after: Tensor) -> float | None:
-    """The positive factor, below LARGEST, that turns `before` into `after`, or None if there is none."""
+    """The positive factor below LARGEST by which `before` was multiplied to get `after`, or None if there is none."""
     square = float(before.dot(before))
     if square == 0.0 or not math.isfinite(square):
         return None
@@ -147,10 +154,10 @@ class Updates:
         self.count = 0
         self.found, self.numbered = "", dict[str, set[float]]()
         self._graded: list[Tensor] = []  # the parameters with gradients from the last step
-        self._dropped: tuple[bool, ...] = ()  # whether they were cleared, at each update since
+        self._dropped: tuple[bool, ...] = ()  # for each update since then, whether these gradients were cleared
         self._added: Snapshot | None = None  # the gradients after the last step
-        self._given: Snapshot | None = None  # the gradients before hooks of the inner step
-        self._samples = False  # whether a loop has changed gradients
+        self._given: Snapshot | None = None  # the gradients before the hooks of the inner optimizer's step
+        self._samples = False  # whether a training loop or a hook has changed gradients so far
         self._factor: float | None = 1.0  # of the gradients since the last update
         self._told: float | None = 1.0  # the factor of the last update
         self._before: float | None = None  # the latest factor other than 1 in earlier updates
@@ -174,8 +181,8 @@ class Updates:
             self._added = Snapshot(parameters, self._samples or self.count < FIRST)
 
     def judge(self) -> None:
-        """Record how the training loop has changed the gradients since `added`. Call it before they are used or
-        changed."""
+        """Record how the training loop has changed the gradients since `added`. Call it before the gradients are used
+        or changed."""
         self._note(self._added)
         self._added = None
 
@@ -185,8 +192,8 @@ class Updates:
         self._given = Snapshot(parameters, self._samples or self.count < FIRST) if is_needed else None
 
     def hooks_end(self, parameters: Sequence[Tensor]) -> None:
-        """Record the update of these parameters, after the last hook before it. Raises UsageError if the update is one
-        of the first, and differs between ranks."""
+        """Record the update of these parameters, after the last hook that runs before the update. Compares the first
+        updates across ranks (see `compare`)."""
         if self.grid.size == 1:
             return
         self._note(self._given)
@@ -214,8 +221,8 @@ class Updates:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """The numbers that are sent in the first message of a step: a digest of the last update's options, of the
-        current options and of findings about values that the loop has written, and the last update's factor."""
+        """The two numbers that are sent in the first message of a step. The first is a digest of the last update's
+        options, the current options and findings about the training loop; the second is the last update's factor."""
         used = self._digest_of(self._stepped)  # usually the current options, whose digest is cached
         now = self._digest_of(self._options())
         written = zlib.crc32(repr((self.found, self._numbers, self._drops)).encode())
@@ -228,7 +235,7 @@ class Updates:
         return self._digest[1]
 
     def in_use(self) -> dict[int, Grouped]:
-        """The optimizers that still exist (they may differ between ranks), by their index in the order of boosting."""
+        """The optimizers that still exist on this rank, by their index in the order of boosting."""
         every = enumerate(reference() for reference in self.optimizers)
         return {number: optimizer for number, optimizer in every if optimizer is not None}
 
@@ -243,8 +250,8 @@ class Updates:
         return tuple(found)
 
     def compare(self, norm: float | None = None) -> None:
-        """Raise UsageError on every rank if the ranks' updates differ from those of a single device, or warn if they
-        may. `norm` is the norm of this rank's gradients. Call it on all ranks."""
+        """Raise UsageError on every rank if the ranks' updates differ from a single device's update, or warn if they
+        may differ. `norm` is the norm of this rank's gradients. Call it on all ranks."""
         used, now = self._by_group(self._stepped), self._by_group(self._options())
         own = used, now, self._told, self._before, norm, self.found, self._numbers, self._drops, bool(self._graded)
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
@@ -261,8 +268,7 @@ class Updates:
 
     @property
     def _drops(self) -> tuple[bool, ...]:
-        """Whether the last step's gradients were cleared at each update since then, and whether they are cleared
-        now."""
+        """Whether the last step's gradients were cleared, at each update since then and now."""
         has_updated = bool(self._dropped)
         is_gone = all(parameter.grad is None for parameter in self._graded) if self._graded else has_updated
         return *self._dropped, is_gone
@@ -272,7 +278,8 @@ class Updates:
         return {name: sorted(values) for name, values in self.numbered.items()}
 
     def _warn_of(self, told: Sequence[Told]) -> None:
-        """Warn once about values or gradients that the training loop has changed depending on one stage only."""
+        """Warn once if the training loop has written values that depend on one stage only, or has cleared gradients on
+        only some ranks."""
         found = next((each.found for each in told if each.found), "")
         found = found or numbers_problem(told, self.grid.named) or drops_problem(told, self.grid.named)
         if found and not self._has_found and self.grid.first:
@@ -363,7 +370,7 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
 
 
 def alike(factors: Iterable[float | None]) -> bool:
-    """Whether these factors are equal up to rounding. None (gradients that were changed otherwise) is ignored."""
+    """Whether these factors are equal up to rounding. None (no factor) is ignored."""
     known = [factor for factor in factors if factor is not None]
     return not known or max(known) - min(known) <= NEAR * max(known)
 
@@ -374,8 +381,8 @@ def has_one_factor(numbers: Iterable[int]) -> bool:
 
 
 def _is_of_a_norm(told: Sequence[Told]) -> bool:
-    """Whether factors that differ between ranks are computed from gradients: constants neither change between updates
-    nor result in the same gradient norm on several ranks."""
+    """Whether factors that differ between ranks were computed from gradients. Constants would neither change between
+    updates nor result in the same gradient norm on several ranks."""
     if any(_is_scaled(each.factor) and not alike([each.factor, each.before]) for each in told):
         return True
     measured = [each for each in told if each.norm is not None]

@@ -1,10 +1,10 @@
 """Ways: each rank's path through the microbatches of a step, which must be the same on all ranks of a pipeline.
 
-No message has a header: both ranks compute its size from their own traces. A unit that cannot run on shapes alone is
-traced with values, which are zeros for a parameter that another stage holds. If a shape, or a number that the unit
-returns, depends on such values, ranks trace different ways. So ranks compare a number that identifies their ways at the
-beginning of every step. If the numbers differ, ranks send each other the small tensors of such units, trace again, and
-compare the values that cross cuts, line by line.
+No message has a header: sender and receiver compute its size from their own traces. A unit that cannot run on shapes
+alone is traced with values, which are zeros for a parameter that another stage holds. If a shape or a number that the
+unit returns depends on such values, ranks find different ways. So ranks compare a number that identifies their ways at
+the beginning of every step. If the numbers differ, ranks send each other the small tensors of such units, trace again,
+and compare the values that cross cuts, line by line.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from pipeshard.split.policy import Policy
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and the differences of a batch's sizes from the traced sizes
 Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in it
 NUMBER_BITS = 61  # of the number of a step's ways, which is sent as a signed 64-bit integer
-SMALL_TENSOR = 2**16  # elements of a tensor that is lent: sizes, ratios, thresholds and counts need no more
-ROUNDS = 8  # with lent tensors, units may take a different path and need additional tensors
+SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes, ratios, thresholds, counts
+ROUNDS = 8  # of lending: with lent tensors, units may take a different path, and need additional tensors
 WAYS_REMEDY = (
     "A size, or a number that a unit returns, depends on the values of the unit's parameters or buffers, which only "
     "one stage has. Make it depend on an attribute or the config (self.keep = 4), return a tensor of a fixed size and "
@@ -86,8 +86,8 @@ def valued(ways: Sequence[Way]) -> set[str]:
 
 
 def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
-    """Gather the small tensors of the units in `asked`, each unit from the first of `ranks` that holds it, since
-    buffers on other ranks may be stale. `held` are this rank's units. Call it on all ranks of `group`, with the same
+    """Gather the small tensors of the units in `asked`, for each unit from the first of `ranks` that holds it, since
+    buffers on later ranks may be stale. `held` are this rank's units. Call it on all ranks of `group`, with the same
     `asked`."""
     of_ranks = gather_objects({unit: _small(held[unit]) for unit in asked if unit in held}, group)
     lent: dict[str, dict[str, Tensor]] = {unit: {} for unit in asked}
@@ -143,7 +143,7 @@ def plain(lines: Sequence[Line]) -> list[tuple[str, str]]:
 
 
 class Said(NamedTuple):
-    """A rank's report on its ways: their numbers and the lines of each way, or the `failure` to find them."""
+    """A rank's report on its ways: their `numbers` and the `lines` of each way, or the message of a `failure`."""
 
     numbers: list[int]
     lines: list[list[tuple[str, str]]]
@@ -151,8 +151,9 @@ class Said(NamedTuple):
 
 
 def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: Callable[[int], str]) -> list[int]:
-    """Compare the ways of the `ranks` of this pipeline, and return the numbers that identify them from now on. Every
-    rank of `group` raises TraceError if the ways of a pipeline differ in a line, or if a rank reports a failure."""
+    """Compare the ways of the `ranks` of this pipeline, and return the numbers that identify these ways from now on.
+    Every rank of `group` raises TraceError if the ways of a pipeline differ in a line, or if a rank reports a
+    failure."""
     told = gather_objects((said.numbers, said.lines, said.failure), group)
     every = [Said(numbers, lines, failure) for numbers, lines, failure in told]
     if failed := next((other.failure for other in every if other.failure), None):
@@ -178,7 +179,7 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
 
 
 def _differ_by_gradient(mine: Line | None, theirs: Line | None) -> bool:
-    """Whether two lines describe the same tensor, which has a gradient on only one of the two ranks."""
+    """Whether two lines describe the same tensor with a gradient on one rank and without a gradient on the other."""
     if mine is None or theirs is None or mine.what != theirs.what:
         return False
     return mine.value.replace("without", "with") == theirs.value.replace("without", "with")

@@ -26,7 +26,7 @@ from pipeshard.engine.grad_sync import grad_dtype, has_hooks
 from pipeshard.graph.units import Interception
 from pipeshard.private import functorch_is_active, will_execute
 
-LARGE = 2**17  # the dW of weights with at least this many elements is not materialized
+LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Deferral:
     While `installed`, a layer whose class has the forward of `nn.Linear`, `nn.Embedding` or transformers' `Conv1D`
     appends the inputs of dW to the list of the current backward pass, and `finish` computes and accumulates dW. The
     gradients of all other parameters, and of weights with hooks, are computed in the backward pass itself (the split of
-    Qi et al. 2023, arXiv:2401.10241, by layer). The same holds for all parameters in a pass that is not between `begin`
-    and `end`, or that runs inside another pass (a hook or a custom backward may call autograd, and read the result). A
+    Qi et al. 2023, arXiv:2401.10241, by layer). A backward pass defers no gradients if it does not run between `begin`
+    and `end`, or if it runs inside another pass (a hook or a custom backward may call autograd, and read the result). A
     forward that runs while `whole` is true defers only the gradients of large embeddings.
     """
 
@@ -93,12 +93,12 @@ class Deferral:
         self.layers = {module: kind for module in modules if (kind := deferring_function(module)) is not None}
         self.whole = False
         self._pending: list[Gradients] | None = None
-        self._within: Node | None = None  # a node that the pass that fills the list executes, and nested passes do not
+        self._within: Node | None = None  # a node that only the pass that fills the list executes
 
     @contextmanager
     def installed(self, lookups: bool = False) -> Iterator[None]:
-        """Context manager in which the layers (with `lookups`, only large embeddings) defer dW. Restores their forwards
-        on exit."""
+        """Context manager that replaces the forwards of the layers (with `lookups`, of large embeddings only), so that
+        they defer dW, and restores the forwards on exit."""
         undo: list[tuple[Any, str, Any]] = []
         for module, kind in self.layers.items():
             if lookups and not _is_large_lookup(kind, module):
@@ -133,7 +133,7 @@ class Deferral:
     def defer(self, parameter: nn.Parameter, term: Term) -> bool:
         """Append a term to the list if the current pass would add it to `.grad`, so that it can be added later. Returns
         whether the term was appended."""
-        if self._pending is None or torch.is_grad_enabled():  # or create_graph=True
+        if self._pending is None or torch.is_grad_enabled():  # the latter with create_graph=True
             return False
         node = get_gradient_edge(parameter).node
         if sys.getrefcount(node) > _references():  # other code references it, and may have added hooks
@@ -151,9 +151,9 @@ class Deferral:
         """Accumulate the terms of the list into `.grad`, in order, and free each term after it is used.
 
         The kernels and their order are the same as in autograd, which sums the terms of one parameter before it adds
-        them to `.grad`. The exception is the gradient of a weight with at least 131,072 elements: a product is
-        accumulated directly into this gradient, and a lookup into the rows that were read (the sums are the same up to
-        the order of their terms).
+        the sum to `.grad`. The exception is an existing gradient of a weight with at least 131,072 elements: a product
+        is accumulated directly into this gradient, and a lookup into the rows that were read (the sums are the same up
+        to the order of their terms).
         """
         pending.reverse()
         remaining = Counter(id(parameter) for parameter, _ in pending)
@@ -188,7 +188,7 @@ class _Deferred:
         return inspect.signature(self.plain)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        if (self.deferral.whole and not self.is_large_lookup) or len(args) + len(kwargs) != 1:  # it raises TypeError
+        if (self.deferral.whole and not self.is_large_lookup) or len(args) + len(kwargs) != 1:  # a TypeError
             return self.plain(*args, **kwargs)
         (x,) = *args, *kwargs.values()  # layers name this argument differently
         if torch.compiler.is_compiling() or functorch_is_active() or not self._may_defer(x):
@@ -198,13 +198,13 @@ class _Deferred:
 
     def _may_defer(self, x: Tensor) -> bool:
         weight, bias = map(self.module._parameters.get, ("weight", "bias"))
-        if weight is None or hasattr(type(self.module), "bias"):  # computed: only once, by the layer itself
+        if weight is None or hasattr(type(self.module), "bias"):  # computed by the layer, which must do so only once
             return False
         if not torch.is_grad_enabled() or not (_is_deferrable(weight) and (bias is None or _is_ordinary(bias))):
             return False
-        if torch.is_autocast_enabled(x.device.type):  # autograd must undo its casts
+        if torch.is_autocast_enabled(x.device.type):  # autograd must differentiate autocast's casts
             return False
-        # torch sums in another order if a linear layer's input is not contiguous
+        # torch sums in a different order if the input of a linear layer is not contiguous
         return x.numel() > 0 and _is_ordinary(x) and (self.kind is _Embedding or x.is_contiguous())
 
 
@@ -215,8 +215,7 @@ def _is_deferrable(parameter: Tensor) -> bool:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether products with this tensor are ordinary: it is dense, and not of a class that changes products (a
-    quantized weight)."""
+    """Whether this tensor is dense, and not of a class with its own matrix product (a quantized weight)."""
     known = type(tensor) in (Tensor, nn.Parameter, DTensor)
     return known and tensor.layout is torch.strided and not tensor.is_nested
 
@@ -309,6 +308,6 @@ _KINDS: dict[Any, Any] = {nn.Linear.forward: _Linear, Conv1D.forward: _Linear, n
 
 
 def deferring_function(module: nn.Module) -> Any:
-    """The autograd Function that defers dW of this layer, or None if it cannot be deferred."""
+    """The autograd Function that defers dW of this layer, or None if the layer cannot defer dW."""
     special = [getattr(module, option, None) for option in ("max_norm", "sparse", "scale_grad_by_freq")]
     return None if any(special) else _KINDS.get(type(module).forward)

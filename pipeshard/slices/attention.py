@@ -1,13 +1,13 @@
-"""Attention: attends from a slice's positions to all earlier positions, without a mask in memory.
+"""Attention: attention from a slice's positions to themselves and all earlier positions, without a mask in memory.
 
     positions      earlier slices    this slice
     of the query   all of them       those before it
                    flash(q, k0)      flash(q, k1, causal)      one softmax over both, by their logsumexp
 
-torch's scaled_dot_product_attention supports `is_causal` only if queries and keys have the same length. For a slice,
-transformers builds a mask, and the kernel keeps a floating-point copy of the mask for each layer until the backward:
-over all slices, half of the squared sequence length. The gradients of both parts follow from the output and the
-logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135).
+`is_causal` of torch's scaled_dot_product_attention is correct only if queries and keys have the same length. For a
+slice, transformers builds a mask, and the kernel keeps a floating-point copy of the mask for each layer until the
+backward. Over all slices, these copies have half of the squared sequence length as elements. The gradients of both
+parts follow from the output and the logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135).
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ FRESH = "pipeshard_fresh"  # the attribute of keys that a cache for slices retur
 
 class Fresh(NamedTuple):
     """The keys and values (b, h, s, d) of slice `now`, and the Grown tensors (`keys`, `values`) to which they were
-    appended. `all_values` are the values that the cache returned: the layer may change them before it attends."""
+    appended. `all_values` is the tensor of values that the cache returned: the layer may attend to other values."""
 
     now: Slice
     key: Tensor
@@ -69,7 +69,8 @@ def lower_right(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, kw: dict[str, Any]) -> bool:
-    """Whether this call is ordinary causal attention of a later slice to itself and all earlier positions."""
+    """Whether this call is ordinary causal attention from a slice after the first one to itself and all earlier
+    positions."""
     if kw.get("dropout") or any(kw.get(name) is not None for name in ("position_bias", "softcap", "cache")):
         return False
     is_plain = query.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
@@ -80,9 +81,9 @@ def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, kw: d
 
 
 class Attention(torch.autograd.Function):
-    """Attention of the queries (b, h, s, d) at positions from `start` on to the keys and values (b, h or fewer, s, d)
-    of their slice and of earlier slices. Gradients of earlier slices' keys and values are added to `keys` and
-    `values`."""
+    """Attention from the queries (b, h, s, d) of the slice that begins at `start` to the keys and values (b, h or
+    fewer, s, d) of this slice and of earlier slices. The gradients of earlier slices' keys and values are added to
+    `keys` and `values`."""
 
     @staticmethod
     def forward(

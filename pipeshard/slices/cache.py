@@ -24,10 +24,11 @@ from pipeshard.slices.states import Slice
 
 
 def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
-    """The cache with which the model is called for a slice. Keys and values from an encoder are recomputed for each
-    slice.
+    """Create the cache that is passed to the model for a slice. Keys and values of an encoder's output are recomputed
+    for each slice.
 
-    Raises ConfigurationError if a layer caches anything except keys, values and states.
+    Raises ConfigurationError if a layer caches anything except keys, values and states, or if the config does not
+    define the layers of the cache.
     """
     register()
     try:
@@ -53,8 +54,8 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
 
 
 def has_keys(cache: Any) -> bool:
-    """Whether a layer attends to earlier positions, so that it needs their mask. Layers that only have states do
-    not."""
+    """Whether a layer of the cache attends to earlier positions, and therefore needs a mask for these positions. Layers
+    that only have states do not."""
     return {*map(type, getattr(cache, "self_attention_cache", cache).layers)} != {States}
 
 
@@ -104,7 +105,7 @@ class IndexedKeys(Keys, DynamicIndexedLayer):
 
 
 class States(LinearAttentionLayer):
-    """Convolution and recurrent states of one layer at the end of the previous slice."""
+    """Convolution and recurrent states of one layer, which continue from the end of the previous slice."""
 
     def __init__(self, now: Slice, number: int, like: Any) -> None:
         LinearAttentionLayer.__init__(self, like.number_of_states)

@@ -27,12 +27,12 @@ from pipeshard.hf import (
 )
 from pipeshard.slices.states import Slice
 
-LEAST = 2  # positions of a slice: for a single position, layers with states use another algorithm
+LEAST = 2  # a slice has at least this many positions: for one position, layers with states use a different algorithm
 
 
 def lengths(total: int, n: int, slope: float) -> list[int]:
-    """The lengths of n slices of `total` positions that take equal times, if position k takes a time of 1 + slope * k,
-    since later positions attend to more. A short sequence has fewer slices."""
+    """Return the lengths of n slices of `total` positions that take equal times. Position k takes a time of
+    1 + slope * k, since it attends to k earlier positions. A short sequence has fewer slices."""
     n = max(1, min(n, total // LEAST))
 
     def work(end: float) -> float:
@@ -101,7 +101,8 @@ def _refuse_packed(batch: Batch) -> None:
 
 
 def shortened(batch: Batch, most: int) -> Batch:
-    """A part of a batch with at most `most` positions: of consecutive parts, the one with the most labels."""
+    """Return the part of a batch with the most labels, among consecutive parts of `most` positions. A batch with at
+    most `most` positions is returned unchanged."""
     total = sequence_of(batch)
     if total <= most:
         return batch
@@ -178,8 +179,9 @@ def _is_of_loss(path: str) -> bool:
 
 
 class Joint(NamedTuple):
-    """How the results of slices are combined into the microbatch's result: concatenated along `dim`. If `rows` is not
-    None, this dimension contains the positions of all `rows` samples, sample by sample."""
+    """Combines the results of slices into the microbatch's result, and splits its gradient. The results are
+    concatenated along `dim`. If `rows` is not None, this dimension contains the positions of all `rows` samples, sample
+    by sample."""
 
     dim: int
     rows: int | None

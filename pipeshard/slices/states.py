@@ -48,9 +48,9 @@ class Grown:
         return self.write(new, start, first)
 
     def write(self, new: Tensor, start: int, first: int) -> Tensor:
-        """Write the positions of a slice, and return a view of the positions from `first` to their end. The view has
-        its own version counter (`data`), since writes of later slices do not change the positions that an earlier
-        slice's graph has saved."""
+        """Write the positions of a slice, and return a view of the positions from `first` to the end of the slice. The
+        view has its own version counter (`data`), since writes of later slices do not change the positions that an
+        earlier slice's graph has saved."""
         end = start + new.shape[self.dim]
         self.part(start, end).copy_(new.detach())
         return self.part(first, end)
@@ -60,7 +60,8 @@ class Grown:
         return self._values.data.narrow(self.dim, start, end - start)
 
     def add(self, gradient: Tensor, first: int) -> None:
-        """Add a later slice's gradient of the positions from `first` on. 16-bit gradients are summed in fp32."""
+        """Add a later slice's gradient of earlier positions, which begin at `first`. 16-bit gradients are summed in
+        fp32."""
         count = gradient.shape[self.dim]
         if self._gradient is not None:
             self._gradient.narrow(self.dim, first, count).add_(gradient)
@@ -112,8 +113,8 @@ class Slice:
         return bool(self._causal[mask])
 
     def grow(self, name: Any, new: Tensor, dim: int, window: int | None = None) -> Tensor:
-        """Append `new`, the positions of this slice, and return all positions so far (with a `window`, only the last
-        `window - 1` before the slice). A recomputed unit writes the same positions again."""
+        """Append `new`, the positions of this slice, and return all positions so far (with a `window`, only this slice
+        and the `window - 1` positions before it). A recomputed unit writes the same positions again."""
         count = new.shape[dim]
         if count != self.end - self.start:
             raise TraceError(
