@@ -53,8 +53,8 @@ class NormGuard(Guard):
         return guarded
 
     def _check_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Raise UsageError if some of these parameters have gradients on this rank and another stage trains other
-        parameters among them, or if `_check` raises."""
+        """Raise UsageError if `parameters` contain both parameters with gradients on this rank and parameters that
+        another stage trains, or if `_check` raises."""
         for gradients in list(self._models):
             names = {p: name for p in parameters if (name := gradients.name_of(p)) is not None}
             held = [p for p, name in names.items() if name in gradients.weights and p.grad is not None]

@@ -113,8 +113,8 @@ class Saved:
         return self.kept.new_empty(0).set_(self.block.here.untyped_storage(), *self.view)
 
     def argument(self) -> Tensor:
-        """Return the saved tensor as an argument of a recomputed unit, which requires a gradient if the original tensor
-        did."""
+        """Return the saved tensor as an argument of a recomputed unit. The argument requires a gradient if the original
+        tensor did."""
         value = self.tensor()
         return value.requires_grad_().view_as(value) if self.requires_grad else value
 

@@ -106,8 +106,8 @@ class PipelineOptimizer(Optimizer):
         return getattr(self.optim, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of this object (schedulers replace its `step`), or of `optim` if this object does not have
-        it."""
+        """Set an attribute of this object (schedulers replace its `step`), or of `optim` if this object has no such
+        attribute."""
         if name in OWN or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
@@ -252,7 +252,7 @@ class PipelineOptimizer(Optimizer):
         share_updates(self.weights.values(), self.grid.replicas)
         states = self._states()
         for k, weight in enumerate(self._watched):
-            if not weight.is_double:  # this replica updates a double weight, and receives nothing for it
+            if not weight.is_double:  # a double weight has this replica as its owner, and was not received
                 self._noted[2 * k : 2 * k + 2] = states[2 * k : 2 * k + 2]
 
     def _remember_groups(self, fresh: Mapping[Tensor, str]) -> None:
@@ -401,7 +401,7 @@ class PipelineOptimizer(Optimizer):
             self.gradients.updates.hooks_end(self.parameters)
 
     def _after_update(self, *_: Any) -> None:
-        """Watch the user's hooks again. This is the first hook that runs after the inner optimizer's update."""
+        """Watch the user's post-hooks. This is the first hook that runs after the inner optimizer's update."""
         if self.is_stepping:
             self.gradients.coupling.begin()
 

@@ -1,8 +1,8 @@
 """Optimizer trial: tests whether an optimizer updates parts of a model the same way as the whole model.
 
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
-compute different updates on every stage. For torch's and bitsandbytes' classes, it is known which ones do. An optimizer
-of any other class is run on tiny parameters, once on all of them and once on each half, and the updates are compared.
+compute different updates on every stage. The optimizers of torch and bitsandbytes are known, and are not run. Any other
+optimizer is run on tiny parameters, once on all of them and once on each half, and the updates are compared.
 """
 
 import copy
@@ -23,7 +23,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import ConfigurationError
 
 logger = logging.getLogger("pipeshard")
-FEW = 2  # the number of parameters of each group in a trial
+FEW = 2  # the number of parameters of each group in the first trial
 SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; the tolerated gap
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earlier boost, may set these
 KNOWN = "torch.optim.", "bitsandbytes.optim."  # modules whose optimizers do not couple parameters

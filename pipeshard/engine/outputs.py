@@ -160,7 +160,8 @@ class Outputs:
 
     def _merge(self, flow: Dataflow, loss: Tensor | None) -> Any:
         """Merge the microbatches' outputs into one output of the same class: concatenate tensors along their batch
-        dimension, replace the loss with the batch's `loss`, and keep values that all microbatches share."""
+        dimension, and replace the loss with the batch's `loss`. Any other value must be the same in all
+        microbatches."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         columns = zip(*(tree_flatten(output)[0] for output in self.kept), strict=True)
@@ -201,7 +202,7 @@ class Outputs:
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
         """Return the batch dimension of an output that was traced at only one size. If several dimensions fit, a batch
-        dimension of an input is preferred; if none fits, it is 0. Raises UsageError if several dimensions fit
+        dimension of an input is preferred; if none fits, 0 is returned. Raises UsageError if several dimensions fit
         microbatches of different sizes."""
         rows = [batch.rows for batch in self._batches]
         fitting = [dim for dim in range(column[0].ndim) if [tensor.shape[dim] for tensor in column] == rows]

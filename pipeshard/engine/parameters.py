@@ -66,7 +66,7 @@ class HeldParameters:
         return {name: parameter.requires_grad for name, parameter in self.held.items()}
 
     def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
-        """With `rule` and `seed`, initialize those parameters in `names` that this rank holds."""
+        """With `rule` and `seed`, initialize the parameters in `names` that this rank holds."""
         weights = [self.weights[name] for name in names if name in self.weights]
         shaped = [weight for weight in weights if not weight.plain]
         with kept_tied(self.model):  # unsharded and in fp32, as in the unsplit model

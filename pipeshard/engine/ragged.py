@@ -122,8 +122,8 @@ class Ragged:
         return [groups[k] for k in self._order(times)]
 
     def _fastest(self, times: tuple[float, ...]) -> list[int]:
-        """Return the order of microbatches with these times, of some promising orders, whose simulated step is
-        shortest."""
+        """Return the order of microbatches with these times whose simulated step is shortest, among some promising
+        orders."""
         program: Program = self._program(len(times))
         even = [1.0] * len(program.placement)
 
@@ -224,7 +224,7 @@ class Ragged:
         return [dim for dim in dims if (path, dim) not in self._fixed]
 
     def _part(self, batch: Batch, rows: list[int], sides: Mapping[str, Side]) -> Batch:
-        """Return the microbatch with these samples, without the padding that none of these samples needs."""
+        """Return the microbatch with these samples, without padding that none of these samples needs."""
         spans: dict[str, Span] = {}
 
         def narrowed(path: str, leaf: Tensor, dim: int | None) -> Tensor:

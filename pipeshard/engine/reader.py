@@ -77,10 +77,10 @@ class News(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """The result of comparing all ranks' reports. `seed` is the first rank's, which all ranks use for random numbers.
-    `parts` is the number of microbatches of each replica, and `news` is the bitwise OR of all ranks' `news`. `alike` is
-    whether the ranks of each replica have the same ways, and `updated_alike` is whether the last updates of all ranks
-    had the same options and factors."""
+    """The result of comparing all ranks' reports. `seed` is the first rank's seed, which all ranks use for random
+    numbers. `parts` contains the number of microbatches of each replica, and `news` is the bitwise OR of all ranks'
+    `news`. `alike` is whether the ranks of each replica have the same ways, and `updated_alike` is whether the last
+    updates of all ranks had the same options and factors."""
 
     seed: int
     parts: list[int]
@@ -169,7 +169,7 @@ class Reader:
         try:
             batches = [self._read(data_iter) for _ in range(count)]
             parts = sum(map(len, self.cut(batches)))
-        except Exception as error:  # the other ranks must receive it, also if it is the dataset's own
+        except Exception as error:  # an error of any kind must be sent to the other ranks
             batches = error
         read = () if isinstance(batches, Exception) else batches
         try:

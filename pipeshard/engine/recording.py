@@ -2,8 +2,8 @@
 
 A simulation of the schedule shows where bubbles should be, and torch.profiler shows one rank at a time, without
 actions. A Recording contains the compute actions of all ranks on one time axis, and simulates the same program with the
-measured costs. The times of different hosts are aligned by their wall clocks, so several hosts need NTP (synchronized
-clocks).
+measured costs. The times of different hosts are aligned by wall clocks, so several hosts need synchronized clocks
+(NTP).
 """
 
 import json
@@ -99,8 +99,8 @@ class Recording:
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
 
     def _beside_others(self, rank: int) -> str:
-        """Compare a rank's busy time with the median rank's in a text, or return "" if it is not much longer. A
-        straggler or a stage that is too large makes it longer."""
+        """Return text that compares a rank's busy time with the median rank's, or "" unless the rank is a straggler or
+        its stage is too large."""
         median = statistics.median_low(self.busy)
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""

@@ -33,8 +33,8 @@ REFUSED: dict[type, str] = {
 
 
 def plain(model: nn.Module, warns: bool = True) -> nn.Module:
-    """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, which is logged if
-    `warns`. Raises ConfigurationError for lazy parameters, bitsandbytes layers and modules in other wrappers."""
+    """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, with a warning if `warns`.
+    Raises ConfigurationError for lazy parameters, bitsandbytes layers and modules in other wrappers."""
     compiled = False
     while "_orig_mod" in model._modules and isinstance(inner := model._orig_mod, nn.Module):
         model, compiled = inner, True
@@ -92,8 +92,8 @@ def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
 
 
 def refuse_released(model: nn.Module) -> None:
-    """Raise UsageError for the original of a boosted model, since this rank has released the other stages' parameters
-    in it."""
+    """Raise UsageError for the inner model of a boosted model, in which this rank has released the parameters of other
+    stages."""
     name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, Ghost)), None)
     if name is not None:
         raise UsageError(
@@ -178,8 +178,8 @@ def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 
 def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
-    """Raise UsageError if a module in `around`, which contains units, recomputes its forward. A loop may have enabled
-    this after boost."""
+    """Raise UsageError if a module that contains units (`around`) recomputes its forward. Recomputation may have been
+    enabled after boost."""
     whole = next(filter(recomputes, around), None)
     if whole is not None:
         name = next(name for name, module in model.named_modules() if module is whole)

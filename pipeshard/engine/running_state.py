@@ -112,7 +112,7 @@ def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
 
 
 # By module: the sum, the sum of squares and the number of the values that a step has normalized in each channel. This
-# state is not in modules or hooks, since state that units change there is compared with the trace.
+# state is not stored in modules or hooks, where changes by units are compared with the trace.
 _SUMS: dict[nn.Module, tuple[Tensor, Tensor, int]] = {}
 
 

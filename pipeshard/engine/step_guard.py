@@ -66,7 +66,7 @@ class StepGuard(Guard):
         optimizer."""
         boosted = list(self._boosted)
         if any(optimizer is other.optim for other in boosted):
-            return  # it has its own hook
+            return  # the inner optimizer has its own hook
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         identities = [id(parameter) for parameter in parameters]
         if self._unrelated.get(optimizer) == identities:

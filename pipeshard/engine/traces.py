@@ -190,7 +190,7 @@ class Traces:
             self._lent = lend(self.policy.held_units, sorted(asked), grid.world, ranks)
             try:
                 found, failure = self.find(cut, criterion), ""
-            except Exception as error:  # the model's own
+            except Exception as error:  # an error of the model
                 found, failure = None, summary(error)
             finally:
                 self._lent = {}
@@ -233,8 +233,8 @@ class Traces:
         microbatches have run.
 
         With `exact_loss`, the sum of the losses, each times its share, is the whole batch's loss over all replicas;
-        call `losses.prove` first if the loss is unproven. Without `exact_loss`, it is the mean of the microbatches'
-        losses.
+        call `losses.prove` first if the loss is unproven. Without `exact_loss`, this sum is the mean of the
+        microbatches' losses.
         """
         if ways is None:
             self.look(criterion)

@@ -25,7 +25,7 @@ from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy
 
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and the differences of a batch's sizes from the traced sizes
-Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in it
+Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in the unit
 NUMBER_BITS = 61  # of the number of a step's ways, which is sent as a signed 64-bit integer
 SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes, ratios, thresholds, counts
 ROUNDS = 8  # of lending: with lent tensors, units may take a different path, and need additional tensors

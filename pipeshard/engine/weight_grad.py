@@ -136,7 +136,7 @@ class Deferral:
         if self._pending is None or torch.is_grad_enabled():  # the latter with create_graph=True
             return False
         node = get_gradient_edge(parameter).node
-        if sys.getrefcount(node) > _references():  # other code references it, and may have added hooks
+        if sys.getrefcount(node) > _references():  # other code references the node, and may have added hooks
             return False
         try:
             if not all(will_execute(n) for n in (node, self._within) if n is not None):
@@ -245,7 +245,7 @@ def _references() -> int:
 
 
 def _weight_grad(ctx: Any, term: Term) -> Tensor | None:
-    """The gradient that a backward returns for its weight, or None if it is deferred or not needed."""
+    """Return the gradient of the weight for a backward, or None if this gradient is deferred or not needed."""
     if not ctx.needs_input_grad[1] or ctx.deferral.defer(ctx.weight, term):
         return None
     return term.value()

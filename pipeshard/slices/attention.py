@@ -1,4 +1,4 @@
-"""Attention: attention from a slice's positions to themselves and all earlier positions, without a mask in memory.
+"""Attention: attends from a slice's positions to the same and all earlier positions, without a mask in memory.
 
     positions      earlier slices    this slice
     of the query   all of them       those before it
@@ -6,8 +6,8 @@
 
 `is_causal` of torch's scaled_dot_product_attention is correct only if queries and keys have the same length. For a
 slice, transformers builds a mask, and the kernel keeps a floating-point copy of the mask for each layer until the
-backward. Over all slices, these copies have half of the squared sequence length as elements. The gradients of both
-parts follow from the output and the logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135).
+backward. Over all slices of a sequence of s positions, the copies have s * s / 2 elements. The gradients of both parts
+follow from the output and the logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135).
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,8 @@ FRESH = "pipeshard_fresh"  # the attribute of keys that a cache for slices retur
 
 class Fresh(NamedTuple):
     """The keys and values (b, h, s, d) of slice `now`, and the Grown tensors (`keys`, `values`) to which they were
-    appended. `all_values` is the tensor of values that the cache returned: the layer may attend to other values."""
+    appended. `all_values` is the tensor of values that the cache returned. If the layer attends to any other tensor, it
+    uses transformers' own attention."""
 
     now: Slice
     key: Tensor

@@ -179,9 +179,8 @@ def _is_of_loss(path: str) -> bool:
 
 
 class Joint(NamedTuple):
-    """Combines the results of slices into the microbatch's result, and splits its gradient. The results are
-    concatenated along `dim`. If `rows` is not None, this dimension contains the positions of all `rows` samples, sample
-    by sample."""
+    """Combines the results of slices into the microbatch's result by concatenation along `dim`, and splits the result's
+    gradient. If `rows` is not None, dimension `dim` contains the positions of all `rows` samples, sample by sample."""
 
     dim: int
     rows: int | None
@@ -190,8 +189,8 @@ class Joint(NamedTuple):
     def of(
         cls, whole: Sequence[int], parts: Sequence[Sequence[int]], rows: int, sizes: Sequence[int]
     ) -> "Joint | None":
-        """Find the Joint from the shapes of the whole result and of its parts. Returns None if they are ambiguous or do
-        not match."""
+        """Find the Joint from the shapes of the whole result and of its parts. Returns None if the shapes are ambiguous
+        or do not match."""
         if any(len(part) != len(whole) for part in parts):
             return None
         dims = [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]
