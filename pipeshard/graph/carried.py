@@ -1,9 +1,10 @@
-"""Carried: state that the glue of one forward leaves for the next: counters, running statistics, generators.
+"""Carried: state that the glue of one forward leaves for the next, such as counters, statistics and generators.
 
-In one process, this state needs no handling. In a pipeline, every stage runs the glue. So each stage needs to know the
-last call of a forward at which such a place changes, the unit results from which its state is computed, and the readers
-of the state in the next forward. Two more runs of the glue find this: the first watches the places before and after
-every call, and the second starts from the state that the first left.
+In one process, this state needs no handling. In a pipeline, every stage runs the glue. So for each place with such
+state, a stage needs to know the last call of a forward at which the place changes, the unit results from which the
+state is computed, and the readers of the state in the next forward. Two additional runs of the glue determine this: the
+first run watches the places before and after every call, and the second run starts from the state that the first run
+left.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,8 @@ from pipeshard.graph.tracer import Tracer
 
 
 class Held(NamedTuple):
-    """The content of a place at some time: the value and, if the value is mutable, a Snapshot of its content."""
+    """The recorded content of a place: the value and, unless the value is plain or a tensor, a Snapshot of its
+    content."""
 
     value: Any
     content: Snapshot | None
@@ -48,7 +50,7 @@ class Held(NamedTuple):
 
 
 class Place:
-    """A location where a model's code keeps a value: the end of a path from the model."""
+    """A location where a model's code keeps a value, given by its path from the model."""
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         self.path, self.holder = path, resolve(model, path[1:-1])
@@ -72,7 +74,8 @@ class Place:
             held.content.restore()
 
     def has(self, held: Held) -> bool:
-        """Whether the place still has this value, or a new list of the same items, with unchanged content."""
+        """Whether the place still has this value, or a new list or tuple of the same items, and the content is
+        unchanged."""
         is_there = is_same(self.value, held.value) or _has_same_items(self.value, held.value)
         return is_there and not (held.content and any(held.content.changes()))
 
@@ -82,7 +85,7 @@ def _has_same_items(a: Any, b: Any) -> bool:
 
 
 class _Record:
-    """The observations of one place in the runs of the glue, from which a Carried is made."""
+    """The observations of one place during the runs of the glue; `carried` returns them as a Carried."""
 
     def __init__(self, name: str, place: Place, before: Before) -> None:
         self.name, self.place, self.before = name, place, before
@@ -96,11 +99,12 @@ class _Record:
 
     @property
     def is_late(self) -> bool:
-        """Whether the place changes after the last call, to a value without tensors."""
+        """Whether the last change of the place is after the last call, and its value contains no tensor."""
         return self.until is None and not self.held.tensors
 
     def look(self, call: int | None, is_through: bool) -> None:
-        """Record whether the place has changed since the last look."""
+        """If the place has changed since the last look, record `call` as its last change. The writer is this call if it
+        has just ended (`is_through`), otherwise glue."""
         if not self.place.has(self.held) or self.is_written:
             self._take()
             self.until = call
@@ -108,7 +112,7 @@ class _Record:
 
     @property
     def is_written(self) -> bool:
-        """Whether tensors of the place have been written to since the last look."""
+        """Whether a tensor of the place has been written to since the content of the place was last recorded."""
         return self._writes() != self.writes
 
     def end_first(self, tracer: Tracer) -> None:
@@ -135,14 +139,14 @@ class _Record:
         readers, end, kind = self.readers, self.until, self.kind
         is_lasting = isinstance(self.held.value, Tensor) and (kind == "tensor" or self.name in self.uses.kept)
         if -1 in self.writers and is_lasting and not readers:
-            readers = {-1}  # the user may read or save it
+            readers = {-1}  # the user may read or save the tensor
         is_alone = readers <= self.writers if len(self.writers) == 1 else not readers
         if is_alone and -1 not in self.writers:
-            end = -1  # only its unit uses it
+            end = -1  # no other reader needs the state
         if self.is_late and not self.is_read_early and self.place.has(self.held):
             end = -1  # set once, and read only on the last stage
         if end == -1 and not any(tensor.is_floating_point() for tensor in self.held.tensors):
-            kind = kind.replace("tensor", "")  # no backward needs old integers
+            kind = kind.replace("tensor", "")  # no backward needs earlier integer values
         return Carried(
             name=self.name,
             path=self.place.path,
@@ -158,13 +162,13 @@ class _Record:
         self.writes = self._writes()
 
     def _writes(self) -> list[tuple[int, int]]:
-        """For each tensor of the place, the key of its storage and the number of writes to it."""
+        """For each tensor of the place, the key of its storage and the number of writes to the storage."""
         return [(key, self.before.writes.times[key]) for key in map(storage_of, self.held.tensors)]
 
 
 def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, flow: Dataflow) -> Dataflow:
-    """`flow`, which the tracer has just returned for `batch`, with `carried`: the state of the model that has changed
-    since `before`. Runs the tracer again if any has."""
+    """Return `flow`, the tracer's Dataflow for `batch`, with `carried` set for the places of the model that have
+    changed since `before`. If any place has changed, the tracer runs again."""
     paths = {format_path(path): path for path in _changed(tracer.model, before)}
     if not paths:
         return flow
@@ -192,7 +196,8 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 def _run_next(
     tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
 ) -> tuple[str, ...]:
-    """Run the next forward, record the readers of each place, and return the decisions that no stage can make."""
+    """Run the next forward, record the readers of each place, and return descriptions of the kept values on which glue
+    branches, but which no stage can compute."""
     tracer.reset = lambda: None
     tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
     with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):
@@ -243,8 +248,8 @@ def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
 
 
 def informed(flow: Dataflow) -> Dataflow:
-    """`flow` in which the readers of each carried place also depend on those inputs of the place that are computed
-    before them."""
+    """Return `flow` in which each reader of a carried place also depends on the inputs of the place that are computed
+    before this reader."""
     calls, loss, outputs, consulted = list(flow.calls), flow.loss, list(flow.outputs), flow.consulted
     for place in flow.carried:
         consulted |= place.uses.inputs
@@ -263,8 +268,8 @@ def _changed(model: nn.Module, before: Before) -> list[Path]:
 
 
 def place_of(model: nn.Module, path: Path) -> Path:
-    """The path of the place that holds the value at `path`: for an entry of a list, tuple or mapping, the place of this
-    container."""
+    """The path of the place to which the value at `path` belongs: for content of a collection, a tuple, an array or a
+    generator, the path of that object."""
     value: Any = model
     for k, step in enumerate(path[1:], 2):
         try:

@@ -76,8 +76,8 @@ class Call:
 
     @property
     def answered(self) -> Iterator[tuple[Part, range]]:
-        """The parts that a stage without the unit must reproduce, each with the range of its leaves. Parts of hooks
-        inside the unit are omitted if they contain no tensor: such hooks count runs of the unit."""
+        """The parts that a stage without the unit must reproduce, each with the range of its leaf indices. A part that
+        a hook inside the unit leaves is omitted if it contains no tensor, since such a hook counts runs of the unit."""
         start = 0
         for part in self.parts:
             numbers = range(start, start + part.tree.num_leaves)
@@ -87,21 +87,21 @@ class Call:
 
     @property
     def moves(self) -> bool:
-        """Whether the call leaves a value at a place: in a buffer, an attribute or an object that it receives."""
+        """Whether the call leaves a value at a place: in a buffer, an attribute or an object that the call receives."""
         return any(part.source.place for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A place in which one forward leaves state for the next.
+    """A place in which one forward leaves state for the next forward.
 
-    `path` leads from the model to the place. `writers` are the unit calls that write the state, -1 for glue. After unit
-    call `until`, the state is final for every reader except its writer: -1 if no other reader needs it, None at the end
-    of the forward. `uses` are the inputs from which one forward computes the state. `readers` are the unit calls that
-    depend on it in the next forward, -1 for the loss and the outputs. `kind` is "tensor" for a tensor that is written
-    to in place, "parameter" for a parameter, "settled" for a parameter that the next forward does not write to,
-    "generator" for a random generator, "number" for a number or array that every forward changes, or "" for anything
-    else.
+    `path` leads from the model to the place. `writers` are the unit calls that write the state, with -1 for glue. After
+    unit call `until`, the state is final for every reader except its writer. `until` is -1 if no such reader needs the
+    state, and None if the state is final only at the end of the forward. `uses` are the inputs from which one forward
+    computes the state. `readers` are the unit calls that depend on the state in the next forward, with -1 for the loss
+    and the outputs. `kind` is "tensor" for a tensor that is written to in place, "parameter" for a parameter, "settled"
+    for a parameter that the next forward does not write to, "generator" for a random generator, "number" for a number
+    or array that every forward changes, or "" for anything else.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Carried:
 
     @property
     def unseen(self) -> frozenset[int]:
-        """The `makers` whose results alone, which stages can send, do not determine the state."""
+        """The `makers` whose results do not suffice to compute the state. Stages can send only results."""
         return self.uses.hidden | (self.writers if -1 not in self.writers else frozenset())
 
 
@@ -127,20 +127,20 @@ class Carried:
 class Dataflow:
     """The unit calls of one forward, in order, and the dependencies of the loss and the outputs.
 
-    `outputs` are the tensor leaves of the model's output: (path, Reads, spec). `written` are values that are changed
-    in place after they were computed. `decisions` are the lines of glue that branch on an activation before the last
-    call, `late_decisions` those of the forward after the last call; `has_branches` says whether the forward or the
-    criterion branches after it. `consulted` are the leaves of the batch on which glue branches, or to which it writes
-    (`rewritten`). The Dataflow is specific to the values of the leaves `watched`, such as sizes of images and masks
-    that select. `glue_random` says whether glue uses random numbers, `python_random` whether anything uses `random` or
-    numpy's generator. `tail` are the flops of operators of glue that read parameters after the last call. `touched` are
-    the values that operators of glue received. `questions` are the decisions of glue on the batch's values: the
-    Dataflow is valid for batches with the same answers. `hooks` are the gradient hooks that glue registers, `carried`
-    is the state left for the next forward. `together` has the first and the last call in each of the model's own
-    checkpoints, which run these calls again in the backward. `valued` are the units that were visited with values,
-    since they do not run on meta. `deciders` are modules without parameters that were running when glue branched, and
-    could be units. `differentiated` are the values that receive a gradient of the loss through glue. `counts_results`
-    says whether the criterion returns a count that depends on unit results.
+    `outputs` are the tensor leaves of the model's output, as (path, Reads, TensorSpec). `written` are values that are
+    changed in place after they were computed. `decisions` are the lines of glue that branch on an activation before the
+    last call. `late_decisions` are the lines of the forward that do so after the last call; `has_branches` says whether
+    the forward or the criterion does. `consulted` are the leaves of the batch on which glue branches, or to which it
+    writes (`rewritten`). The Dataflow is specific to the values of the leaves `watched`, such as image sizes and masks
+    used as indices. `glue_random` says whether glue uses random numbers, `python_random` whether any code uses `random`
+    or numpy's generator. `tail` is the number of flops of glue's operators on parameters after the last call. `touched`
+    are the values that operators of glue received. `questions` are the decisions of glue on the batch's values: the
+    Dataflow is valid only for batches with the same answers. `hooks` are the gradient hooks that glue registers,
+    `carried` the places with state for the next forward. `together` lists the first and the last call in each of the
+    model's own checkpoints, whose backward runs these calls again. `valued` are the units that were visited with
+    values, since they do not run on meta. `deciders` are the modules outside units that were running when glue
+    branched, and that could be units. `differentiated` are the values that receive a gradient of the loss through glue.
+    `counts_results` says whether the criterion returns a count that depends on unit results.
     """
 
     calls: tuple[Call, ...]
@@ -180,17 +180,17 @@ class Dataflow:
 
     @property
     def ends_in_cut(self) -> bool:
-        """Whether the last call is of a CutPoint: after a cut there, the last stage runs no unit."""
+        """Whether the last call is of a CutPoint. If the model is cut at this CutPoint, the last stage runs no unit."""
         return bool(self.calls) and self.calls[-1].is_cut
 
     @cached_property
     def gradients_from(self) -> tuple[frozenset[Value], ...]:
-        """For each call, and last for the loss, the values that receive a gradient of the loss from it. A value that is
-        computed only from integers or frozen units receives none."""
+        """The values to which each call, and last the loss itself, passes the gradient of the loss. A value that is
+        computed only from integers or frozen units receives no gradient."""
         from_loss = self._trained(self.differentiated)
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)
-        # Through a hidden tensor, the loss may send gradients to all results from the tensor's call on.
+        # Through a hidden tensor, gradients of the loss may reach all results from the tensor's call on.
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):
@@ -221,7 +221,7 @@ class Dataflow:
         return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
     def uses(self) -> list[Reads]:
-        """The Reads of each call, and last those of the loss and all outputs together."""
+        """The Reads of each call, followed by the joined Reads of the loss and all outputs."""
         return [*(call.reads for call in self.calls), self.needed(True)]
 
     def needed(self, outputs: Wanted = False) -> Reads:

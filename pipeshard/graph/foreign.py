@@ -1,7 +1,8 @@
 """Foreign parameters: trainable tensors that a loss depends on, but that do not belong to the model.
 
 The foreign parameters of a criterion are found in the autograd graph of the loss, so they may be in a module, a
-closure, a global, a list or a bound method. Those of the model's own code are found when a step gives them a gradient.
+closure, a global, a list or a bound method. Foreign parameters in the model's own code are found when they receive a
+gradient in a step.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -35,8 +36,8 @@ def leaves_of(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
 def refuse_foreign(
     loss: Tensor, own: Collection[Tensor], is_made: Callable[[Tensor], bool], criterion: Callable[..., Any] | None
 ) -> None:
-    """Raise ConfigurationError if `loss` trains tensors other than `own` and those that the forward or the criterion
-    has created (`is_made`)."""
+    """Raise ConfigurationError if `loss` trains a tensor that is neither in `own` nor created by the forward or the
+    criterion (`is_made`)."""
     known = {id(tensor) for tensor in own}
     foreign = [leaf for leaf in leaves_of(loss) if id(leaf) not in known and not is_made(leaf)]
     if not foreign:

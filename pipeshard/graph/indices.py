@@ -2,7 +2,7 @@
 
 On a CPU, an operator raises an error for an index out of range. On a GPU, its kernel aborts the process's CUDA context.
 Traces and trials run the model's code with sizes or values that differ from the batch's, so indices may be out of
-range. Each of their indexing operators on a GPU therefore runs on the CPU first.
+range. So in traces and trials, every indexing operator on a GPU first runs on the CPU.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ INDEXING |= {getattr(aten, name + end) for name in WRITING for end in ("", "_")}
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """If a tensor among `inputs`, the operator's tensors, is on a GPU, run the operator on the CPU first, so that it
-    raises an error for an index out of range. Only indices and masks are copied to the CPU."""
+    """Run an indexing operator on the CPU if one of its tensors (`inputs`) is on a GPU, so that an index out of range
+    raises an error. Only the values of indices and masks are copied to the CPU."""
 
     def on_cpu(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu") if tensor.is_floating_point() else tensor.cpu()

@@ -1,8 +1,9 @@
 """Kinds: groups of unit calls that behave the same, so that a trace runs only one call of each group.
 
 Most layers of a model behave the same for inputs of the same shape. One call of each kind is visited: its forward runs
-on meta, where torch propagates shapes. Values that this forward writes to Python objects, shares or passes on are found
-here. Another call is of the same kind if everything that the visited call has read is equal.
+on meta, where torch propagates shapes. The visit also finds the values that the forward writes to Python objects,
+shares, or passes on. Another call is of the same kind if everything that the visited call has read is equal for both
+calls.
 """
 
 import contextlib
@@ -49,11 +50,11 @@ from pipeshard.private import (
 
 Place = tuple[Path, Any]  # the path of a holder, and a key of its content
 Own = tuple[tuple[str, tuple[Any, ...]], ...]  # names and values of a unit's own tensors
-FEW = 16  # the maximum number of elements of such a tensor
+FEW = 16  # the maximum number of elements of a tensor in Own
 
 
 class Settings:
-    """Everything that code could read from a unit or an argument, except the values of tensors, for comparison.
+    """A comparable record of everything that code could read from a unit or an argument, except the values of tensors.
 
     Attributes:
         values: a comparable form of the value at each place.
@@ -79,7 +80,7 @@ class Settings:
 
 
 class UnitCall(NamedTuple):
-    """A unit call to be answered; `leaves` and `tree` are its (args, kwargs)."""
+    """A unit call to answer; `leaves` and `tree` are its flattened (args, kwargs)."""
 
     unit: str
     module: nn.Module
@@ -94,10 +95,10 @@ class Kind:
 
     `watched` are the paths of the modules whose attribute reads were recorded, `read` the attributes that the call
     read. `leaves` are the leaves of all `parts`. For each leaf, `reached` lists the inputs that receive a gradient from
-    it, and `reached_aside` the other values that do. `shares` pairs leaves with inputs that share their memory, `twins`
-    pairs leaves with earlier leaves that do. `written` are the inputs that the call writes to, `met` the tags of
-    everything that it reads except its inputs and parameters. `own` are the values of the unit's smallest tensors, on
-    which sizes may depend, or None for a visit on meta.
+    it, and `reached_aside` the other values that receive one. `shares` are the pairs (leaf, input) and `twins` the
+    pairs (leaf, earlier leaf) that share memory. `written` are the inputs that the call writes to, `met` the tags of
+    everything that the call reads except its inputs and parameters. `own` are the values of the unit's smallest
+    tensors, since sizes may depend on these values, or None for a visit on meta.
     """
 
     settings: Settings
@@ -118,15 +119,16 @@ class Kind:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other units may have this kind: the visited call neither read nor left state that units share."""
+        """Whether other units may have this kind: the visited call used no state that units share, changed no list of
+        the unit, and returned no opaque object."""
         common = any(step.how in ("cell", "global", "class") for part in self.parts for step in part.source.place)
         lists = any(p.source.how in LISTS and p.source.place[0].key == UNIT for p in self.parts)
         opaque = any(not isinstance(leaf, (TensorSpec, Known, Enum, *PLAIN)) for leaf in self.leaves)
         return not (self.met or common or lists or opaque)
 
     def is_of(self, settings: Settings) -> bool:
-        """Whether a unit with `settings` behaves like the visited one: only attributes that it did not read differ, or
-        objects to which only such attributes lead."""
+        """Whether a unit with `settings` behaves like the visited unit: the two differ only in attributes that the
+        visited call did not read, or in objects to which only such attributes lead."""
         return all(
             self._is_unread(path, key) or path in self._unreached for path, key in self.settings.differences(settings)
         )
@@ -136,9 +138,10 @@ class Kind:
 
     @cached_property
     def _unreached(self) -> frozenset[Path]:
-        """The objects other than modules, by path, to which only attributes lead that the visited call did not read:
-        peft keeps such a dict with the layer's name in every LoRA layer. Modules read their registered dicts by other
-        names, and what a tuple or a function refers to counts as read."""
+        """The paths of objects, other than modules, to which only unread attributes lead. One example is the dict with
+        the layer's name that peft keeps in every LoRA layer. The registered dicts of a module (REGISTERED) count as
+        read, since the module reads their entries by other names. Objects to which a tuple or a function refers also
+        count as read."""
         snapshot = self.settings.snapshot
         paths = {id(h.object): h.path for h in snapshot.holders if not isinstance(h.object, nn.Module)}
         leading: dict[int, list[tuple[Path, Any, int]]] = defaultdict(list)  # by object: places, and their holders
@@ -158,9 +161,9 @@ class Kind:
 
 
 class Kinds:
-    """The known kinds of a model's units, kept between runs. `meter` observes every visit. `device` is the device of
-    glue, `runs_on` that of units that do not run on meta: a GPU, even if the model is on another device. `lent` maps
-    units to values, by name, of their tensors that other ranks hold.
+    """The known kinds of a model's units, kept between runs. `meter` observes every visit. `device` is glue's device.
+    `runs_on` is the device for units that do not run on meta: it may be a GPU while the model is on another device.
+    `lent` maps units to the values, by name, of their tensors that other ranks hold.
 
     Attributes:
         valued: the units whose kind was visited with values rather than on meta.
@@ -214,15 +217,15 @@ class Kinds:
         return tuple((name, tuple(tensor.tolist())) for name, tensor in values.items())
 
     def _settings_of(self, call: UnitCall) -> Settings:
-        """The current settings of a unit, cached until glue changes one."""
+        """The current settings of a unit, cached until glue changes a setting."""
         settings = self._settings.get(call.unit)
         if settings is None or any(flagged(settings.snapshot)):
             settings = self._settings[call.unit] = Settings(call.module)
         return settings
 
     def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
-        """Run a unit's own forward on meta. If it fails there, as it does if autocast would cast, run it with temporary
-        values on a device."""
+        """Run a unit's own forward on meta. If the forward fails on meta, as it does if autocast would cast, run it on
+        a device with temporary tensors."""
         try:
             return self._visit_on(torch.device("meta"), call, taint, settings)
         except TraceError:
@@ -296,7 +299,8 @@ class Kinds:
         )
 
     def _spec(self, leaf: Any) -> Any:
-        """The leaf of a visit that a Kind keeps: the spec for a tensor, and glue's device for the meta device."""
+        """The form in which a Kind keeps a visit's leaf: a TensorSpec for a tensor, glue's device for the meta device,
+        otherwise the leaf itself."""
         if isinstance(leaf, torch.device) and leaf.type == "meta":
             return self.device  # a cache stores its device
         if isinstance(leaf, GeneratorType):
@@ -305,7 +309,7 @@ class Kinds:
 
 
 def modes() -> tuple[Any, ...]:
-    """The global modes that glue may switch between two calls, and that affect torch's results."""
+    """The global torch modes that affect results, and that glue may switch between two calls."""
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *casts
 
@@ -336,7 +340,8 @@ def _comparable(value: Any) -> Any:
 
 
 def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
-    """An argument for a visit: a tensor, or a mutable mapping with its tensors, is copied to `device`."""
+    """The argument for a visit: for a tensor or a mutable mapping, a copy with its tensors on `device`, otherwise
+    `leaf` itself."""
     if isinstance(leaf, Tensor):
         return copy_to(leaf, device)
     if not isinstance(leaf, MutableMapping):
@@ -354,8 +359,8 @@ def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
 def _reached_aside(
     count: int, tensors: Sequence[tuple[int, Tensor]], taint: Taint, of_buffers: frozenset[Value]
 ) -> tuple[frozenset[Value], ...]:
-    """For each of `count` leaves, the values other than inputs that receive a gradient from it. Those in the unit's
-    buffers (`of_buffers`) are assumed to receive one from every tensor."""
+    """For each of `count` leaves, the values other than inputs that receive a gradient from the leaf. Values in the
+    unit's buffers (`of_buffers`) are assumed to receive a gradient from every tensor."""
     reached: list[frozenset[Value]] = [frozenset()] * count
     for k, tensor in tensors:
         reached[k] = taint.reached(tensor) | of_buffers
@@ -363,8 +368,8 @@ def _reached_aside(
 
 
 def _reached(count: int, tensors: Sequence[tuple[int, Tensor]], nodes: Mapping[Any, int]) -> tuple[frozenset[int], ...]:
-    """For each of `count` leaves, the inputs that receive a gradient from it. `nodes` maps the grad_fn of each input to
-    the input's position."""
+    """For each of `count` leaves, the inputs that receive a gradient from the leaf. `nodes` maps the grad_fn of each
+    input to the input's position."""
     reached: list[frozenset[int]] = [frozenset()] * count
     for k, tensor in tensors:
         inputs, stack, seen = set(), [tensor.grad_fn], set()

@@ -18,7 +18,7 @@ def _as_ever(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Living(DispatchMode):
-    """Mode that counts the bytes of living new storages. When a storage of `before` is freed, its bytes are
+    """Mode that counts the bytes of new storages that are alive. When a storage of `before` is freed, its bytes are
     subtracted. `run` runs each operator; the results of operators in `but` do not count.
 
     Attributes:

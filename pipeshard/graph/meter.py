@@ -1,4 +1,4 @@
-"""Meter: the work of each unit call of a trace, and the memory that autograd saves for it, at the batch's sizes."""
+"""Meter: the work of each unit call in a trace and the memory that autograd saves in it, at the batch's sizes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ aten = torch.ops.aten
 
 
 class FusedAttention(TorchFunctionMode):
-    """Mode that runs attention on meta tensors as one fused operator, which saves the inputs, the result and one
-    element per row for the backward, but no scores."""
+    """Mode that runs attention on meta tensors as one fused operator. For the backward, this operator saves the inputs,
+    the result and one element per row, but no attention scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,14 +84,14 @@ NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # their results ali
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one unit call and of the glue before it, since the previous call, at the traced sizes.
+    """The work of one unit call and of the glue between the previous call and this call, at the traced sizes.
 
     `flops` and `elements` (elements computed) are counted for one forward. `by_parameter` maps names of the unit's
-    parameters to the flops of operators that read them; if an operator reads several, to the largest, not the bias.
-    `kept` are the bytes of each tensor that autograd saves for the backward, except parameters. Its keys are the
-    `Value` of a unit's result, or for another tensor a key that is the same for all calls that save the tensor.
-    `temporary` is the peak of the bytes that the backward allocates, with the gradients of the results, minus those of
-    `kept` that it has freed.
+    parameters to the flops of operators that read them; the flops of an operator that reads several parameters count
+    for the largest (the weight, not the bias). `kept` maps the tensors that autograd saves for the backward, except
+    parameters, to their bytes. The key is the `Value` of a unit's result, or another key that is the same for all calls
+    that save the tensor; a call's intermediate tensors share one key. `temporary` is the peak of the bytes that the
+    backward allocates, including the gradients of the results, minus the bytes of `kept` that the backward has freed.
     """
 
     flops: int
@@ -115,11 +115,11 @@ class _Kept:
 
 @dataclass
 class Visit:
-    """The work of one run of a unit, and the tensors that autograd saves in it.
+    """The work of one run of a unit, and the tensors that autograd saves during the run.
 
     `own` are the bytes of the unit's saved intermediate tensors, by storage; `inputs` and `results` are the positions
-    of saved inputs and results. `passed` maps each result that is an unchanged input to that input. `given` are the
-    positions of inputs and `parameters` the names of parameters, by storage.
+    of saved inputs and results. `passed` maps each result that is an unchanged input to that input. By storage, `given`
+    are the positions of inputs and `parameters` the names of parameters.
     """
 
     flops: int = 0
@@ -136,7 +136,7 @@ class Visit:
 
 
 class Meter(DispatchMode):
-    """Mode that measures the runs of a Tracer, below its Taint.
+    """Mode that measures the runs of a Tracer; in the stack of dispatch modes, it is below the Taint.
 
     Glue that computes with unit results runs on shapes only, since these results have no values. So a batch of the
     real sizes takes neither time nor memory. Attention runs as one fused operator, as on a GPU.
@@ -170,7 +170,8 @@ class Meter(DispatchMode):
 
     @contextmanager
     def visit(self, module: nn.Module, inputs: Sequence[Any]) -> Iterator[Visit]:
-        """Context manager that measures a run of one unit on temporary tensors; call `end` with its results."""
+        """Context manager that measures a run of one unit on temporary tensors, and yields its Visit; then pass the
+        results to `end`."""
         self.visiting = visit = Visit()
         visit.parameters = {storage_of(t): name for name, t in module.named_parameters()}
         visit.given = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
@@ -231,8 +232,8 @@ class Meter(DispatchMode):
         return entry.tensor
 
     def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
-        """Add the Work of one call of the visited kind. `arguments` are the leaves of its arguments (of `tree`),
-        `result` the placeholders that it returns."""
+        """Add the Work of one call of the visited kind. `arguments` are the leaves of the call's arguments (of `tree`),
+        `result` the placeholders that the call returns."""
         index = len(self.works)
         tensors = [arguments[k] for k in visit.inputs] + [result[k] for k in visit.results]
         kept: dict[Hashable, int] = {("made by", index): sum(visit.own.values())} if visit.own else {}

@@ -1,6 +1,6 @@
 """Packages: the modules whose code a walk of Python state enters, and the modules that it skips.
 
-A model of a package (diffusers, timm) reaches tens of thousands of objects through the package's registries, loaders
+A model from a package (diffusers, timm) reaches tens of thousands of objects through the package's registries, loaders
 and dependencies, but a forward changes none of these objects. So the walk is limited to the user's own code, and to
 files of a package that define layers.
 """
@@ -44,8 +44,8 @@ def _is_installed(package: str) -> bool:
 
 
 def _is_of_directory(package: str) -> bool:
-    """Whether the package was installed from a local folder (`pip install .`), like the user's own package, and not
-    from an index."""
+    """Whether the package was installed from a local folder (`pip install .`), as the user's own package may be, and
+    not from an index."""
     for distribution in _distributions().get(package, ()):
         origin = importlib.metadata.distribution(distribution).read_text("direct_url.json")
         if origin is not None and "dir_info" in json.loads(origin):
