@@ -1,8 +1,8 @@
 """Cache: the entries of a cache that this rank's units have written, and their description for other ranks.
 
 A stage holds the states of its own layers. For other layers it has ghosts: entries of the same class with the same
-plain values, whose tensors are on meta. So lengths are right, and ghosts need no memory. Code that reads the values of
-a ghost fails with a torch error, since meta tensors cannot be combined with other tensors.
+plain values, whose tensors are on meta. So lengths are correct, and ghosts need no memory. Code that reads the values
+of a ghost fails with a torch error, since meta tensors cannot be combined with other tensors.
 """
 
 import copy
@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 
 
 class GhostState(Tensor):
-    """A state of another stage's layer, on meta. It stays there, even if code moves all states of a cache to a
+    """A state of another stage's layer, on meta. It stays on meta even if code moves all states of a cache to a
     device."""
 
     @classmethod
@@ -102,8 +102,8 @@ def _put_at(holder: Any, last: str | int, entry: Any) -> None:
 
 
 def _entries(cache: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The paths and values of the entries of a cache, which are sent separately: the members of the cache's lists and
-    mappings, and its other attributes."""
+    """The path and the value of each entry of a cache: the members of the cache's lists and mappings, and its other
+    attributes. Each entry is sent separately."""
     for name, value in vars(cache).items():
         path = (*at, name)
         if is_cache(value):

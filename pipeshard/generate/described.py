@@ -1,4 +1,4 @@
-"""Described: a value as plain data (JSON), with its tensors separate, for sending it to other ranks.
+"""Described: a value as plain data (JSON) that can be sent to other ranks, with its tensors separate.
 
 No code from another rank is executed: a class is looked up by name, and must be a class of model outputs that this
 process has already imported.
@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeshard.errors import MessageError
 from pipeshard.hf import is_output_class
 
-SMALL = 64  # the maximum number of elements of an integer tensor of a cache that is sent by value (counters, windows)
+SMALL = 64  # the maximum number of elements of an integer tensor in a cache that is sent by value (counters, windows)
 PLAIN = (type(None), bool, int, float, str)
 Put = Callable[[Tensor], Any]  # plain data that represents a tensor
 Get = Callable[[Any], Tensor]
@@ -44,8 +44,8 @@ def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
 
 
 def restore(told: Any, get: Get, known: Mapping[str, Any]) -> Any:
-    """The inverse of `describe`: `get` returns its tensors, and `known` maps names to objects on this rank. Raises
-    MessageError for an unknown name or class."""
+    """The inverse of `describe`: `get` returns the tensor for the data from `put`, and `known` maps names to objects on
+    this rank. Raises MessageError for an unknown name or class."""
     if not isinstance(told, dict):
         return told
     if "known" in told:

@@ -28,8 +28,7 @@ def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch
 
 
 class _Opened(dict[str, bool]):
-    """Declares for every list that it does not have one entry per sample: an encoder's output may have any number of
-    entries."""
+    """Declares that no list has one entry per sample, since an encoder's output may have any number of entries."""
 
     def __contains__(self, path: object) -> bool:
         return True
@@ -45,7 +44,8 @@ def key_of(entry: Batch) -> tuple[Any, ...]:
 
 
 def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name. Raises UsageError if one belongs to a positional-only or variadic parameter."""
+    """All arguments of a call by name. Raises UsageError if a positional argument belongs to a positional-only
+    parameter or to `*args`."""
     if not args:
         return dict(kwargs)
     bound = inspect.signature(forward).bind(*args, **kwargs)
@@ -61,7 +61,7 @@ def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of the same call without a cache; masks contain only the new positions."""
+    """The arguments of a call's twin: no caches, and masks that contain only the new positions."""
     kept = {name: value for name, value in arguments.items() if name not in CACHES}
     if USES_CACHE in inspect.signature(forward).parameters or USES_CACHE in kept:
         kept[USES_CACHE] = False

@@ -30,12 +30,12 @@ from pipeshard.hf import LOGITS, disable_caches, enable_caches, is_cache, is_ids
 from pipeshard.split.route import Route
 
 MOST_DIMS = 8  # the maximum number of dimensions of a tensor that crosses a cut
-OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # in errors of layers that read states of another stage
-TOKENS = 256  # the minimum per microbatch: fewer tokens take as long, since reading the weights dominates
+OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # in torch's errors if a layer reads a ghost
+TOKENS = 256  # the minimum per microbatch: fewer tokens take equally long, since reading the weights dominates
 
 
 class Way(NamedTuple):
-    """The routes of a call through this rank's stages, and the differences of its sizes from the traced ones."""
+    """The routes of a call through this rank's stages, and the differences of its sizes from the traced sizes."""
 
     routes: Sequence[Route]
     deltas: tuple[int, ...]
@@ -130,8 +130,9 @@ class Forward:
         return self._ways[key]
 
     def _agreed(self, found: FoundWays | None, failure: str, entry: Batch) -> FoundWays:
-        """The trace that all ranks of the pipeline have found. If their traces differ, ranks exchange the values that
-        decide, as in a training step. Raises TraceError on every rank if they still differ, or if a rank found none."""
+        """The trace that all ranks of the pipeline have found. If the ranks' traces differ and there is one replica,
+        the ranks exchange the values that decide, as in a training step. Raises TraceError on every rank if the traces
+        still differ, or if a rank found no trace."""
         grid, traces = self.pipeline.grid, self.pipeline.traces
         number = -1 if found is None else traces.number(found)
         numbers = gather(torch.tensor([number]), self.group)[:, 0].tolist()
@@ -186,8 +187,8 @@ class Forward:
         return self._joined(outputs, [batch.rows for batch in batches])
 
     def _copies(self, rows: int) -> list[tuple[Entries, Entries]]:
-        """Each cache with a copy for one stage of this rank: glue runs on every stage, and must find the lengths from
-        before the forward."""
+        """The Entries of each cache and of its copy for one stage of this rank: glue runs on every stage, and must read
+        the lengths from before the forward."""
         copies = []
         for entries in self._used.values():
             parts = CacheParts(entries.cache, [rows])
@@ -207,7 +208,8 @@ class Forward:
             raise
 
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """The outputs of all microbatches joined into one, with the original caches, or None if there are none."""
+        """Join the parts of every cache, and return the joined outputs of all microbatches with the original caches, or
+        None if there are no outputs."""
         whole = {id(part): parts.cache for parts in self._parts.values() for part in parts.parts}
         for parts in {id(parts): parts for parts in self._parts.values() if len(parts.parts) > 1}.values():
             parts.join()
@@ -293,8 +295,8 @@ class Forward:
         return output
 
     def _checked(self, output: Any) -> Any:
-        """Return `output`; raise TraceError on every rank if its logits contain NaN, as values that a stage lacks
-        do."""
+        """Return `output`. Raises TraceError on every rank if its logits contain NaN: a stage replaces values that it
+        lacks with NaN."""
         logits = getattr(output, LOGITS, None)
         if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
             raise TraceError(

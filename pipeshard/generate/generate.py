@@ -61,7 +61,7 @@ class Generation:
             own_progress().in_flight = False
 
     def _share_generators(self) -> None:
-        """Set the generators of all ranks of the pipeline to the states of its first rank."""
+        """Set the generators of all ranks of the pipeline to the states on its first rank."""
         grid = self.pipeline.grid
         generators = self.pipeline.policy.replay.randomness.generators
         for group in (grid.stages, grid.slices):

@@ -32,7 +32,7 @@ class CacheParts:
     def _cut(self, value: Any, start: int, size: int) -> Any:
         if isinstance(value, Tensor):
             if value.ndim == 0 or value.shape[0] != sum(self.sizes):
-                counter = value.clone()  # every part advances its own in place
+                counter = value.clone()  # every part advances its own counter in place
                 self._given[id(counter)] = counter, counter._version
                 return counter
             view = value[start : start + size]
@@ -49,7 +49,8 @@ class CacheParts:
         return part
 
     def _join(self, whole: Any, parts: Sequence[Any]) -> Any:
-        """The value joined from `parts`, the parts of `whole`; `whole` is changed in place if possible."""
+        """Join `parts`, the parts of `whole`, into one value, and return it; `whole` is changed in place if
+        possible."""
         first = parts[0]
         if isinstance(first, Tensor):
             return whole if all(map(self._is_as_given, parts)) else joined(parts, self.sizes)

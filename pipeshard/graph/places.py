@@ -1,8 +1,8 @@
-"""Places: the locations where Python code can keep a value, and functions that read and restore them.
+"""Places: the locations where Python code can keep a value, and functions that read and restore these values.
 
 A model's code leaves values in attributes, slots, lists, dicts, closures, globals, classes and random generators. Torch
-tracks only registered parameters and buffers. Here, each of these objects is a holder, whose content can be listed,
-compared and replaced. A place is one entry of a holder, given by the path of steps to it.
+tracks only registered parameters and buffers. In this module, each of these objects is a holder: its content can be
+listed, compared and replaced. A place is one entry of a holder, given by the path of steps to the entry.
 """
 
 import functools
@@ -25,15 +25,15 @@ from pipeshard.errors import TraceError
 from pipeshard.graph.packages import is_library, is_users
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
-REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # of a module: entries are read as its attributes
+REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # dicts whose entries a module reads as attributes
 # Other attributes that torch keeps in modules. Hooks are walked, but their dicts are not compared: see `constants_of`.
 HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 OF_TORCH = frozenset(name for name in nn.Module().__dict__ if name[0] == "_") - REGISTERED
 NAMESPACES = (SimpleNamespace, Namespace, threading.local)
-# Generators hold a state. Those of the process are not part of a model's state: Randomness seeds them.
+# The process's generators are not part of a model's state: Randomness seeds them.
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
-LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: a larger one is data
+LARGEST_ARRAY = 1 << 20  # the maximum size in bytes of a compared array: larger arrays count as data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 
 
@@ -97,7 +97,7 @@ def resolve(root: Any, path: Iterable[PathStep]) -> Any:
 
 
 def put(holder: Any, how: str, key: Any, value: Any) -> None:
-    """Set `key` of `holder` to `value`, or delete it if that is MISSING."""
+    """Set the entry `key` of `holder` to `value`, or delete the entry if `value` is MISSING."""
     if how == "state":
         _set_state(holder, value)
     elif how == "cell":
@@ -172,7 +172,7 @@ def _is_builtin(value: Any) -> bool:
 
 
 def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
-    """The other objects that a value refers to, which cannot be replaced there, and the steps to them."""
+    """The objects to which a value refers in ways that do not allow replacement, each as (step, object)."""
     if _is_builtin(value):
         return
     if isinstance(value, tuple):
@@ -198,7 +198,7 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> tuple[str, ...]:
-    """All names in a function's code, and its strings, which may be passed to `getattr`."""
+    """All names in a function's code, and its strings, since the function may pass these to `getattr`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_in(const)]
     strings = (const for const in code.co_consts if isinstance(const, str))
     return tuple(dict.fromkeys((*code.co_names, *code.co_freevars, *strings, *inner)))
@@ -220,7 +220,7 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _whereabouts(value: Any) -> Any:
-    """A value that differs after an iterator has advanced."""
+    """A value that changes when an iterator advances."""
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         inner = () if frame is None else [(name, _whereabouts(of)) for name, of in frame.f_locals.items()]
@@ -250,7 +250,7 @@ def _state(generator: Any) -> Any:
 
 
 def _text(state: Any) -> bytes:
-    """Nested plain values in Python syntax; arrays become lists."""
+    """Nested plain values in Python syntax, encoded; arrays become lists."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -325,7 +325,7 @@ def _value(cell: Any) -> Any:
 
 
 def _globals(function: Any) -> Iterator[str]:
-    """The global names in a function's code whose values may change, and `module.name` for those in the user's
+    """The global names in a function's code whose values may change, and `module.name` for such names in the user's
     modules."""
     space, names = function.__globals__, names_in(function.__code__)
     for name in names:

@@ -24,12 +24,12 @@ def preserving(
     model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False, before: "Before | None" = None
 ) -> Iterator["Before"]:
     """Context manager that restores, on exit, the modules and everything that their code or the criterion reaches:
-    cached tensors, counters, statistics, generators, hooks, and tensors that were written to, including parameters. The
-    model's caches (`use_cache`) are disabled inside.
+    cached tensors, counters, statistics, generators, hooks, and tensors that were written to, including parameters.
+    Inside the context, the model's caches (`use_cache`) are disabled.
 
     With `timed`, no operator is intercepted, and buffers are the only tensors whose values are restored. A snapshot of
-    a large model takes long: if nothing has changed the model since an earlier call, pass the object that this call
-    yielded as `before`.
+    a large model takes long: if nothing has changed the model since an earlier call, pass the object that the earlier
+    call yielded as `before`.
     """
     cached = disable_caches(model)
     before = before or Before(model, criterion)
@@ -44,7 +44,7 @@ def preserving(
 
 
 class Before:
-    """The state of a model, a criterion and everything that their code reaches, recorded when this is created."""
+    """The state of a model, a criterion and everything that their code reaches, recorded on creation."""
 
     def __init__(self, model: nn.Module, criterion: Callable[..., Any] | None = None) -> None:
         self.snapshot = Snapshot({"": model, "the criterion": criterion})
@@ -81,7 +81,7 @@ class Before:
 
 
 class Writes(DispatchMode):
-    """Mode that copies each of these storages before the first operator writes to it, so that `undo` can restore it.
+    """Mode that copies each of `storages` before an operator first writes to the storage; `undo` restores the content.
 
     Attributes:
         times: the number of writes to each storage.
@@ -98,7 +98,7 @@ class Writes(DispatchMode):
             targets = list(mutated(func, args, kwargs or {}))
             for tensor in targets:
                 self.keep(tensor)
-            if any(self._is_blank(tensor) for tensor in targets):  # without memory to write to
+            if any(self._is_blank(tensor) for tensor in targets):  # no memory to write to
                 return targets[0] if func._schema.returns else None
         return func(*args, **(kwargs or {}))
 
@@ -111,7 +111,7 @@ class Writes(DispatchMode):
             self._kept[key] = storage, storage.clone()
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a single element of these storages, expanded to a shape (a released parameter)."""
+        """Whether the tensor is a released parameter: a single element of one of `storages`, expanded to a shape."""
         return storage_of(tensor) in self.storages and tensor.numel() > 1 and not any(tensor.stride())
 
     def undo(self) -> None:

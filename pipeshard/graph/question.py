@@ -46,7 +46,7 @@ class Number:
     is_product: bool
 
     def at(self, deltas: Sequence[int]) -> int:
-        """The number for a batch whose groups' sizes differ by `deltas` from the traced ones."""
+        """The number for a batch whose groups' sizes differ from the traced sizes by `deltas`."""
         grown = [slope * delta for slope, delta in zip(self.slopes, deltas)]  # pinned groups have no delta
         if not self.is_product:
             return self.value + sum(grown)
@@ -54,7 +54,7 @@ class Number:
 
 
 class Operator(NamedTuple):
-    """One operator of a Question; `leaves` and `tree` are its (args, kwargs)."""
+    """One operator of a Question; `leaves` and `tree` are its flattened (args, kwargs)."""
 
     func: Any
     leaves: tuple[Any, ...]
@@ -75,9 +75,9 @@ def _are_alike(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """A decision of glue on the batch's leaves `paths`. `steps` are the operators that compute it; the last of them
-    returned `answer` in the trace. `steps` is None if the question cannot be evaluated for other batches: the answer is
-    then valid only for the traced values."""
+    """A decision of glue on the batch's leaves `paths`. `steps` are the operators that compute the decision; the last
+    operator returned `answer` in the trace. `steps` is None if the question cannot be evaluated for other batches: the
+    answer is then valid only for the traced values."""
 
     steps: tuple[Operator, ...] | None
     answer: Any
@@ -85,12 +85,13 @@ class Question:
     paths: frozenset[str]
 
     def holds(self, tensors: Mapping[str, Tensor], deltas: Sequence[int]) -> bool:
-        """Whether the answer is the same for a batch with these leaves, whose sizes differ by `deltas` from the traced
-        ones."""
+        """Whether the answer is the same for a batch with these leaves and with sizes that differ from the traced sizes
+        by `deltas`."""
         return self.ask(tensors, deltas) == (True, self.answer)
 
     def ask(self, tensors: Mapping[str, Tensor], deltas: Sequence[int] = ()) -> tuple[bool, Any]:
-        """Whether the question can be evaluated for these leaves of a batch, and the answer (None if it cannot)."""
+        """Return (True, answer) for these leaves of a batch, or (False, None) if the question cannot be evaluated for
+        them."""
         if self.steps is None:
             return False, None
         results: list[Any] = []
@@ -133,7 +134,7 @@ class Question:
 
 
 class Recipes:
-    """The operators by which glue computed each tensor from the batch alone."""
+    """For each tensor that glue computed from the batch alone, the operators that computed the tensor."""
 
     def __init__(self, device: torch.device, batch: Batch | None = None, real: Batch | None = None) -> None:
         """`real` is the batch whose values answer questions, if the traced `batch` is shorter."""
@@ -141,7 +142,7 @@ class Recipes:
         self.questions: list[Question] = []
         self._sizes = {} if batch is None or real is None else _products(batch, real)
         self._leaves: dict[int, tuple[Tensor, int, str]] = {}
-        self._results = WeakTensorKeyDictionary()  # what glue drops is freed: nothing can ask about it any more
+        self._results = WeakTensorKeyDictionary()  # a tensor that glue drops is freed: no question needs it
 
     def leaf(self, tensor: Tensor, path: str) -> None:
         self._leaves[id(tensor)] = tensor, tensor._version, path
@@ -155,13 +156,13 @@ class Recipes:
         self._results[output] = _Result(output._version, func, args, kwargs)
 
     def ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Question:
-        """Record and return the question whose last operator is `func`. A bool as answer is recomputed for the real
-        batch, if that is possible."""
+        """Record and return the question whose last operator is `func`. If the answer is a bool, it is recomputed for
+        the real batch if possible."""
         steps: list[Operator] = []
         is_known = self._follow(func, args, kwargs, steps, {})
         question = Question(tuple(steps) if is_known else None, answer, self.device, paths)
         if self.real is not None and is_known and isinstance(answer, bool):
-            # Only a comparison of all runs shows which integers are sizes: until then, any equal integer may be a size.
+            # Only a comparison of all runs shows which integers are sizes. Here, every integer equal to a size counts.
             guess = question.with_numbers(self._sizes.get(number, number) for number in question.numbers)
             answers = [asked.ask(self.real.tensors) for asked in (guess, question)]
             question = replace(question, answer=next((value for can, value in answers if can), answer))
@@ -169,8 +170,8 @@ class Recipes:
         return question
 
     def _follow(self, func: Any, args: Any, kwargs: Any, steps: list[Operator], known: dict[int, int]) -> bool:
-        """Append the operators that compute a call of `func` to `steps`. Returns False if an operator cannot be
-        repeated, because an input has been written to since."""
+        """Append to `steps` the operators that compute the inputs of a call of `func`, and the call itself. Returns
+        False if an operator cannot be repeated because one of its inputs has since been written to."""
         is_good = True
 
         def slot(leaf: Any) -> Any:
@@ -197,7 +198,7 @@ class Recipes:
 
 
 def _products(batch: Batch, real: Batch) -> dict[int, int]:
-    """Map the sizes of `batch`, and products of two of its sizes, to those of `real`."""
+    """Map the sizes of `batch` (except 1), and the products of two such sizes, to those of `real`."""
     sizes = {size: of for path, leaf in batch.tensors.items() for size, of in zip(leaf.shape, real.tensors[path].shape)}
     sizes = {size: of for size, of in sizes.items() if size > 1}
     return {a * b: sizes[a] * sizes[b] for a, b in combinations(sizes, 2)} | sizes
@@ -206,9 +207,9 @@ def _products(batch: Batch, real: Batch) -> dict[int, int]:
 def general_questions(
     questions: Sequence[Question], others: Sequence[tuple[int, Sequence[Question]]], sizes: Sequence[int]
 ) -> tuple[Question, ...]:
-    """`questions` in which integers that depend on the sizes of the batch are Numbers. For each group of axes, `others`
-    has the questions of a run in which the group was larger by delta: (delta, questions). `sizes` are the traced sizes
-    of the groups."""
+    """Return `questions` with each integer that depends on the sizes of the batch replaced by a Number. For each group
+    of axes, `others` contains (delta, questions of a run in which the group was larger by delta). `sizes` are the
+    traced sizes of the groups."""
     runs = [(delta, [number for question in asked for number in question.numbers]) for delta, asked in others]
 
     def numbers() -> Iterator[Any]:

@@ -20,9 +20,9 @@ class Randomness:
     """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so that a dropout mask is
     the same for every p.
 
-    A position is a unit call or the glue before it. Every stage that runs it uses the random numbers of the unsplit
-    model. Torch is always seeded, for dropout. `random` and numpy take longer to seed, and are seeded only if `python`
-    says that the model uses them (LayerDrop, masked features).
+    A position is a unit call or the glue before the call. Every stage that runs this code uses the same random numbers
+    as the unsplit model. Torch is always seeded, for dropout. `random` and numpy take longer to seed, and are seeded
+    only if `python` is True, since the model uses them (LayerDrop, masked features).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class Randomness:
         self._key = (*self._key[:2], self._first + i)
 
     def at(self, place: int) -> Callable[[], None]:
-        """Seed the generators for the position `place`, and return a function that does so again."""
+        """Seed the generators for the position `place`, and return a function that seeds them again."""
         number = _number(struct.pack("<4q", *self._key, place))
         _seed(self.generators, number, self.python)
         return partial(_seed, self.generators, number, self.python)
@@ -63,8 +63,9 @@ class Randomness:
 
 
 class Draws:
-    """Context manager with its own stream of random numbers of torch's CPU generator, `random` and numpy. The stream
-    starts from the seed `key`, and continues at the next entry. The program's generators are restored on exit."""
+    """Context manager in which torch's CPU generator, `random` and numpy produce a separate stream of random numbers.
+    The stream starts from the seed `key`, and continues when the context is entered again. The program's generators are
+    restored on exit."""
 
     def __init__(self, *key: int) -> None:
         self._key, self._inside, self._generators = key, None, PROCESS
@@ -99,7 +100,7 @@ def seed_process(*key: int) -> None:
 
 
 def seed_generator(generator: Any, *key: int) -> None:
-    """Seed a generator of torch, `random` or numpy with a hash of `key`."""
+    """Seed a torch, `random` or numpy generator with a hash of `key`."""
     number = _number(repr(key).encode())
     if isinstance(generator, torch.Generator):
         generator.manual_seed(number)
@@ -143,7 +144,7 @@ def python_state() -> tuple[object, ...]:
     return random.getstate(), str(of_numpy["state"]["key"].tobytes()), of_numpy["state"]["pos"]
 
 
-MOST_REPEATS = 1 << 16  # the maximum number of kept calls if steps have no end: under another runtime
+MOST_REPEATS = 1 << 16  # the maximum number of kept Repeats: under another runtime, steps have no end that clears them
 
 
 def own_checkpoint() -> object:
@@ -153,7 +154,8 @@ def own_checkpoint() -> object:
 
 
 class CheckpointSpans:
-    """The unit calls that the model's own non-reentrant checkpoints run again: the first and the last call of each."""
+    """The unit calls that the model's own non-reentrant checkpoints run again: the first and the last call of each
+    checkpoint."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
@@ -171,7 +173,8 @@ class CheckpointSpans:
 @dataclass(slots=True)
 class Repeat:
     """The state that a second run of a call needs: functions that restore the generators to their states before and
-    after the first run, and (`is_answered`) the result if another stage, maybe of the same rank, ran the call."""
+    after the first run, and, with `is_answered`, the result of a call that another stage ran (possibly on the same
+    rank)."""
 
     before: Callable[[], object] = tuple
     after: Callable[[], object] = tuple
@@ -191,8 +194,8 @@ class Repeats:
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
         """An empty Repeat of the current call of `unit`, for the caller to fill; kept only if the call is in a
-        checkpoint. With `reentrant`, a call without gradients counts as in a (reentrant) checkpoint, all of whose later
-        calls are on one stage."""
+        checkpoint. With `reentrant`, a call without gradients counts as a call in a reentrant checkpoint, whose later
+        calls are all on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat
@@ -201,7 +204,7 @@ class Repeats:
         return repeat
 
     def pop(self, unit: str) -> Repeat | None:
-        """Remove and return the Repeat of the call that runs again now, or None if the call is the user's own."""
+        """Remove and return the Repeat of the call that runs again now, or None if user code makes the call."""
         return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 
     def clear(self) -> None:
@@ -209,8 +212,8 @@ class Repeats:
 
 
 class SharedDraws(DispatchMode):
-    """Mode in which glue draws the same random numbers for a part of the samples as a run on all samples. Dropout does
-    nothing."""
+    """Mode in which a run of glue on a part of the samples uses the same random numbers as the run on all samples.
+    Dropout returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +238,7 @@ class SharedDraws(DispatchMode):
         before = torch_states()
         result = func(*args, **kwargs)
         if all(map(torch.equal, before, torch_states())):
-            return result  # attention without dropout uses none, despite its tag
+            return result  # attention without dropout uses no random numbers, despite its tag
         for tensor in tree_leaves(result):
             self.drawn(func, tensor)
         return result
@@ -251,14 +254,14 @@ class SharedDraws(DispatchMode):
 
 
 def torch_states() -> list[Tensor]:
-    """The states of torch's generators, of the CPU and of the current GPU."""
+    """The states of torch's CPU generator and, if CUDA is initialized, of the current GPU's generator."""
     on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.default_generator.get_state(), *on_device]
 
 
 def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
-    """The part of `full` that has this shape: in each dimension that is smaller, the start for the first samples
-    (`rows` starts at 0), otherwise the end."""
+    """The part of `full` with this shape: in each dimension where `shape` is smaller, the start if `rows` starts at 0,
+    otherwise the end."""
     for dim, size in enumerate(shape):
         if size != full.shape[dim]:
             full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)

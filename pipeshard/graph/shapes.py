@@ -35,7 +35,7 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def at(self, deltas: Sequence[int]) -> tuple[int, ...]:
-        """The shape for a batch whose groups' sizes differ by `deltas` from the traced ones."""
+        """The shape for a batch whose groups' sizes differ from the traced sizes by `deltas`."""
         if not any(deltas) or not self.slopes:
             return self.shape
         return tuple(
@@ -46,7 +46,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Count:
-    """An integer that a unit returns, as an affine function of the batch's sizes; `slopes` as in TensorSpec."""
+    """An integer that a unit returns, as an affine function of the batch's sizes; `slopes[g]` is its growth per unit of
+    axis group g."""
 
     value: int
     slopes: tuple[int, ...]
@@ -59,8 +60,8 @@ class Count:
 class Axes:
     """The groups of axes of one batch structure; group 0 counts the samples.
 
-    Axes of the same size on the same side (encoder or decoder) are one group. All other axes are pinned: a batch in
-    which a pinned size differs must be traced again.
+    Sequence axes of the same size on the same side (encoder or decoder) form one group. All other axes are pinned: a
+    batch in which a pinned size differs must be traced again.
     """
 
     groups: tuple[Group, ...]
@@ -104,8 +105,8 @@ class Axes:
         return type(self)(groups, sizes, self.tensors, self.others)
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
-        """The differences of the groups' sizes from the traced ones, or None if the structure, a pinned size or another
-        leaf of `batch` differs."""
+        """The differences of the groups' sizes from the traced sizes, or None if the structure, a pinned size or a leaf
+        of `batch` other than a tensor differs."""
         tensors = batch.tensors
         if len(tensors) != len(self.tensors) or len(batch.leaves) != len(self.tensors) + len(self.others):
             return None
@@ -120,15 +121,15 @@ class Axes:
             return None
         deltas = []
         for group, size in zip(self.groups, self.sizes, strict=True):
-            now = {tensors[path].shape[axis] for path, axis in group} or {batch.rows}  # only lists may count them
+            now = {tensors[path].shape[axis] for path, axis in group} or {batch.rows}  # only lists count samples
             if len(now) != 1:
                 return None
             deltas.append(now.pop() - size)
         return tuple(deltas)
 
     def shortened(self, batch: Batch, length: int) -> Batch:
-        """`batch` with every group except that of the samples shortened to at most `length`; the same object if no
-        group is longer."""
+        """`batch` with every group except group 0 (the samples) shortened to at most `length`; the same object if no
+        such group is longer."""
         deltas = self.deltas(batch) or (0,) * len(self.sizes)
         for group, (size, delta) in list(enumerate(zip(self.sizes, deltas)))[1:]:
             if size + delta > length:
@@ -136,7 +137,7 @@ class Axes:
         return batch
 
     def resized(self, batch: Batch, group: int, delta: int) -> Batch:
-        """`batch` with the size of one group changed by `delta`; to extend it, the last slice is repeated."""
+        """`batch` with the size of one group changed by `delta`. An extended axis repeats its last slice."""
         if group == 0:
             return batch.take(torch.arange(batch.rows + delta).clamp_(max=batch.rows - 1))
         members: dict[str, list[int]] = {}
@@ -195,14 +196,16 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a unit's own tensor has values on this rank: it is not on meta, released, or sharded across ranks."""
+    """Whether a unit's own tensor has values on this rank: it is neither on meta, nor released, nor sharded across
+    ranks."""
     values = getattr(tensor, "pipeshard_values", tensor)
     return not (values.is_meta or hasattr(tensor, "pipeshard_trainable") or isinstance(tensor, DTensor))
 
 
 def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """New tensors, by name, for a unit's parameters and buffers on the device where it runs; tied names share one
-    tensor. Values are those in `lent` (from another rank) or on this rank, and zeros for the rest."""
+    """New tensors on `device`, by name, for a unit's parameters and buffers; tied names share one tensor. Unless
+    `device` is meta, a tensor has the values in `lent` (from another rank) or on this rank, or zeros if neither has
+    values."""
     lent = lent or {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     blanks: dict[Tensor, Tensor] = {}
@@ -217,5 +220,5 @@ def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tens
 
 
 def is_trainable(tensor: Tensor) -> bool:
-    """Whether a parameter is trained, on this stage or, if this stage has released it, on another one."""
+    """Whether a parameter is trained, on this stage or, if this stage has released it, on another stage."""
     return getattr(tensor, "pipeshard_trainable", tensor.requires_grad)

@@ -1,12 +1,12 @@
-"""Snapshot: the state that code can reach from some objects and change, and its changes since.
+"""Snapshot: a record of the state that code can reach from some objects and change, to find later changes.
 
-The state that a unit or glue leaves behind is found by comparison: everything within reach is recorded before a run and
-compared after it. So no list of the ways in which models leave state is needed. Copies would not work, since hooks,
-generators and shared objects must stay the same objects.
+The state that a unit or glue leaves behind is found by comparison: everything that the code can reach is recorded
+before a run, and compared after the run. So no list of the ways in which models leave state is needed. Copies would not
+work, since hooks, generators and shared objects must stay the same objects.
 
-A Dataflow is valid for the flags that it was traced with. torch.compile guards the values that its trace has read.
-Here, not all reads of glue and units are known, so every step compares the whole Python state. Each known state has a
-number.
+A Dataflow is valid only for the flags with which it was traced. torch.compile guards the values that its trace has
+read. Here, not all reads of glue and units are known, so every step compares the whole Python state. Each known state
+has a number.
 """
 
 import functools
@@ -90,8 +90,8 @@ class Snapshot:
         self._full = [holder for holder in self.holders if holder.live is None or holder.values]
 
     def changes(self) -> Iterator[Change]:
-        """The differences of the current state: replaced values, then tensors that were written to, each in the order
-        of the walk."""
+        """The changes since the Snapshot was created: replaced values, then tensors that were written to, both in the
+        order of the walk."""
         yield from self.replaced()
         with DisableTorchFunction():
             written = [entry for entry in self.tensors if entry[3]._version != entry[4]]
@@ -99,7 +99,8 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The places whose values were replaced. Fast if there are none, since every step compares a whole model.
+        """The changes of places whose values were replaced. Fast if there are none, since every step compares the state
+        of a whole model.
 
         `same(before, now)` decides whether two different objects count as equal.
         """
@@ -168,7 +169,7 @@ class Snapshot:
 
 
 def _live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
-    """The dict that stores a holder's content, or None. A dict can be compared fast."""
+    """The dict that stores a holder's content (dicts are fast to compare), or None."""
     live = holder
     if how == "attr":
         live = None if slots(holder) else holder.__dict__
@@ -222,9 +223,9 @@ MOST_STATES = 16  # the maximum number of states that are recognized
 class Flags:
     """Numbers the states of a model's Python objects, or of another object (`beside`), such as a criterion.
 
-    Changes by the forwards themselves (counters, caches, lists that they fill) do not count: they are found by
-    comparing a state before and after a step. For another object, the values of tensors also count if the user changes
-    them, but changes of a nonzero float that keeps its sign do not (weights that are annealed from step to step).
+    Changes by the forwards themselves (counters, caches, lists that they fill) do not count: `stepped` finds them by
+    comparing the state before and after a step. For another object, changed values of tensors (except parameters) also
+    count, but changes of a nonzero float that keeps its sign do not (weights that are annealed from step to step).
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
@@ -260,14 +261,15 @@ class Flags:
         return {format_path(path): leaf for path, (leaf, required) in leaves.items() if required}
 
     def _trained(self, state: Snapshot) -> dict[Path, tuple[Tensor, bool]]:
-        """The leaf tensors of a state with their requires_grad, except the model's own parameters: the engine freezes
-        and releases those."""
+        """By path, the leaf tensors of a state with their requires_grad. The model's own parameters are omitted, since
+        the engine freezes and releases them."""
         own = {id(parameter) for model in self.without or self.roots.values() for parameter in model.parameters()}
         leaves = ((path, tensor) for path, *_, tensor, _ in state.tensors if id(tensor) not in own and tensor.is_leaf)
         return {path: (leaf, leaf.requires_grad) for path, leaf in leaves}
 
     def stepped(self) -> None:
-        """Record that a step has run since the last call of `number`: places that it has changed do not count."""
+        """Record that a step has run since the last call of `number`. Places that this step has changed do not
+        count."""
         if self.unsure is not None and self.unsure in self.states:
             self.moved |= {(id(change.holder), change.key) for change in self._changes(self.unsure)}
         self.unsure = None
@@ -282,7 +284,7 @@ class Flags:
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
-    """The differences from a snapshot that a trace may depend on. It does not depend on values of tensors."""
+    """The changes since a snapshot that may affect a trace; changed values of tensors do not."""
     return before.replaced(_is_alike)
 
 
@@ -303,8 +305,8 @@ def _is_annealed(before: Any, now: Any) -> bool:
 
 
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
-    """Whether the code of a module outside `unit`, or of the criterion, mentions the name of a place that a call of the
-    unit has written to, and so could read it."""
+    """Whether the code of a module outside `unit`, or of the criterion, mentions the name of `place`, and so could read
+    the value that a call of the unit has written to the place. True for a place without a name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True

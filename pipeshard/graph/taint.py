@@ -1,7 +1,7 @@
 """Taint: the values from which every tensor was computed, recorded for each storage.
 
-Autograd's graph shows what floating-point results depend on. It does not show the dependencies of integers and masks,
-those through in-place writes, or those through values that Python has read and branched on. So a dispatch mode
+Autograd's graph shows the dependencies of floating-point results. It does not show the dependencies of integers and
+masks, or dependencies through in-place writes and through values on which Python has branched. So a dispatch mode
 propagates tags from the inputs of each operator to its outputs. Tags belong to storages, so a view has the tags of its
 base.
 """
@@ -66,7 +66,7 @@ class Hooked(NamedTuple):
 Tag = Value | Used | Input | Hidden | Hooked | Kept
 NOTHING: frozenset[Tag] = frozenset()
 aten = torch.ops.aten
-# Operators that return values to Python, or results whose shapes depend on values: glue decides on their inputs.
+# Operators that return values to Python, or results whose shapes depend on values: calls are decisions of glue.
 SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
 DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
 DECIDING |= {aten.bincount}
@@ -88,7 +88,7 @@ class Hook(NamedTuple):
 
 
 class Taint(DispatchMode):
-    """Mode that propagates tags through every operator, including those on integers, views and in-place writes.
+    """Mode that propagates tags through every operator, including operators on integers, views and in-place writes.
 
     Outside units (`inside is None`), a result has the tags of the operator's inputs. Inside unit call c, every result
     is tagged Hidden(c), the tags of all inputs are collected in `met`, and work is counted in `flops` and `elements`.
@@ -97,7 +97,7 @@ class Taint(DispatchMode):
     """
 
     def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
-        """Pass `recipes` if the values of a batch other than the traced one should answer the questions of glue."""
+        """Pass `recipes` if the values of a batch other than the traced batch should answer the questions of glue."""
         super().__init__()
         self.device = device
         self.recipes = recipes or Recipes(device)
@@ -105,17 +105,17 @@ class Taint(DispatchMode):
         self.inside: int | None = None
         self.tags: dict[int, frozenset[Tag]] = {}
         self.made: set[int] = set()  # storages that operators have allocated
-        self.homes: dict[int, Value] = {}  # storages that contain a Value itself, not a result
+        self.homes: dict[int, Value] = {}  # storages that contain a Value itself, not a result of it
         self.nodes: dict[Node, frozenset[Value]] = {}  # by the grad_fn of a value or of its copy
         self.written: set[Value] = set()
-        self.decisions: dict[str, int] = {}  # by line: the number of calls before the first, or FOR_ALL
+        self.decisions: dict[str, int] = {}  # by line: the number of calls before the first decision, or FOR_ALL
         self.modules: Mapping[int, str] = {}  # the names, by id, of modules that could be units
         self.deciders: set[str] = set()  # the outermost of `modules` that ran at each decision
         self.decided: dict[int, frozenset[Tag]] = {}  # by the number of calls before the decision
         self.consulted: set[str] = set()  # inputs of decisions
-        self.seen: set[str] = set()  # those of `consulted` that were read other than through a Question
-        self.recalled: set[str] = set()  # places whose kept tensors decide
-        self.shaping: set[str] = set()  # inputs whose exact values the Dataflow depends on: they determine a shape
+        self.seen: set[str] = set()  # inputs in `consulted` that were read other than through a Question
+        self.recalled: set[str] = set()  # places with kept tensors on which glue branches
+        self.shaping: set[str] = set()  # inputs on whose exact values the Dataflow depends, such as sizes
         self.met: set[Tag] = set()
         self.drawn = False  # whether glue used torch's random numbers
         self.touched: set[Value] = set()  # values that operators of glue received
@@ -131,7 +131,7 @@ class Taint(DispatchMode):
         return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
 
     def reached(self, tensor: Tensor) -> frozenset[Value]:
-        """The values that receive a gradient if `tensor` does, by autograd's graph: not through a detach or a
+        """The values that receive a gradient if `tensor` receives one, by autograd's graph, which ends at a detach or a
         comparison."""
         found, seen = set[Value](), set[Node]()
         stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
@@ -240,8 +240,9 @@ class Taint(DispatchMode):
     def decide(
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
     ) -> None:
-        """Record a decision: Python, or with `shaping` a shape, depends on values with these tags. Ignored inside a
-        unit. `is_asked` means that a Question records it, `is_for_all` that no stage can make it, not even the last."""
+        """Record a decision: a branch of Python, or with `shaping` a shape, depends on values with these tags. Ignored
+        inside a unit. `is_asked` means that a Question records the decision, `is_for_all` that no stage, not even the
+        last, can make it."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
@@ -309,8 +310,8 @@ def casting() -> str | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A key that identifies a tensor's storage: for a torch.func wrapper, that of the wrapped tensor. A sparse tensor
-    has no storage, so the key is of the tensor itself."""
+    """A key that identifies a tensor's storage; a torch.func wrapper has the key of the wrapped tensor. A sparse tensor
+    has no storage, so its key identifies the tensor itself."""
     if tensor.layout is not torch.strided:
         return -id(tensor)
     try:
@@ -320,8 +321,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> Any:
-    """An object that prevents reuse of the address of a tensor's storage, without keeping its memory (except that of a
-    sparse tensor)."""
+    """An object that prevents reuse of the address of a tensor's storage without keeping the storage's memory; a sparse
+    tensor itself, with its memory."""
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
 
 
@@ -355,7 +356,7 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _deciding(func: Any, args: Any) -> list[Tensor]:
-    """The inputs of an operator on whose values Python or the shape of the result depends."""
+    """The inputs of an operator whose values Python reads or the shape of the result depends on."""
     if func is aten.index.Tensor:  # a boolean index
         return [t for t in tensors_in([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
     if func._overloadpacket is aten.masked_select or func is aten.repeat_interleave.self_Tensor:

@@ -27,7 +27,7 @@ from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
 FAR_LENGTH = 29  # the increase in length in the last check of the shapes
-ROWS, LENGTH = 2, 8  # samples in a traced batch, and its maximum length if the model runs with it
+ROWS, LENGTH = 2, 8  # the samples in a traced batch, and its maximum length if the model runs with this length
 
 
 @inside_pipeshard()
@@ -42,17 +42,19 @@ def trace(
 ) -> Dataflow:
     """Return the Dataflow of `model(batch)` and of `criterion(output, batch)` (by default the output's loss).
 
-    Only glue runs. Each unit call returns zeros of the shapes of its result, which a run of one unit per kind (class,
-    parameter shapes, input shapes) on meta determines. The model, which may be on meta, and the user's random
-    generators are unchanged afterwards. The trace is repeated with other batch and sequence sizes, to find the shapes
-    for all sizes. With `exact`, only the batch itself is traced, and the Dataflow is valid only for its sizes.
+    Only glue runs. Each unit call returns zeros with the shapes of its result. These shapes are found by running one
+    unit per kind (class, parameter shapes, input shapes) on meta. The model, which may be on meta, and the user's
+    random generators are unchanged afterwards. The trace is repeated with other batch and sequence sizes, to find the
+    shapes for all sizes. With `exact`, only the batch itself is traced, and the Dataflow is valid only for the batch's
+    sizes.
 
     Modules named in `cuts` are units at any depth. A module without parameters is also a unit if its code branches on
     activations. A unit that does not run on meta (it needs values, or its kernels need memory) runs once on `device`
-    (default: the model's) with values for its own tensors: those in `lent` (by unit and name) or on this rank, and
-    zeros for the rest.
+    (default: the model's). Its own tensors then have the values in `lent` (by unit and name) or on this rank, and are
+    zeros if neither has values.
 
-    Raises TraceError, which names the unit or line that fails, and PartitionError if `cuts` names no module.
+    Raises TraceError, which names the unit or line that fails, and PartitionError for a name in `cuts` that is not a
+    module inside the model.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
@@ -75,8 +77,8 @@ def _traced(
     device: torch.device | None,
     lent: Mapping[str, Mapping[str, Tensor]] | None,
 ) -> Dataflow:
-    """The Dataflow whose units include `cuts`: for batches of any size, or with `exact` or if such a trace fails, for
-    the sizes of `sample`."""
+    """The Dataflow whose units include `cuts`, for batches of any size. With `exact`, or if such a trace fails, it is
+    valid only for the sizes of `sample`."""
     if not exact:
         try:
             return _trace_any(model, sample, criterion, encoder_decoder, cuts, device, lent)
@@ -113,8 +115,8 @@ def _trace_any(
 
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
-    """`flow` with the slope of every dimension for every group of axes. Groups are pinned if shapes are not affine in
-    their sizes."""
+    """Return `flow` with the slope of every dimension for every group of axes. Groups are pinned if shapes are not
+    affine functions of the groups' sizes."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     asked: dict[int, tuple[int, tuple[Question, ...]]] = {}
     for group in range(len(axes.sizes)):
@@ -143,8 +145,8 @@ def _pinned(flow: Dataflow, keep: int) -> Dataflow:
 
 
 def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch) -> bool:
-    """Whether the shapes of `general` are right if every free size is slightly larger, and, if the model runs with
-    them, for much larger lengths: sizes rounded to windows or strides look constant for small changes."""
+    """Whether the shapes of `general` are correct if every free size is slightly larger and, if the model runs with
+    such lengths, for much larger lengths. Sizes rounded to windows or strides look constant for small changes."""
     lengths = len(general.axes.sizes) - 1
     near = _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)])
     far = (
@@ -201,8 +203,8 @@ def _is_count(leaf: Any) -> bool:
 
 
 def _sizes(spec: Any, deltas: Sequence[int] = ()) -> tuple[int, ...]:
-    """The shape of a tensor, or an integer as a tuple, for a batch whose sizes differ by `deltas` from the traced
-    ones."""
+    """The shape of a tensor, or an integer as a tuple, for a batch whose sizes differ from the traced sizes by
+    `deltas`."""
     size = spec if isinstance(spec, int) else spec.at(deltas)
     return (size,) if isinstance(size, int) else size
 

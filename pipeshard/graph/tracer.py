@@ -1,9 +1,9 @@
 """Tracer: runs a model's glue with placeholders for its units, and tracks the dependencies between values.
 
-torch.fx and torch.export need a graph of the whole model. Much of the code in transformers does not allow one: it reads
-values in Python, changes objects, and calls libraries. A pipeline needs only the dependencies between units. So the
-model's own forward runs on the values of a small batch. Each unit call returns zeros of the shapes of its kind, and a
-Taint propagates dependencies from these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
+torch.fx and torch.export need a graph of the whole model. Much of the code in transformers does not allow such a graph:
+it reads values in Python, changes objects, and calls libraries. A pipeline needs only the dependencies between units.
+So the model's own forward runs on the values of a small batch. Each unit call returns zeros of the shapes of its kind,
+and a Taint propagates dependencies from these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten
 
-SMALL = 4  # the maximum number of elements per sample in an input of sizes (of images, patches, ...)
+SMALL = 4  # the maximum number of elements per sample of an input that contains sizes (of images, patches, ...)
 
 
 class _SeenOutside(Exception):
@@ -76,8 +76,8 @@ class Tracer:
 
     @collector_paused()
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
-        """Run the glue on `batch`, and return its Dataflow: shapes are for the sizes of `batch`, without slopes. If
-        glue branches on values of the batch, those of `real` decide, if given."""
+        """Run the glue on `batch`, and return the Dataflow, with the shapes for the sizes of `batch` and no slopes.
+        With `real`, glue that branches on values of the batch uses the values of `real`."""
         batch = batch.to(self.device)
         try:
             return self._run(batch, real)
@@ -112,7 +112,7 @@ class Tracer:
             self._refuse_foreign(loss)
             if self.meter:
                 self.meter.loss = loss
-            self.python_random |= python_state() != state  # also in a visit, which runs one call of a kind
+            self.python_random |= python_state() != state  # also in a visit of a kind
         return self._dataflow(output, loss, batch, sealed, of_forward)
 
     def _mark_inputs(self, batch: Batch) -> None:
@@ -272,7 +272,8 @@ class Tracer:
             )
 
     def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:
-        """The dependencies of `tensors`, together with the tags `others`."""
+        """The Reads of `tensors` and of the tags `others`. Raises _SeenOutside for a hidden tensor while kinds are
+        reused."""
         use = Reads.of(self.taint.of(tensors) | others)
         if use.hidden and self.kinds.reuse:
             raise _SeenOutside
@@ -280,7 +281,7 @@ class Tracer:
 
     def _differentiated(self, kind: Kind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
         """For each leaf of a call's outputs, the values that receive a gradient if the leaf does."""
-        if not torch.is_grad_enabled():  # in a custom autograd function, whose backward may reach all
+        if not torch.is_grad_enabled():  # in a custom autograd function, whose backward may reach all values
             trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             every = Reads.of(kind.met | self.taint.of(trained)).values
             return (every,) * len(kind.leaves)
@@ -303,11 +304,12 @@ class Tracer:
 class Reading(TorchFunctionMode):
     """Mode that reports to a Taint the uses of tensors that bypass the dispatcher.
 
-    Reported as decisions: a tensor is read with `tolist`, `numpy` or `np.asarray`; a list that contains tensors becomes
-    a tensor or an index; glue computes gradients of unit results, of whose graph each stage has only a part (here these
-    gradients are zeros). Range checks of `one_hot` are not decisions. Hooks on gradients are also reported. Raises
-    RuntimeError inside a unit on meta if autocast would cast, since meta tensors are not cast, and for the address of a
-    meta tensor: it is 0, and a kernel that receives it (Triton's) would read and write there.
+    Three uses are reported as decisions: reading a tensor with `tolist`, `numpy` or `np.asarray`; turning a list that
+    contains tensors into a tensor or an index; and computing gradients of unit results in glue, since each stage has
+    only a part of their graph (in a trace, these gradients are zeros). Range checks of `one_hot` are not decisions.
+    Hooks on gradients are also reported. Raises RuntimeError inside a unit on meta if autocast would cast, since meta
+    tensors are not cast. Also raises RuntimeError for the address of a meta tensor: the address is 0, and a (Triton)
+    kernel that receives it would access memory at 0.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
@@ -344,7 +346,8 @@ class Reading(TorchFunctionMode):
             self.taint.is_checking = False
 
     def _are_of_units(self, outputs: Any) -> bool:
-        """Whether glue differentiates a tensor that is computed from unit results; False inside a unit."""
+        """Return whether glue differentiates a tensor that is computed from unit results (False inside a unit), and
+        record this as a decision."""
         tags = frozenset(tag for tag in self.taint.of(tensors_in([outputs])) if isinstance(tag, Value | Hidden))
         self.taint.decide(tags, is_for_all=True)
         return bool(tags) and self.taint.inside is None
@@ -358,8 +361,8 @@ class Reading(TorchFunctionMode):
 
 @contextmanager
 def noting_functions(taint: Taint) -> Iterator[list[int]]:
-    """Context manager that yields the list of unit calls made inside custom autograd functions (reformer's reversible
-    layers), whose backward may call these units again in its own way."""
+    """Context manager that yields the list of unit calls made inside custom autograd functions, such as reformer's
+    reversible layers. The backward of such a function may call these units again in a different way."""
     sealed: list[int] = []
     original = torch.autograd.Function.__dict__["apply"]
 

@@ -1,4 +1,4 @@
-"""Unit outputs: the values that leave a unit call in its result, through hooks inside it, and at places it writes to.
+"""Unit outputs: the values that leave a unit call in its result, through hooks in the unit, and at written places.
 
 A stage that does not run a unit must reproduce all outputs of the unit. The result alone is not enough: models leave
 auxiliary losses in attributes, lists and contexts, and transformers collects router logits with forward hooks. Places
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
     @property
     def by_hook(self) -> bool:
-        """Whether a hook inside the unit has left the value; the hook may do nothing but count its runs."""
+        """Whether a hook inside the unit has left the tree; such a hook may only count its runs."""
         return any(str(step.key).endswith("_hooks") for step in self.place)
 
 
@@ -67,14 +67,14 @@ logger = logging.getLogger("pipeshard")
 
 @dataclass(frozen=True)
 class Known:
-    """Stands in for an object that was reachable before the call, at `path`."""
+    """A placeholder for an object that was reachable at `path` before the call."""
 
     path: Path
 
 
 @dataclass(frozen=True)
 class OldEntry:
-    """Stands in for the entry that a list had at this index before the call."""
+    """A placeholder for the entry that a list had at this index before the call."""
 
     index: int
 
@@ -173,7 +173,7 @@ def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
 
 
 def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> None:
-    """Leave `content` at the place of `source`, as the call would."""
+    """Write `content` to the place of `source`, as the unit call does."""
     if source.how == "written":
         target = resolve_from(source.place, unit, arguments)
         if target.is_leaf and target.requires_grad:
@@ -256,7 +256,7 @@ def flattened(result: Any, known: Mapping[int, Path]) -> tuple[list[Any], TreeSp
 
 
 def _tell(unit: nn.Module, path: str, result: Any) -> None:
-    """Call the forward hooks of a module inside a unit as if it had just returned `result`.
+    """Call the forward hooks of a module inside a unit as if the module had just returned `result`.
 
     The module's arguments are not available. A hook that fails without them is skipped, as in the trace.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_handling = 0  # the number of active `handled` contexts: each CutPoint that is called there must be a unit
+_handling = 0  # the number of active `handled` contexts; a CutPoint called inside one must be a unit
 
 
 class CutPoint(nn.Module):
@@ -38,7 +38,7 @@ class CutPoint(nn.Module):
 
     def forward(self, value: T) -> T:
         """Return the value itself."""
-        if _handling and "forward" not in self.__dict__:  # no Interception has found it
+        if _handling and "forward" not in self.__dict__:  # no Interception has replaced its forward
             raise TraceError(
                 "the model calls a CutPoint that is not one of its modules (is it in a plain list or dict?), so the "
                 "model cannot be cut there: make the CutPoint an attribute, or use an nn.ModuleList for several"
@@ -68,9 +68,9 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
 
 
 def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Reads"]) -> None:
-    """Raise TraceError if the output of a CutPoint is changed in place and its input is read later: at a cut, the
-    output is a copy of the input. `written` are the values changed in place, `final` the Reads of the loss and the
-    outputs."""
+    """Raise TraceError if the output of a CutPoint is changed in place and the CutPoint's input is read later: at a
+    cut, the output is a copy of the input. `written` are the values changed in place, `final` the Reads of the loss and
+    the outputs."""
     changed = {value.call for value in written}
     for index in [k for k, call in enumerate(calls) if call.is_cut and k in changed]:
         given, later = calls[index].reads.values, [*(call.reads for call in calls[index + 1 :]), *final]
@@ -90,12 +90,12 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     units.
 
     A unit is a member of an `nn.ModuleList`, or another child with parameters of a module that contains such lists. A
-    member that is itself a list is split into its members, and so are an `nn.ModuleDict` and a stage of a hierarchy
-    (swin, resnet), unless the stage is recomputed as a whole. In a model without such lists and without CutPoints, an
-    `nn.Sequential` counts as a list, and each of its members is a unit, even without parameters: as glue, a pooling
-    layer would run on every later stage. CutPoints and the modules named in `cuts` are units; modules that contain them
-    are not. A module with several names counts once, under its first name. In a list with the attribute
-    `pipeshard_uncut`, each member is a unit, even without parameters.
+    list inside such a list, an `nn.ModuleDict`, and a stage of a hierarchy (swin, resnet) that is not recomputed as a
+    whole are split into their members. In a model without such lists and without CutPoints, an `nn.Sequential` counts
+    as a list, and each of its members is a unit, even without parameters: as glue, a pooling layer would run on every
+    later stage. CutPoints and the modules named in `cuts` are units; modules that contain them are not. A module with
+    several names counts once, under its first name. In a list with the attribute `pipeshard_uncut`, each member is a
+    unit, even without parameters.
     """
     forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
     if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
@@ -158,8 +158,8 @@ def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Modu
 
 
 def modules_apart(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The named modules outside the units that contain no unit, such as modules without parameters. They could be
-    units."""
+    """Yield (name, module) for each callable module outside the units that contains no unit, such as a module without
+    parameters. These modules could be units."""
     inside = {child for unit in units.values() for child in unit.modules()}
     for name, module in model.named_modules():
         if name and inside.isdisjoint(module.modules()) and _is_callable(module):
@@ -180,7 +180,7 @@ def _is_sequence(module: nn.Module) -> bool:
 
 
 def _is_dict(module: nn.Module) -> bool:
-    """Whether the module is an `nn.ModuleDict` without a forward of its own."""
+    """Whether the module is an `nn.ModuleDict` that defines no forward."""
     return isinstance(module, nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 

@@ -1,4 +1,4 @@
-"""Build: the split of a model into stages, each an ordinary `nn.Module`, for the runtime that trains them."""
+"""Build: splitting a model into stages, each an ordinary `nn.Module`, for the runtime that trains the stages."""
 
 import importlib
 import inspect
@@ -33,8 +33,8 @@ class StageModule(nn.Module):
     """Stage `index` of a model, called as `stage(*received, **batch)`, in one process or in several.
 
     `received` are the tensors that the previous stage returned (none for stage 0); `batch` is the full microbatch as
-    keyword arguments of the model, on every stage. The call returns a tuple of tensors, with their autograd graph. The
-    last stage returns the loss instead, or the model's output (without a loss, or with `whole`).
+    keyword arguments of the model, on every stage. The call returns a tuple of tensors for the next stage, with their
+    autograd graph. The last stage returns the loss instead, or the model's output (without a loss, or with `whole`).
 
     The module contains the units that the stage runs, under their names in the model, and the parameters that its glue
     reads. Random numbers depend on torch's seed, which must be the same on every rank, and on the number of forwards so
@@ -105,7 +105,7 @@ class StageModule(nn.Module):
 
 
 def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The parent module of `path`, with empty modules created on the way, and the last name of `path`."""
+    """The parent module of `path` and the last name in `path`; missing parents are created as empty modules."""
     *above, key = path.split(".")
     for name in above:
         if name not in root._modules:
@@ -127,13 +127,14 @@ def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Split:
-    """A model that was split, as a target receives it.
+    """A split model, as passed to a target.
 
     Attributes:
         model, sample, criterion: the arguments of `build`; the sample is its `batch`, as a Batch.
         flow, policy: the Dataflow of the model, and the Policy of this process.
         ties: the groups of tied names with their stages, as `analyze_tied_weights` returns them;
-            `policy.ownership.shared()` has the parameters on several processes, including those that glue reads.
+            `policy.ownership.shared()` lists all parameters that several processes hold, including parameters that glue
+            reads.
         live: the values that enter each stage.
         stages: the StageModules of this process, by index; empty if the target splits the model itself.
     """
@@ -226,7 +227,7 @@ def build(
         batch: a microbatch with the sizes of training; by default, dummy inputs (transformers models only).
         criterion: `criterion(output, batch)`, for a model whose output has no loss.
         device: the device of the stages' tensors.
-        options: the arguments of the target, see `pipeshard.interop`.
+        options: the arguments of the target (see `pipeshard.interop`).
 
     Raises ConfigurationError for an unknown target or option, PartitionError for impossible cuts, TraceError for a
     model that cannot be split.
@@ -269,13 +270,14 @@ def partition(
 
 
 def analyze_ties(model: nn.Module, policy: Policy) -> list[tuple[tuple[str, int], ...]]:
-    """The tied names with their stages, before any parameter is released."""
+    """The groups of tied names with their stages. Call before parameters are released."""
     calls = zip(policy.flow.calls, policy.stages, strict=True)
     return analyze_tied_weights(model, {call.unit: stage for call, stage in calls})
 
 
 def consolidate(model: nn.Module, policy: Policy, device: torch.device) -> None:
-    """Release the parameters of other processes, and move the rest to the device, initializing meta tensors."""
+    """Release the parameters of other processes, move this process's parameters to the device, and initialize meta
+    tensors."""
     shard(model, policy, device, seed=torch.initial_seed() % 2**63)
 
 

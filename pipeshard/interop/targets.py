@@ -141,9 +141,9 @@ class Torch(Target):
     stages).
 
     Args:
-        num_model_chunks: the number of stages per rank, for torch's interleaved schedules; by default 2 in a V,
+        num_model_chunks: the number of stages per rank, for torch's interleaved schedules; by default 2 with style="v",
             otherwise 1.
-        style: "loop": stage s is on rank s % p; "v": two stages per rank, down the ranks and back up, for
+        style: "loop": stage s is on rank s % p; "v": two stages per rank, assigned down the ranks and back up, for
             ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
     `build` raises UsageError if the last stage computes no loss, and BatchError for a batch with names that
@@ -154,7 +154,8 @@ class Torch(Target):
         self.num_model_chunks = num_model_chunks or (2 if style == "v" else 1)
         if style not in ("loop", "v") or (style == "v" and self.num_model_chunks != 2):
             raise ConfigurationError(
-                f"style={style!r} and num_model_chunks={self.num_model_chunks}: use style='loop', or 'v' with 2 chunks"
+                f"style={style!r} and num_model_chunks={self.num_model_chunks} are not supported: use style='loop', "
+                "or style='v' with 2 chunks"
             )
         self.style = style
 
@@ -162,9 +163,9 @@ class Torch(Target):
         p, rest = divmod(num_stages, self.num_model_chunks)
         if rest or not dist.is_initialized():
             raise ConfigurationError(
-                f"target='torch' got {num_stages} stages with num_model_chunks={self.num_model_chunks}, and "
-                f"{'a' if dist.is_initialized() else 'no'} process group. Call torch.distributed.init_process_group "
-                "first, and use num_model_chunks stages per rank"
+                f"target='torch' requires a process group and a multiple of num_model_chunks={self.num_model_chunks} "
+                f"stages, got {num_stages} stages and {'a' if dist.is_initialized() else 'no'} process group. Call "
+                "torch.distributed.init_process_group before build, and choose cuts that give such a number of stages"
             )
         self.grid = Grid(p, 1)
         placement = [*range(p), *reversed(range(p))] if self.style == "v" else [s % p for s in range(num_stages)]
@@ -193,8 +194,8 @@ class Torch(Target):
 
 
 def _stage_class(stages: Iterable[StageModule]) -> Any:
-    """torch's PipelineStage, except that at the end of a stage, the gradient of a weight that several stages of this
-    rank share is divided by the number of microbatches only once, after the last of these stages."""
+    """torch's PipelineStage with one change: if several stages of this rank share a weight, its gradient is divided by
+    the number of microbatches only once, after the last of these stages."""
     from torch.distributed.pipelining import PipelineStage
 
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
@@ -211,8 +212,8 @@ def _stage_class(stages: Iterable[StageModule]) -> Any:
 
 
 def _shapes(stage: StageModule, batch: dict[str, Any], split: Split) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Meta tensors like the stage's inputs and outputs for this microbatch, so that torch need not infer their
-    shapes."""
+    """Meta tensors with the shapes and dtypes of the stage's inputs and outputs for this microbatch, so that torch need
+    not infer them."""
     microbatch = stage.microbatch(batch)
     route, receiving = microbatch.route, split.flow.receiving
 
@@ -255,11 +256,11 @@ class Tied(nn.Module):
 
 
 class Deepspeed(Target):
-    """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`; more ranks than stages form
-    replicas. Each stage is one layer, built only on the stage's ranks; tied weights are additional TiedLayerSpecs.
+    """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`; additional ranks form replicas.
+    Each stage is one layer, built only on the stage's ranks; tied weights are additional TiedLayerSpecs.
 
     DeepSpeed's engine takes `module.microbatches(batches)`, where each of `batches` is one microbatch: a dict of
-    tensors with `module.microbatch_names`, the names in the batch passed to `build`.
+    tensors whose keys are `module.microbatch_names`, the names in the batch passed to `build`.
 
     Args:
         module: additional arguments of PipelineModule (dynamic_shape, ...).
@@ -316,8 +317,8 @@ class Deepspeed(Target):
 
 
 def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:
-    """Refuse values that DeepSpeed cannot send: it sends only tensors, and returns a gradient for each floating-point
-    tensor."""
+    """Raise BatchError or TraceError for values that DeepSpeed cannot send: it sends only tensors, and returns a
+    gradient for each floating-point tensor."""
     for name, value in batch.items():
         if not isinstance(value, Tensor) or (value.is_floating_point() and split.num_stages > 1):
             what = f"a {type(value).__name__}" if not isinstance(value, Tensor) else f"a tensor of {value.dtype}"

@@ -27,8 +27,9 @@ class PipelineModule(nn.Module):
 
     The first layer receives `inputs`, and each other layer the previous output, as a single argument (tuples are not
     unpacked). Layers are never cut. A layer given by a spec is on meta until it is built: in `booster.boost` on the
-    ranks that hold it, otherwise by `build()`, the first call, a move to a device or `load_state_dict`. Its values
-    depend only on `torch.initial_seed()` (in a pipeline, the first rank's) and the layer's index in the list.
+    ranks that hold it, otherwise by `build()`, the first call, a move to a device or `load_state_dict`. The layer's
+    initial values depend only on `torch.initial_seed()` (in a pipeline, the first rank's) and the layer's index in the
+    list.
 
     Args:
         layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
@@ -36,14 +37,15 @@ class PipelineModule(nn.Module):
         num_stages: the number of stages (ranks x chunks) that a pipeline must have; None allows any number.
         topology: must be None; the plugin assigns the ranks.
         activation_checkpoint_func: must be None; pipeshard recomputes layers itself.
-        loss_fn: `loss_fn(output, labels)` that returns a scalar; the criterion if `boost` receives none. Batches are
-            then `(inputs, labels)`, or `(inputs,)` without labels.
+        loss_fn: `loss_fn(output, labels)` that returns a scalar, used as the criterion if `boost` receives none.
+            Batches are then `(inputs, labels)`, or `(inputs,)` without labels.
         seed_layers: call `seed_fn(base_seed + k)`, by default torch.manual_seed, before layer k is built from a spec.
         partition_method: like `partition` of PipelinePlugin, which overrides it unless it is "auto".
-        activation_checkpoint_interval: k > 0: groups of k layers keep only the input of their first layer, and run
-            again in the backward pass. In a pipeline, each layer runs again separately, unless the plugin's arguments
-            select layers.
-        checkpointable_layers: class names: with the interval, only layers of these classes run again.
+        activation_checkpoint_interval: if k > 0, each group of k layers keeps only the input of its first layer, and
+            runs again in the backward pass. In a pipeline, each layer runs again separately, unless the plugin's
+            arguments select layers.
+        checkpointable_layers: class names; with the interval, a group runs again only if all its layers have these
+            classes.
         dynamic_shape: ignored, since batches may always have any shape.
 
     Raises ConfigurationError for an entry that is not a layer, a constructor that does not run on meta, parameters that
@@ -117,7 +119,7 @@ class PipelineModule(nn.Module):
         return inputs
 
     def build(self) -> Self:
-        """Build every layer that is not built yet; returns the module itself.
+        """Build every layer that is not built yet, and return the module itself.
 
         Raises UsageError for a stage of a pipeline, ConfigurationError for a layer that differs from its meta version.
         """
@@ -131,7 +133,8 @@ class PipelineModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Build all layers, then load as any module does. Of tied parameters, one name in `state_dict` suffices."""
+        """Build all layers, then load `state_dict` as any module does. For tied parameters, one of their names
+        suffices."""
         state = dict(state_dict)
         for names in names_of(self.build()).values():
             present = [name for name in names if name in state]

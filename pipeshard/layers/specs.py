@@ -74,9 +74,11 @@ class TiedLayerSpec(LayerSpec):
 
 
 def tie(layers: nn.ModuleList, specs: Mapping[int, TiedLayerSpec]) -> None:
-    """Tie the parameters of each key's occurrences to those of the first; `specs` maps indices in `layers` to specs.
+    """For each key, tie the parameters of all occurrences to those of the first one; `specs` maps indices in `layers`
+    to specs.
 
-    Raises ConfigurationError for names that a module lacks, and if numbers of names, shapes or dtypes differ.
+    Raises ConfigurationError for a name that a module lacks, and if the number of names, the shapes or the dtypes
+    differ.
     """
     originals: dict[str, list[str]] = {}
     for place, spec in specs.items():
@@ -94,8 +96,8 @@ class Function(nn.Module):
     """A layer that calls `fn(x)` or, with a module, `fn(module, x)`.
 
     Modules to which `fn` refers (a bound method's instance, arguments of a partial) are registered, so that their
-    parameters are found. Raises ConfigurationError for parameters that cannot be registered: those in closures or
-    defaults, and parameters that no module holds.
+    parameters are found. Raises ConfigurationError for modules and parameters in closures or defaults, and for
+    parameters that no module holds, since these cannot be registered.
     """
 
     def __init__(self, fn: Callable[..., Any], place: int, module: nn.Module | None = None) -> None:
@@ -116,7 +118,7 @@ class Function(nn.Module):
 
     @property
     def pipeshard_type(self) -> str:
-        """The name of the function, or of the class whose instance is called."""
+        """The name of the function (or of a callable object's class); with a module, the name of the module's class."""
         return _function_name(self.fn) if self.module is None else type(self.module).__name__
 
     def forward(self, x: Any) -> Any:
@@ -152,6 +154,6 @@ def _closed_over(fn: Any) -> Iterator[Any]:
         yield from _closed_over(fn.func if isinstance(fn, functools.partial) else fn.__func__)
     elif isinstance(fn, FunctionType):
         cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False)
-        # a method's __class__, for super(), is a cell too; a cell that names the function itself may be empty
+        # the __class__ of a method, for super(), is also a cell; a cell that names the function itself may be empty
         yield from (cell.cell_contents for name, cell in cells if name != fn.__name__)
         yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
