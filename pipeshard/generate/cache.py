@@ -31,7 +31,7 @@ class GhostState(Tensor):
 
 
 class Entries:
-    """The entries of one cache on this rank: its layers, and its other attributes."""
+    """The entries of one cache on this rank: the cache's layers, and its other attributes."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache

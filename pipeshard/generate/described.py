@@ -87,7 +87,7 @@ def spec_of(tensor: Tensor) -> list[Any]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype with this name. Raises MessageError for any other name."""
+    """The torch dtype with this name. Raises MessageError if torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise MessageError(

@@ -76,7 +76,8 @@ def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Cal
 
 
 def _newest(mask: Any, new: int) -> Any:
-    """The last `new` positions of a mask, or of each mask in a mapping by kind of layer; a shorter mask is padded."""
+    """The last `new` positions of a mask, or of each mask in a mapping from kinds of layers to masks. A shorter mask is
+    padded."""
     if isinstance(mask, Mapping):
         return {kind: _newest(part, new) for kind, part in mask.items()}
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] == new:

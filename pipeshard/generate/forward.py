@@ -77,7 +77,8 @@ class Forward:
         return self._share(output, entry, list(self._used.values()))
 
     def _microbatches(self, entry: Batch) -> list[Batch]:
-        """The call split into microbatches, each with its own part of every cache."""
+        """The call split into microbatches, each with its own part of every cache, or the call itself as the only
+        microbatch."""
         tokens = max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
         asked = min(self.num_microbatches or tokens // TOKENS, entry.rows)
         if asked <= 1 or len(self.pipeline.stages.whole) > 1:
@@ -187,8 +188,8 @@ class Forward:
         return self._joined(outputs, [batch.rows for batch in batches])
 
     def _copies(self, rows: int) -> list[tuple[Entries, Entries]]:
-        """The Entries of each cache and of its copy for one stage of this rank: glue runs on every stage, and must read
-        the lengths from before the forward."""
+        """For each cache, its Entries and those of a copy for one stage of this rank: glue runs on every stage, and
+        must read the lengths from before the forward."""
         copies = []
         for entries in self._used.values():
             parts = CacheParts(entries.cache, [rows])
@@ -315,7 +316,7 @@ def _reads_ghost(stage: int, error: Exception) -> TraceError:
 
 
 def _part_of(leaf: Any, cut: Sequence[CacheParts], i: int) -> Any:
-    """Part i of a leaf that is a split cache; any other leaf itself."""
+    """Part i of `leaf` if the leaf is one of the split caches `cut`, otherwise the leaf itself."""
     return next((parts.parts[i] for parts in cut if parts.cache is leaf), leaf)
 
 

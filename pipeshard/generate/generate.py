@@ -54,7 +54,7 @@ class Generation:
         enable_caches(pipeline.cached)
         try:
             with pipeline.precision.running(), self._together():
-                kind: Any = type(pipeline.model)  # not `model.generate`, which a Trainer may have replaced with this
+                kind: Any = type(pipeline.model)  # a Trainer may have replaced `model.generate` with this object
                 return kind.generate(pipeline.model, *args, **kwargs)
         finally:
             disable_caches(pipeline.model)
@@ -97,7 +97,7 @@ class Generation:
 
 
 class _Together:
-    """Replaces a module's forward with a call on all stages; during such a call, it runs the module's own forward."""
+    """Replaces a module's forward with a call on all stages; during such a call, the module's own forward runs."""
 
     def __init__(self, make: Forward, name: str, own: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)

@@ -15,8 +15,8 @@ class CacheParts:
     """A cache split into one cache per microbatch; microbatch i has `sizes[i]` samples.
 
     Attributes:
-        parts: the cache of each microbatch. Its states are views of those of the original cache, so that in-place
-            writes go to the original.
+        parts: the cache of each microbatch, whose states are views of the original cache's states, so that in-place
+            writes change the original.
     """
 
     def __init__(self, cache: Any, sizes: Sequence[int]) -> None:

@@ -94,7 +94,7 @@ class _Record:
         self.readers: set[int] = set()
         self.uses = Reads()
         self.kind = ""
-        self.is_read_early = True  # before the last call of the next forward; True if unknown
+        self.is_read_early = True  # read before the last call of the next forward; True if unknown
         self._take()
 
     @property
@@ -167,7 +167,7 @@ class _Record:
 
 
 def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, flow: Dataflow) -> Dataflow:
-    """Return `flow`, the tracer's Dataflow for `batch`, with `carried` set for the places of the model that have
+    """Return `flow`, the tracer's Dataflow for `batch`, with `carried` listing the places of the model that have
     changed since `before`. If any place has changed, the tracer runs again."""
     paths = {format_path(path): path for path in _changed(tracer.model, before)}
     if not paths:
@@ -235,8 +235,8 @@ def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> I
 
 
 def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
-    """For each place, the calls (-1: the loss or an output) that depend on it, directly or through places that are
-    computed from it."""
+    """For each place, the calls (-1: the loss or an output) that depend on the place, directly or through places that
+    are computed from it."""
     ends = [use for use in (flow.loss, *(use for _, use, _ in flow.outputs)) if use is not None]
     reads = [*enumerate(call.reads for call in flow.calls), *((-1, use) for use in ends)]
     readers = {name: {index for index, use in reads if name in use.kept} for name in uses}

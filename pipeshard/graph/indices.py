@@ -2,7 +2,7 @@
 
 On a CPU, an operator raises an error for an index out of range. On a GPU, its kernel aborts the process's CUDA context.
 Traces and trials run the model's code with sizes or values that differ from the batch's, so indices may be out of
-range. So in traces and trials, every indexing operator on a GPU first runs on the CPU.
+range. Therefore, every indexing operator that runs on a GPU in a trace or trial first runs on the CPU.
 """
 
 from collections.abc import Sequence

@@ -207,7 +207,7 @@ class Kinds:
         return kind.is_of(settings) and (kind.own is None or kind.own == self._values_of(call))
 
     def _values_of(self, call: UnitCall) -> Own:
-        """The values of the unit's smallest tensors, except those that this rank does not have."""
+        """The values of the unit's smallest tensors that are on this rank or in `lent`."""
         named = (*call.module.named_parameters(), *call.module.named_buffers())
         few = {name: tensor for name, tensor in named if tensor.numel() <= FEW}
         lent = self.lent.get(call.unit, {})
@@ -304,7 +304,7 @@ class Kinds:
         if isinstance(leaf, torch.device) and leaf.type == "meta":
             return self.device  # a cache stores its device
         if isinstance(leaf, GeneratorType):
-            raise TraceError("a unit returns a generator, which runs after the unit: return a list of its items")
+            raise TraceError("a unit returns a generator, whose code runs after the unit: return a list of the items")
         return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 

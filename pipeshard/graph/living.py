@@ -22,7 +22,7 @@ class Living(DispatchMode):
     subtracted. `run` runs each operator; the results of operators in `but` do not count.
 
     Attributes:
-        bytes: the size of the living new storages, minus that of the freed storages of `before`.
+        bytes: the size of the living new storages, minus the size of the freed storages of `before`.
         peak: the maximum of `bytes` so far.
     """
 

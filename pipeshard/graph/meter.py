@@ -89,9 +89,10 @@ class Work:
     `flops` and `elements` (elements computed) are counted for one forward. `by_parameter` maps names of the unit's
     parameters to the flops of operators that read them; the flops of an operator that reads several parameters count
     for the largest (the weight, not the bias). `kept` maps the tensors that autograd saves for the backward, except
-    parameters, to their bytes. The key is the `Value` of a unit's result, or another key that is the same for all calls
-    that save the tensor; a call's intermediate tensors share one key. `temporary` is the peak of the bytes that the
-    backward allocates, including the gradients of the results, minus the bytes of `kept` that the backward has freed.
+    parameters and leaves of the batch, to their bytes. The key is the `Value` of a unit's result, or another key that
+    is the same for all calls that save the tensor; a call's intermediate tensors share one key. `temporary` is the peak
+    of the bytes that the backward allocates, including the gradients of the results, minus the bytes of `kept` that the
+    backward has freed.
     """
 
     flops: int
@@ -138,8 +139,8 @@ class Visit:
 class Meter(DispatchMode):
     """Mode that measures the runs of a Tracer; in the stack of dispatch modes, it is below the Taint.
 
-    Glue that computes with unit results runs on shapes only, since these results have no values. So a batch of the
-    real sizes takes neither time nor memory. Attention runs as one fused operator, as on a GPU.
+    Glue that computes with unit results runs on shapes only, since these results have no values. So a batch of the real
+    size needs no additional time or memory. Attention runs as one fused operator, as on a GPU.
 
     Attributes:
         works: the Work of each unit call.
@@ -228,7 +229,9 @@ class Meter(DispatchMode):
 
     def _unpack(self, entry: _Kept) -> Tensor:
         if not self.is_differentiating:
-            raise TraceError("the model runs a backward pass inside its forward, so its memory cannot be estimated")
+            raise TraceError(
+                "the model runs a backward pass inside its forward, so pipeshard cannot estimate its memory"
+            )
         return entry.tensor
 
     def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:

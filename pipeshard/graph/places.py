@@ -38,7 +38,8 @@ COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 
 
 class PathStep(NamedTuple):
-    """One step on the path to a place: how ("attr", "item", "cell", "global", ...), and the name or index."""
+    """One step on the path to a place: `how` is its kind ("attr", "item", "cell", "global", ...), `key` the name or
+    index."""
 
     how: str
     key: Any
@@ -58,7 +59,7 @@ MISSING = Missing()
 
 
 def is_comparable(value: Any) -> bool:
-    """Whether values of this type are compared with ==."""
+    """Whether the value is compared with == rather than by identity."""
     return isinstance(value, PLAIN)
 
 

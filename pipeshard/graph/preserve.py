@@ -28,8 +28,8 @@ def preserving(
     Inside the context, the model's caches (`use_cache`) are disabled.
 
     With `timed`, no operator is intercepted, and buffers are the only tensors whose values are restored. A snapshot of
-    a large model takes long: if nothing has changed the model since an earlier call, pass the object that the earlier
-    call yielded as `before`.
+    a large model takes a long time: if nothing has changed the model since an earlier call, pass the object that the
+    earlier call yielded as `before`.
     """
     cached = disable_caches(model)
     before = before or Before(model, criterion)

@@ -28,7 +28,7 @@ class _Slot:
 
 
 class _Result(NamedTuple):
-    """How an operator of glue computed a tensor, valid until something writes to the tensor."""
+    """The call of an operator in glue that computed a tensor, valid until something writes to the tensor."""
 
     version: int
     func: Any
@@ -38,8 +38,8 @@ class _Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Number:
-    """An integer that depends on the sizes of the batch: an affine function of them, or (`is_product`) their product.
-    `slopes[g]` is its growth per unit of axis group g while all other groups have their traced sizes."""
+    """An integer that depends on the sizes of the batch: an affine function of these sizes, or (`is_product`) their
+    product. `slopes[g]` is its growth per unit of axis group g while all other groups have their traced sizes."""
 
     value: int
     slopes: tuple[int, ...]
@@ -137,7 +137,8 @@ class Recipes:
     """For each tensor that glue computed from the batch alone, the operators that computed the tensor."""
 
     def __init__(self, device: torch.device, batch: Batch | None = None, real: Batch | None = None) -> None:
-        """`real` is the batch whose values answer questions, if the traced `batch` is shorter."""
+        """If the traced `batch` is a shorter version of a batch, pass this batch as `real`: its values answer the
+        questions."""
         self.device, self.real = device, real
         self.questions: list[Question] = []
         self._sizes = {} if batch is None or real is None else _products(batch, real)

@@ -69,7 +69,7 @@ class Draws:
 
     def __init__(self, *key: int) -> None:
         self._key, self._inside, self._generators = key, None, PROCESS
-        self._outside: list[Any] = []  # a stack: entries may be nested
+        self._outside: list[Any] = []  # a stack: contexts may be nested
 
     @classmethod
     def from_here(cls, device: torch.device) -> "Draws":

@@ -88,7 +88,7 @@ class Axes:
                 opens = leaf.ndim == 2 and size > 1  # (b, s): token ids, masks, labels, raw audio
                 if opens:
                     groups.setdefault(key, [])
-                beside = 0 if dims[path] == 1 else 1  # of (b, s, h) or (s, b, h): the axis s
+                beside = 0 if dims[path] == 1 else 1  # the axis s of (b, s, h) or (s, b, h)
                 if key in groups and (opens or axis == beside or not leaf.is_floating_point() or is_mask(path)):
                     groups[key].append((path, axis))
         return cls(
@@ -105,8 +105,8 @@ class Axes:
         return type(self)(groups, sizes, self.tensors, self.others)
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
-        """The differences of the groups' sizes from the traced sizes, or None if the structure, a pinned size or a leaf
-        of `batch` other than a tensor differs."""
+        """The differences of the groups' sizes from the traced sizes, or None if the structure, a pinned size or a
+        non-tensor leaf of `batch` differs."""
         tensors = batch.tensors
         if len(tensors) != len(self.tensors) or len(batch.leaves) != len(self.tensors) + len(self.others):
             return None
@@ -159,7 +159,7 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "lin
 
 
 class _StandIn(torch.autograd.Function):
-    """Zeros that require grad but are not a leaf, so that glue may write to them in place."""
+    """Non-leaf zeros that require grad, so that glue may write to them in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:

@@ -284,7 +284,7 @@ class Flags:
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
-    """The changes since a snapshot that may affect a trace; changed values of tensors do not."""
+    """The changes since the snapshot `before` that may affect a trace. A changed value of a tensor does not."""
     return before.replaced(_is_alike)
 
 

@@ -66,7 +66,7 @@ class Hooked(NamedTuple):
 Tag = Value | Used | Input | Hidden | Hooked | Kept
 NOTHING: frozenset[Tag] = frozenset()
 aten = torch.ops.aten
-# Operators that return values to Python, or results whose shapes depend on values: calls are decisions of glue.
+# Operators that return values to Python, or results whose shapes depend on values: a call is a decision of glue.
 SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
 DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
 DECIDING |= {aten.bincount}
@@ -105,7 +105,7 @@ class Taint(DispatchMode):
         self.inside: int | None = None
         self.tags: dict[int, frozenset[Tag]] = {}
         self.made: set[int] = set()  # storages that operators have allocated
-        self.homes: dict[int, Value] = {}  # storages that contain a Value itself, not a result of it
+        self.homes: dict[int, Value] = {}  # storages that contain a Value itself, not a computed result
         self.nodes: dict[Node, frozenset[Value]] = {}  # by the grad_fn of a value or of its copy
         self.written: set[Value] = set()
         self.decisions: dict[str, int] = {}  # by line: the number of calls before the first decision, or FOR_ALL
@@ -240,7 +240,7 @@ class Taint(DispatchMode):
     def decide(
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
     ) -> None:
-        """Record a decision: a branch of Python, or with `shaping` a shape, depends on values with these tags. Ignored
+        """Record a decision: a Python branch, or with `shaping` a shape, depends on values with these tags. Ignored
         inside a unit. `is_asked` means that a Question records the decision, `is_for_all` that no stage, not even the
         last, can make it."""
         if self.inside is not None or self.is_checking or not tags:
@@ -258,8 +258,9 @@ class Taint(DispatchMode):
 
     @contextmanager
     def inside_call(self, inputs: Mapping[int, int]) -> Iterator[set[int]]:
-        """Context manager whose operators belong to the next unit call. `inputs` maps the storages of the call's inputs
-        to their positions. Yields a set that contains, after exit, the positions of inputs that were written to."""
+        """Context manager for the next unit call: operators inside the context belong to this call. `inputs` maps the
+        storages of the call's inputs to their positions. Yields a set that contains, after exit, the positions of
+        inputs that were written to."""
         homes, written = self.homes, self.written
         self.homes, self.written = {storage: Value(-1, number) for storage, number in inputs.items()}, set()
         self.inside, self.met, self.flops, self.elements = self.calls, set(), 0, 0
@@ -321,8 +322,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> Any:
-    """An object that prevents reuse of the address of a tensor's storage without keeping the storage's memory; a sparse
-    tensor itself, with its memory."""
+    """An object that prevents reuse of the address of a tensor's storage without keeping the storage's memory. For a
+    sparse tensor, this object is the tensor itself."""
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
 
 
@@ -356,7 +357,7 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _deciding(func: Any, args: Any) -> list[Tensor]:
-    """The inputs of an operator whose values Python reads or the shape of the result depends on."""
+    """The input tensors whose values an operator returns to Python, or uses to determine the shape of its result."""
     if func is aten.index.Tensor:  # a boolean index
         return [t for t in tensors_in([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
     if func._overloadpacket is aten.masked_select or func is aten.repeat_interleave.self_Tensor:
@@ -365,7 +366,7 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
 
 
 def running_modules(modules: Mapping[int, str]) -> list[str]:
-    """The names of those modules that have a method on the call stack, innermost first."""
+    """The names of the given modules that have a method on the call stack, innermost first."""
     found: dict[str, None] = {}
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:

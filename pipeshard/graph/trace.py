@@ -27,7 +27,7 @@ from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
 FAR_LENGTH = 29  # the increase in length in the last check of the shapes
-ROWS, LENGTH = 2, 8  # the samples in a traced batch, and its maximum length if the model runs with this length
+ROWS, LENGTH = 2, 8  # the number of samples in a traced batch, and its maximum length (if the model runs with it)
 
 
 @inside_pipeshard()
@@ -77,8 +77,8 @@ def _traced(
     device: torch.device | None,
     lent: Mapping[str, Mapping[str, Tensor]] | None,
 ) -> Dataflow:
-    """The Dataflow whose units include `cuts`, for batches of any size. With `exact`, or if such a trace fails, it is
-    valid only for the sizes of `sample`."""
+    """The Dataflow whose units include `cuts`, for batches of any size. With `exact`, or if such a trace fails, the
+    Dataflow is valid only for the sizes of `sample`."""
     if not exact:
         try:
             return _trace_any(model, sample, criterion, encoder_decoder, cuts, device, lent)

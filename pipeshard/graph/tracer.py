@@ -38,8 +38,8 @@ SMALL = 4  # the maximum number of elements per sample of an input that contains
 
 
 class _SeenOutside(Exception):
-    """Raised if glue uses a tensor that escaped a unit untracked: every call must then be visited, even one of a known
-    kind."""
+    """Raised if glue uses a tensor that escaped a unit untracked: every call must then be visited, even a call of a
+    known kind."""
 
 
 class Tracer:
@@ -87,7 +87,7 @@ class Tracer:
 
     def _run(self, batch: Batch, real: Batch | None) -> Dataflow:
         self.reset()
-        batch = batch.copied(batch.tensors)  # glue may write to it
+        batch = batch.copied(batch.tensors)  # glue may write to the tensors
         self.taint = Taint(self.device, Recipes(self.device, batch, real))
         self.taint.modules = self.apart
         self.calls: list[Call] = []
@@ -280,7 +280,7 @@ class Tracer:
         return use
 
     def _differentiated(self, kind: Kind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
-        """For each leaf of a call's outputs, the values that receive a gradient if the leaf does."""
+        """For each leaf of a call's outputs, the values that receive a gradient if the leaf receives one."""
         if not torch.is_grad_enabled():  # in a custom autograd function, whose backward may reach all values
             trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             every = Reads.of(kind.met | self.taint.of(trained)).values

@@ -36,10 +36,10 @@ UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 class Source(NamedTuple):
     """How a tree of values leaves a unit call. Without `module` and `place`, the tree is the unit's result.
 
-    With `module`, the tree is the result of this module inside the unit, in the module's call number `occurrence`,
-    which forward hooks collect (attentions, router logits). With `place`, a path from the unit or from its arguments,
-    the unit left the tree there: `how` is "set", "added" (to a list), "all" (the content of a list) or "written" (into
-    a tensor).
+    With `module`, the tree is the result of this module inside the unit, in the module's call number `occurrence`;
+    forward hooks collect such results (attentions, router logits). With `place`, a path from the unit or from its
+    arguments, the unit left the tree at this place: `how` is "set", "added" (to a list), "all" (the content of a list)
+    or "written" (into a tensor).
     """
 
     module: str = ""

@@ -37,7 +37,7 @@ class CutPoint(nn.Module):
     """
 
     def forward(self, value: T) -> T:
-        """Return the value itself."""
+        """Return `value` itself."""
         if _handling and "forward" not in self.__dict__:  # no Interception has replaced its forward
             raise TraceError(
                 "the model calls a CutPoint that is not one of its modules (is it in a plain list or dict?), so the "
@@ -191,8 +191,8 @@ def _is_layers(module: nn.Module) -> bool:
 
 
 def _is_hierarchy(layers: nn.ModuleList) -> bool:
-    """Whether these layers are stages of a hierarchy: each contains layers, and the shapes of their parameters
-    differ."""
+    """Whether these layers are stages of a hierarchy: each contains layers, none is recomputed as a whole, and the
+    stages' parameter shapes differ."""
     shapes: dict[str, torch.Size] = {}
     differ = False
     for stage in layers.children():  # a ModuleList may also contain None

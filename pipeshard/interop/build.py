@@ -115,14 +115,17 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
-    """The batch as keyword arguments of the model; raises BatchError if it does not fit the model's arguments."""
+    """The batch as keyword arguments of the model; raises BatchError if the batch does not fit the model's
+    arguments."""
     if isinstance(data, Mapping):
         return dict(data)
     batch = Batch.of(data)
     try:
         return dict(inspect.signature(model.forward).bind(*batch.data).arguments)
     except TypeError as error:
-        raise BatchError(f"the batch does not fit {type(model).__name__}.forward ({error}): pass a dict") from error
+        raise BatchError(
+            f"the batch does not fit {type(model).__name__}.forward ({error}): pass a dict of the forward's arguments"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,9 @@ def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
-        raise ConfigurationError(f"target={name!r} takes {kind.__name__}{inspect.signature(kind)}: {error}") from error
+        raise ConfigurationError(
+            f"the options do not fit target={name!r}, which takes {kind.__name__}{inspect.signature(kind)}: {error}"
+        ) from error
     return kind(**options)
 
 
@@ -229,8 +234,8 @@ def build(
         device: the device of the stages' tensors.
         options: the arguments of the target (see `pipeshard.interop`).
 
-    Raises ConfigurationError for an unknown target or option, PartitionError for impossible cuts, TraceError for a
-    model that cannot be split.
+    Raises ConfigurationError for an invalid argument or an unknown target or option, PartitionError for impossible
+    cuts, TraceError for a model that cannot be split.
     """
     chosen = find_target(target, options)
     tie_on_meta(model)

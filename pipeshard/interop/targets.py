@@ -1,4 +1,4 @@
-"""Targets: runtimes that train a model's stages: one process, a Booster, torch's pipelining and DeepSpeed."""
+"""Targets: runtimes that train a model's stages (one process, a Booster, torch's pipelining, DeepSpeed)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ register_target(None, OneProcess)
 
 
 class BoostedModel(NamedTuple):
-    """A booster, and the model and optimizer that its `boost` returned."""
+    """A booster, and the model and optimizer that `booster.boost` returned."""
 
     booster: Any
     model: Any
@@ -259,7 +259,7 @@ class Deepspeed(Target):
     """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`; additional ranks form replicas.
     Each stage is one layer, built only on the stage's ranks; tied weights are additional TiedLayerSpecs.
 
-    DeepSpeed's engine takes `module.microbatches(batches)`, where each of `batches` is one microbatch: a dict of
+    Pass `module.microbatches(batches)` to DeepSpeed's engine, where each of `batches` is one microbatch: a dict of
     tensors whose keys are `module.microbatch_names`, the names in the batch passed to `build`.
 
     Args:
