@@ -1,4 +1,4 @@
-"""Adapters: peft adapters on a model whose base weights are on meta until each stage loads its own.
+"""Adapters: peft adapters on a model whose base weights are on meta until the stages load them.
 
     base weights    meta ---- stand-ins ---- meta ---------------- loaded, stage by stage
     adapters                  initialized by peft, on the CPU ---- DoRA, PiSSA, OLoRA: computed from a layer's weights
@@ -35,11 +35,11 @@ def is_blank(model: nn.Module) -> bool:
 
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
-    """Apply `put` (peft's `get_peft_model`) to a model on meta. Its base weights stay on meta; the adapters have the
-    same initial values as on the loaded model, except that `begin` later sets those that depend on weights.
+    """Apply `put` (peft's `get_peft_model`) to a model on meta, and return its result. Base weights stay on meta.
+    Adapters have the same initial values as on the loaded model; `begin` later sets values that depend on weights.
 
-    Raises ConfigurationError if initial values need more than the weights of the adapter's own layer, or if these
-    weights are quantized.
+    Raises ConfigurationError if initial values need more than the weights of the adapter's own layer, or if they need
+    these weights and the model is quantized.
     """
     refuse_far(config)
     if needs_weights(config) and is_quantized(model):
@@ -105,8 +105,8 @@ def needs_weights(config: Any) -> bool:
 
 
 def begin(model: nn.Module) -> None:
-    """Copy the original modules' initialized weights to their trained copies (`modules_to_save`), then call
-    `begin_with_weights`."""
+    """Copy the weights of the original modules to the trained copies (`modules_to_save`), then call
+    `begin_with_weights`. Do nothing for a model that is not the result of `put_adapters`."""
     if getattr(model, BEGINNING, None) is None:
         return
     wrappers: list[Any] = [module for module in model.modules() if is_of_peft(module, "ModulesToSaveWrapper")]
@@ -119,8 +119,8 @@ def begin(model: nn.Module) -> None:
 
 
 def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]) -> None:
-    """Compute the initial values of adapters that depend on their layer's weights, for the layers whose weights this
-    process has; `set_value` receives each parameter's full name and value."""
+    """Compute the adapters' initial values that depend on the weights of a layer, for each layer whose weights this
+    process has. `set_value` receives the full name and the value of each parameter."""
     adapters = getattr(model, BEGINNING, None)
     if not adapters or not is_of_peft(model, "PeftModel"):
         return

@@ -1,4 +1,4 @@
-"""Balance: the assignment of unit calls to stages that makes the slowest stage (in a V, the slowest rank) fastest."""
+"""Balance: the assignment of unit calls to stages that minimizes the time of the slowest stage (in a V, rank)."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipeshard.errors import PartitionError
 from pipeshard.schedule.given import is_v
 
-Costs = NDArray[Any]  # (blocks + 1, blocks + 1): the cost of the blocks from a row (the start) to a column (the end)
+Costs = NDArray[Any]  # (blocks + 1, blocks + 1): the cost of the blocks from row (included) to column (excluded)
 
 
 def balance(
@@ -24,13 +24,13 @@ def balance(
     speeds: Sequence[float] | None = None,
 ) -> list[int]:
     """Return the number of consecutive calls per stage that minimizes the largest stage cost, then the sum of squared
-    stage costs. `forbidden` maps the calls before which no cut is allowed to the reasons. `fits(stage, start, end)`
+    stage costs. `forbidden` maps each call before which no cut is allowed to the reason. `fits(stage, start, end)`
     says whether a stage can hold the calls from start to end (exclusive); if a range does not fit, no larger range may
-    fit. `ranks` is the rank of each stage; if the ranks form a V, blocks of inseparable calls then move between stages
-    while this reduces the largest cost of a rank, then the sum of squares over ranks, then the sum of squares over
-    stages. `speeds` is the relative speed of each stage's rank; a stage's cost is divided by it.
+    fit. `ranks` is the rank of each stage. If the ranks form a V, blocks of inseparable calls are then moved between
+    stages, as long as a move reduces the largest cost of a rank, then the sum of squared rank costs, then the sum of
+    squared stage costs. `speeds` is the relative speed of each stage's rank, by which the stage's cost is divided.
 
-    Raises PartitionError if the calls can be split into fewer parts than stages, or no partition fits.
+    Raises PartitionError if fewer parts than stages are possible, or if no partition fits.
     """
     if num_stages == 1 and fits is None:
         return [len(costs)]  # no cut, so no unit call is needed either
@@ -45,7 +45,7 @@ def balance(
             remedy += " with schedule='1f1b', which has one stage per rank"
         raise PartitionError(
             f"the model makes {len(costs)} unit calls, which can be split into at most {len(starts)} stages, fewer "
-            f"than {asked}{why}. Use {remedy}, or list modules inside units to cut after, partition=[...]"
+            f"than {asked}{why}. Use {remedy}, or pass modules inside units to cut after, partition=[...]"
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]
@@ -71,8 +71,8 @@ def balance(
 
 
 def _lowest(edges: Sequence[int], fits: Callable[[int, int], bool]) -> list[int]:
-    """Return, for each end, the smallest start of a range of blocks that fits. The start never decreases, since a range
-    does not fit if a smaller range inside it does not fit."""
+    """Return, for each end, the smallest start of a range of blocks that fits. The starts never decrease, since a range
+    does not fit if a part of the range does not fit."""
     lowest, start = [0], 0
     for end in range(1, len(edges)):
         while start < end and not fits(edges[start], edges[end]):
@@ -113,7 +113,7 @@ def _divide(
     number of blocks); (inf, None) if no division is allowed.
 
     Dynamic programming over (stages, blocks). A range of blocks is not allowed if its cost is infinite or exceeds
-    `most`. Of several starts of a stage that are equally good, the last one is taken.
+    `most`. If several starts of a stage are equally good, the last one is chosen.
     """
     blocks = len(stages[0]) - 1
     best = np.array([0.0] + [math.inf] * blocks)

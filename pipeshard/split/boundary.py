@@ -1,7 +1,7 @@
 """Boundary: the values that enter a stage, and the calls before which no cut is allowed.
 
-Skip connections, masks and labels may be read beyond the next stage, so the values that cross a cut follow from the
-reads of each unit call, of the loss and of the outputs.
+Skip connections, masks and labels may be read beyond the next stage, so the values that cross a cut are computed from
+the reads of each unit call, of the loss and of the outputs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,19 +14,20 @@ from pipeshard.graph.taint import Value
 
 @dataclass(frozen=True)
 class Boundary:
-    """The `values` that enter a stage, in the order in which they are sent. `gradients` are the values among them whose
-    gradient is sent back."""
+    """The `values` that enter a stage, in the order in which they are sent. `gradients` are the entries of
+    `values` whose gradients are sent back."""
 
     values: tuple[Value, ...]
     gradients: tuple[Value, ...]
 
 
 def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: Wanted = False) -> list[Boundary]:
-    """The values that cross into each stage (none into stage 0).
+    """Return the Boundary of each stage; the Boundary of stage 0 is empty.
 
     A value crosses every boundary between the stage of its call and the stage of its last reader; the loss and the
     requested outputs are read on the last stage. A stage sends back the gradient of a value if a reader on this stage
-    or a later one contributes to the gradient.
+    or a later one contributes to the gradient. Raises TraceError if an untracked value would have to cross a boundary,
+    or if the model's own checkpoint contains a cut.
     """
     everything = flow.needed(outputs)
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
@@ -55,7 +56,7 @@ def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: R
 def _crossing(
     readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
 ) -> list[set[Value]]:
-    """The values that cross into each stage. `readers` pairs the values that a reader reads with its stage."""
+    """The values that cross into each stage. `readers` has, for each reader, the values that it reads and its stage."""
     crossing: list[set[Value]] = [set() for _ in range(num_stages)]
     for values, reader in readers:
         for value in values:
@@ -65,9 +66,9 @@ def _crossing(
 
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """The calls before which no cut is allowed, each with the reason: a hidden value would have to cross the cut, an
-    earlier unit reads state that a later one left in the previous forward, the model's own checkpoint contains the cut,
-    or the model has CutPoints elsewhere. The key `len(flow.calls)` means the end of the model."""
+    """Map each call before which no cut is allowed to the reason: an untracked value would have to cross the cut, an
+    earlier unit reads state that a later unit left in the previous forward, the model's own checkpoint contains the
+    cut, or the model has CutPoints elsewhere. The key `len(flow.calls)` means the end of the model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
         reason = f"the model can be cut only at its CutPoints, and it calls {len(flow.cut_points)}"

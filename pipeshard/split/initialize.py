@@ -5,8 +5,8 @@ all parameters before it, which a stage does not have. Here every parameter has 
 parameter's name.
 
 A list of LayerSpecs may describe a model that is too large for any process. Each layer is first built on meta, as a
-skeleton with names and shapes, and built again with allocated tensors on the ranks that hold it. The skeleton, to which
-optimizers, hooks and ties refer, then takes over the values of the second module.
+skeleton with names and shapes, and built again with allocated tensors on the ranks that hold it. Optimizers, hooks and
+ties refer to the skeleton, so the values of the second module are then moved to the skeleton.
 """
 
 import copy
@@ -40,13 +40,13 @@ InitWeights = bool | Callable[..., Any]
 def initialize(
     model: nn.Module, parameters: Collection[str], buffers: Mapping[str, bool], rule: InitWeights, seed: int
 ) -> None:
-    """Initialize the parameters with these (first) names and these buffers, and no other tensor of the model.
+    """Initialize the parameters with these first names and these buffers, and no other tensor of the model.
 
     With `rule` True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
-    `reset_parameters` if tensors still have no values. A parameter's values depend only on the seed and the parameter's
-    name. The user's random generators do not change. `buffers` is the result of `allocate`. Quantized weights are
-    skipped: a checkpoint has their values. Raises ConfigurationError if a buffer, or (unless `rule` is False) a
-    parameter, is left without values.
+    `reset_parameters` if tensors still have no values. Buffers are initialized in this way with any `rule`. A
+    parameter's values depend only on the seed and the parameter's name. The user's random generators do not change.
+    `buffers` is the result of `allocate`. Quantized weights are skipped: a checkpoint has their values. Raises
+    ConfigurationError if a buffer, or (unless `rule` is False) a parameter, still has no values.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
     by_architecture = set(buffers)
@@ -70,7 +70,7 @@ def initialize(
 
 
 def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
-    """Call `fill` for each module that contains some of these tensors; returns the names of those still without values.
+    """Call `fill` for each module that contains some of these tensors; return the names of tensors without values.
 
     Children come before their parents, as in transformers. `fill` also receives the module's owner: the module itself
     or its nearest ancestor that has `_init_weights`, or None.
@@ -115,8 +115,8 @@ def _by_function(
 
 
 class _SeededWrites(DispatchMode):
-    """Dispatch mode that allows writes to the model's tensors only for these names. A random write uses a generator
-    seeded with the tensor's name.
+    """Dispatch mode that skips writes to tensors of the model other than these. A random write uses a generator seeded
+    with the tensor's name.
 
     A parameter with several names is written only by the module of its first name; other modules would initialize it
     again.
@@ -126,8 +126,8 @@ class _SeededWrites(DispatchMode):
         super().__init__()
         self.seed, self.path = seed, ""
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        self.names = {storage_of(tensor): name for name, tensor in tensors.items()}  # the first name of each
-        self.below: dict[str, set[str]] = {"": set(names)}  # names to write, by each module that contains them
+        self.names = {storage_of(tensor): name for name, tensor in tensors.items()}  # by storage: the first name
+        self.below: dict[str, set[str]] = {"": set(names)}  # by module path: the names to write
         for name in names:
             for path in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
                 self.below.setdefault(path, set()).add(name)
@@ -161,7 +161,7 @@ class _SeededWrites(DispatchMode):
 
 
 def give(parameter: nn.Parameter, values: Tensor) -> None:
-    """Replace a parameter's data, also on another device; the parameter stays the same object, of the same class."""
+    """Replace a parameter's data; `values` may be on another device. The parameter's identity and class are kept."""
     kept = {key: value for key, value in parameter.__dict__.items() if key != "_is_hf_initialized"}
     kind = type(parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
@@ -180,10 +180,10 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module: 
 
 @dataclass
 class Blueprint:
-    """The constructor of a skeleton, and the attributes when it was made, so that the user's later changes are kept.
+    """The constructor of a skeleton, and its original attributes, by which `build` recognizes and keeps later changes.
 
-    `place` is the layer's number, which seeds its values. `before` lists the path, the module and the plain attributes
-    at that time of each of its modules.
+    `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
+    original plain attributes).
     """
 
     place: int
@@ -192,8 +192,8 @@ class Blueprint:
 
 
 def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place: int, name: str) -> nn.Module:
-    """The module that `construct()` builds on meta, with names, shapes and attributes. The user's generators do not
-    change.
+    """Call `construct()` on meta, and return the module, with names, shapes and attributes. The user's generators do
+    not change.
 
     `build` later calls `make()` for the values, which depend on the seed and on `place`, the layer's number. Raises
     ConfigurationError if the constructor does not run on meta, or does not return a module.
@@ -221,12 +221,12 @@ def skeletons(model: nn.Module) -> list[nn.Module]:
 
 
 def build(module: nn.Module, seed: int) -> None:
-    """Build a skeleton with its constructor, on the default device.
+    """Call a skeleton's constructor on the default device, and give the skeleton the values of the new module.
 
     The values depend only on the seed and the layer's number; the user's random generators do not change. Modules and
     parameters stay the same objects, so that optimizers, hooks and ties still refer to them. Parameters that already
     have values, and attributes set since the skeleton was made, are kept. Raises ConfigurationError if the constructor
-    fails, or builds a module with other names or shapes.
+    fails, or builds a module with different names or shapes.
     """
     blueprint: Blueprint = vars(module)[BLUEPRINT]
     with explained(  # also for errors in the user's constructor
@@ -245,7 +245,7 @@ def build(module: nn.Module, seed: int) -> None:
 
 
 class _Unread(DispatchMode):
-    """Dispatch mode that raises for reading the value of a meta tensor, since ColossalAI patches torch to return 0."""
+    """Dispatch mode in which reading the value of a meta tensor is an error: ColossalAI patches torch to return 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

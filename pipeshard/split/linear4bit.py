@@ -1,4 +1,4 @@
-"""Linear4bit: bitsandbytes' 4-bit linear layer, with a quantized weight from the start. Imports bitsandbytes."""
+"""Linear4bit: bitsandbytes' 4-bit linear layer, whose weight is quantized from the start. Imports bitsandbytes."""
 
 import copy
 from typing import Any
@@ -64,7 +64,7 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
 
     @torch.no_grad()
     def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
-        """The quantized values of a weight of `whole_shape`, and their `quant_state`."""
+        """Quantize a weight of `whole_shape`; return the quantized values and their `quant_state`."""
         return quantize_4bit(self.as_computed(value), **self.options)
 
     def _state(self) -> Any:
@@ -92,7 +92,7 @@ CHUNK = 1 << 20  # elements, a multiple of every block size
 def quantize_4bit(
     value: Tensor, blocksize: int, compress_statistics: bool, quant_type: str, quant_storage: torch.dtype
 ) -> tuple[Tensor, Any]:
-    """Quantize in chunks, with the same result as bitsandbytes' function of this name, bit for bit: on a CPU, that
+    """Quantize in chunks; the result is that of bitsandbytes' function of the same name, bit for bit. On a CPU, that
     function needs about thirty times the memory of its result."""
     parts = [
         functional.quantize_4bit(chunk, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage)

@@ -26,10 +26,10 @@ from pipeshard.split.ties import names_of, put_parameter
 def shard(
     model: nn.Module, policy: Policy, device: torch.device, init_weights: InitWeights = True, seed: int = 0
 ) -> set[str]:
-    """Keep the parameters of `model` that `policy` assigns to this stage, on `device`; `init_weights` fills meta
-    tensors.
+    """Reduce `model` to the stage of `policy`, in place: release the parameters of other stages, move held tensors to
+    `device`, and initialize held meta tensors by the rule `init_weights`.
 
-    Returns the names of all parameters, on any stage, that were on meta.
+    Returns the names of all parameters that were on meta, including parameters of other stages.
     """
     held = policy.ownership.held[policy.stage]
     on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
@@ -78,8 +78,8 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
 
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
-    """Raise ConfigurationError for torch.compile options that pipeline units cannot support; `by_whole_batch` says that
-    units are to be compiled with deferred_batch_norm=True."""
+    """Raise ConfigurationError for torch.compile options that pipeline units cannot support; `by_whole_batch` says
+    whether deferred_batch_norm=True is set."""
     if by_whole_batch:
         raise ConfigurationError(
             "deferred_batch_norm=True does not support compile, which hides the inputs of batch norm in a unit. "
@@ -110,11 +110,11 @@ def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
 
 
 def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> dict[str, bool]:
-    """Allocate these meta parameters on the device, without values, and all meta buffers.
+    """Allocate these meta parameters on the device, uninitialized, and all meta buffers.
 
-    A parameter stays the same object, so that optimizers, hooks and ties still refer to it. Buffers, including
-    persistent ones, have the values that the architecture's constructor computes. Returns, for the name of each of
-    these buffers, whether its values are known.
+    A parameter stays the same object, so that optimizers, hooks and ties still refer to it. Buffers of a
+    PreTrainedModel, including persistent ones, have the values that its constructor computes; other buffers are
+    uninitialized. Returns a dict from the name of each of these buffers to whether its values are known.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
@@ -165,8 +165,8 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
 
 @contextmanager
 def _default(dtype: torch.dtype | None, config: Any) -> Iterator[Any]:
-    """Context manager that sets torch's default dtype, and yields a copy of `config` with this dtype; with None, yields
-    `config` itself."""
+    """Context manager that sets torch's default dtype, and yields a copy of `config` with this dtype. If `dtype` is
+    None, yields `config` itself."""
     from transformers import PretrainedConfig
 
     if dtype is None:

@@ -1,4 +1,4 @@
-"""Packed: 4-bit and 8-bit weights of a frozen base model, which a stage quantizes as it loads them.
+"""Packed: the 4-bit and 8-bit weights of a frozen base model. A stage quantizes its weights while loading them.
 
     in the checkpoint          in the stage
     (out, in), 16-bit    --->  (out * in / 2, 1), uint8, and a scale for every 64 values
@@ -47,8 +47,8 @@ class Packed(nn.Module, ABC):
 
     @abstractmethod
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
-        """Store a quantized weight of a checkpoint. `scales` are the checkpoint's tensors that scale the weight, by the
-        end of their names.
+        """Store a quantized weight of a checkpoint. `scales` has the checkpoint's tensors to dequantize the weight; a
+        key is the last part of a tensor's name.
 
         Raises an error if the scales do not fit this layer.
         """

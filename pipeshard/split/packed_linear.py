@@ -1,6 +1,6 @@
 """PackedLinear: the common base class of the 4-bit and 8-bit linear layers.
 
-Each subclass computes the same as the bitsandbytes layer that it extends, but does not modify itself in a forward:
+Each subclass computes the same as the bitsandbytes layer that it extends, but its forward does not modify the layer:
 bitsandbytes' layers cast their bias in place, and some replace their weight.
 """
 

@@ -1,7 +1,7 @@
 """Partition: the assignment of unit calls to stages, and its criteria.
 
-Splitting a list of layers into equal parts ignores the cost of embeddings and heads. Here the calls of a Dataflow are
-divided so that the most expensive stage costs as little as possible.
+Splitting a list of layers into equal parts ignores the cost of embeddings and heads. Here the partition of a Dataflow's
+calls minimizes the cost of the most expensive stage.
 """
 
 import itertools
@@ -27,7 +27,7 @@ ELEMENT = 20.0
 @dataclass(frozen=True)
 class Partition:
     """The stage of every unit call. Calls are keyed by unit and occurrence, so that a partition applies to every batch
-    structure; `calls` is the number of calls of each unit."""
+    structure. `calls` maps each unit to its number of calls."""
 
     num_stages: int
     stages: Mapping[tuple[str, int], int]
@@ -41,8 +41,8 @@ class Partition:
         return cls(len(counts), dict(zip(flow.occurrences, stages, strict=True)), calls)
 
     def of_calls(self, flow: Dataflow) -> tuple[int, ...]:
-        """The stage of each call of `flow`. If `flow` calls a unit more often than the partition, the additional calls
-        are on the stage of the unit's last call.
+        """The stage of each call of `flow`. If `flow` has more calls of a unit than this partition, the additional
+        calls are on the stage of the unit's last known call.
 
         Raises TraceError if `flow` calls a unit that the partition does not contain, or its stages are out of order.
         """
@@ -59,7 +59,7 @@ class Partition:
 
 
 def named_modules_of(partition: Cuts) -> list[str]:
-    """The names of modules in a partition that is a list; otherwise []."""
+    """The module names in a partition that is a list, otherwise []."""
     return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
 
 
@@ -92,8 +92,8 @@ def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
 
 
 class Cost(NamedTuple):
-    """The times of one unit call: `weight` is the time of the weight gradients that can be deferred, `backward` that of
-    the rest of the backward."""
+    """The times of one unit call: `weight` is the time of the weight gradients that can be deferred, `backward` the
+    time of the rest of the backward pass."""
 
     forward: float
     backward: float
@@ -112,10 +112,10 @@ def cost_of(
     """The relative times of a unit call, in floating-point operations, from the `flops` and computed `elements` of one
     forward.
 
-    Both count three times (forward, input gradient, weight gradient), four times if the forward is recomputed. An
-    element counts as `ELEMENT` operations, and a trainable parameter as twice that, since its gradient is written and
-    accumulated; this accounts for embeddings. The `waiting_` arguments are the part of layers whose weight gradient can
-    be deferred; `frozen_flops` are the operations saved by parameters without a gradient.
+    Flops and elements count three times (forward, input gradient, weight gradient), four times if the forward is
+    recomputed. An element counts as `ELEMENT` operations, and a trainable parameter as twice this number, since its
+    gradient is written and accumulated; this accounts for embeddings. The `waiting_` arguments are the share of layers
+    whose weight gradients can be deferred; `frozen_flops` are the operations saved by parameters without a gradient.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
@@ -138,8 +138,8 @@ PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:
 
 
 def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]], num_stages: int) -> list[float]:
-    """The weight of each unit call in the balance; `by` is the name of a rule, `units` has the unit of each call, and
-    `costs` returns the calls' times.
+    """The weight of each unit call, as `balance` needs it; `by` is the name of a rule, `units` has the unit of each
+    call, and `costs` returns the times of the calls.
 
     Raises ConfigurationError for an unknown name or an invalid regular expression, PartitionError for a type with fewer
     unit calls than stages.

@@ -78,7 +78,7 @@ class Policy:
         refuse_overlaps(model, self.ownership.held)
 
     def distribute_layers(self, num_layers: int, num_stages: int) -> list[int]:
-        """The number of consecutive unit calls, of `num_layers` in total, that each stage runs."""
+        """The number of consecutive unit calls that each stage runs; the sum of these numbers is `num_layers`."""
         by = self.partition_by
         if isinstance(by, str):
             weights, forbidden = self.weights(num_stages), forbidden_cuts(self.flow)
@@ -100,8 +100,8 @@ class Policy:
         return list(self.held_units.values())
 
     def shares(self, by: str | None = None) -> list[float]:
-        """The fraction of the model's parameter bytes that each stage holds, in this partition or in the one named
-        `by`."""
+        """The fraction of the model's parameter bytes that each stage holds in this partition or, if `by` names a rule
+        such as "uniform", in the partition by this rule."""
         sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
         held, parts = self.ownership.held, len(self.placement)
         if by is not None:
@@ -131,7 +131,7 @@ class Policy:
         return call_costs(self.flow, self.units, self.scale) if self.known_costs is None else list(self.known_costs)
 
     def weights(self, num_stages: int) -> list[float]:
-        """The weight of each unit call that a named partition balances across the stages."""
+        """The weight of each unit call. A named partition balances these weights across the stages."""
         if str(self.partition_by).startswith("profile") and self.known_costs is None:
             raise ConfigurationError("partition='profile' requires measured costs: pass costs=profile.costs(flow)")
         units = [self.units[call.unit] for call in self.flow.calls]
@@ -151,7 +151,7 @@ class Policy:
         return self.units[name]
 
     def calls_of(self, name: str) -> list[int]:
-        """The numbers of the calls of this unit, or of all units inside the module with this name.
+        """The indices in `flow.calls` of the calls of this unit, or of all units inside the module with this name.
 
         Raises PartitionError with similar names if the model calls no such unit.
         """
@@ -169,7 +169,7 @@ class Policy:
         return Replay(self.model, self.units, frozenset(self.held_units), self.stage, self.device)
 
     def _partition(self) -> Partition:
-        """The result of `distribute_layers`, after validation."""
+        """The Partition that `distribute_layers` returns; raises PartitionError if it is invalid."""
         calls, parts = self.flow.calls, len(self.placement)
         counts = self.distribute_layers(len(calls), parts)
         nonempty = counts[:-1] if self.flow.ends_in_cut else counts
@@ -177,8 +177,8 @@ class Policy:
         if len(counts) != parts or sum(counts) != len(calls) or is_empty:
             chunks = f" ({len(self.chunks)} chunks for each of {self.num_stages} processes)"
             raise PartitionError(
-                f"partition {list(counts)} does not give each of {parts} stages"
-                f"{chunks if parts > self.num_stages else ''} at least one of the model's {len(calls)} unit calls: "
+                f"partition {list(counts)} must give each of {parts} stages"
+                f"{chunks if parts > self.num_stages else ''} at least one unit call, and {len(calls)} in total: "
                 f"{[call.unit for call in calls]}"
             )
         forbidden, edge = forbidden_cuts(self.flow), 0
@@ -202,9 +202,9 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     k, and `placement` the process of each part.
 
     Glue must not branch on activations, since each stage has only its own. The last stage also has the inputs of the
-    loss and the outputs, so glue after the last unit may branch on these. Nor may a forward leave state to the next
-    that no single stage can update: parameters that glue changes; generators, counters and buffers (of a shared batch
-    norm) that several stages advance.
+    loss and the outputs, so glue after the last unit may branch on these. A forward must not leave state for the next
+    forward that no single stage can update: parameters that glue changes; generators, counters and buffers (of a shared
+    batch norm) that several stages advance.
     """
     if len(placement) == 1:
         return
@@ -298,7 +298,7 @@ PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], PolicyClass]:
     """Class decorator that registers a Policy for models of these classes or with these `config.model_type`s.
 
-    A registered policy takes precedence over those of entry points and of the folder policies/.
+    A registered policy takes precedence over policies of entry points and of the folder policies/.
     """
 
     def register(policy: PolicyClass) -> PolicyClass:
@@ -345,7 +345,7 @@ def _advertised(model_type: str) -> type[Policy] | None:
 
 @cache
 def _shipped(model_type: str) -> type[Policy] | None:
-    """The policy from the folder policies/, or None. Without an installation, the folder is missing."""
+    """The policy from the folder policies/, or None. The folder is missing if pipeshard is not installed."""
     plans = importlib.import_module(SHIPPED).TP_PLANS if util.find_spec(SHIPPED) else {}
     if model_type not in plans:
         return None

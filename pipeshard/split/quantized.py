@@ -53,7 +53,7 @@ def refuse_other_ways(config: Any) -> None:
         raise ConfigurationError(f"quantization_config: load_in_4bit and load_in_8bit are both False. {ADVICE}")
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigurationError(
-            "quantization_config: llm_int8_has_fp16_weight=True keeps the weights in 16 bits. Omit this option"
+            "quantization_config: llm_int8_has_fp16_weight=True keeps 16-bit weights, which is not supported. Omit it"
         )
 
 
@@ -75,7 +75,7 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str]) -> Non
 
 
 def quantization_of(config: Any, path: Any, given: Any) -> Any:
-    """The quantization config of a checkpoint whose weights are quantized, otherwise the `given` one.
+    """The quantization config of a checkpoint whose weights are quantized, otherwise `given`.
 
     Raises ConfigurationError for a checkpoint that was quantized by a method other than bitsandbytes, or if a config is
     given for a quantized checkpoint.

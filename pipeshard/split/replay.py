@@ -56,7 +56,7 @@ PLAIN_TENSOR = "Other stages receive only its values: return other data as a ten
 CONSTANT = (
     "Other stages take the non-tensor results of a unit from the trace, so these results must not depend "
     "on the values of tensors: return a tensor (x.max(), not x.max().item()), or cut before the unit "
-    "(partition=[...]) to run it on the last stage, which may decide on values"
+    "(partition=[...]) to run it on the last stage, where Python may branch on values"
 )
 
 
@@ -67,18 +67,18 @@ WRITTEN = (
 )
 WITH_CACHE = "The unit returns a different structure with a cache: generate without a cache (use_cache=False)"
 Listener = Callable[[Any, Any], None]
-ZEROS = -2  # the entry in Route.proven for zeros
+ZEROS = -2  # in Route.proven: zeros have been tracked
 
 
 class StageDone(BaseException):
-    """Raised to leave the forward after the stage's last unit, or once the state for the next forward is kept."""
+    """Raised to leave the forward after the stage's last unit and the glue that updates state for the next forward."""
 
 
 @dataclass(slots=True)
 class Run:
-    """The state of one forward: the values `received` by the stage and `leaving` it, and the number of the next call;
-    `inside` is set while a unit runs. A `listener` receives the arguments of every call; a run with a listener uses a
-    cache, so units may return sizes that differ from the trace's, and write to their arguments."""
+    """The state of one forward: the values `received` by the stage and `leaving` it, and the number of the `next` call.
+    `inside` is true while a unit runs. A `listener` receives the arguments of every call; a run with a listener uses a
+    cache, so units may return sizes that differ from the trace, and write to their arguments."""
 
     route: Route
     received: Mapping[Value, Tensor]
@@ -91,7 +91,7 @@ class Run:
 
 
 class Again:
-    """Context manager for every recomputation of a unit; there are several if the unit itself calls `autograd.grad`.
+    """Context manager for each recomputation of a unit; a unit that calls `autograd.grad` is recomputed several times.
     Units that the recomputed unit calls are treated as part of it, as in the first run."""
 
     def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ class Replay:
         self.save: Save | None = None  # moves away the arguments of recomputed units
         self._blanks: dict[tuple[Any, Blank], Tensor] = {}  # used in the last step
         self._used: dict[tuple[Any, Blank], Tensor] = {}  # used in this step
-        self._zeros: Zeros | None = None  # while zeros are tracked
+        self._zeros: Zeros | None = None  # set while zeros are tracked
 
     def end(self) -> None:
         """End a step: keep the blanks that were used in the step, and discard all others."""
@@ -133,9 +133,9 @@ class Replay:
 
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
-        """Context manager for a microbatch on a route that tracks the zeros in place of unsent values, and yields the
-        tracker or None. Only the first microbatch is tracked, unless the route's glue branches on activations: then any
-        microbatch may read unit results that the trace did not read."""
+        """Context manager for a microbatch on a route: tracks the zeros that replace unsent values, and yields the
+        tracker, or None without tracking. Only the first microbatch is tracked, unless the route's glue branches on
+        activations: then any microbatch may read unit results that the trace did not read."""
         has_branches = route.flow.has_branches and route.stop is None
         if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None
@@ -155,14 +155,14 @@ class Replay:
         batch: Batch | SliceCall,
         listener: Listener | None = None,
     ) -> tuple[Any, dict[Value, Tensor]]:
-        """Run this stage's part of the model on a microbatch; returns the model's output (None before the last stage)
-        and the values that leave the stage."""
+        """Run this stage's part of the model on a microbatch. Return the model's output (None if the stage leaves the
+        forward early) and the values that leave the stage."""
         self.active = run = Run(route, received, route.sizes(deltas), listener=listener)
         self.repeats.stage = route.stage
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
-            # The stage leaves the forward after `stop` calls; None means all of them, 0 that no forward runs.
+            # The stage leaves the forward after `stop` calls; with None it runs to the end, with 0 not at all.
             output = batch.call(self.model) if route.stop != 0 else None
         except StageDone:
             output = None
@@ -204,7 +204,7 @@ class Replay:
         return result
 
     def _answer(self, step: Step, run: Run, sizes: list[Any], args: Any, kwargs: Any) -> Any:
-        """The result of another stage's unit; also writes the values that the unit leaves at other places in the
+        """Return the result of another stage's unit, and write the values that the unit left at other places in the
         trace."""
         if step.plain:
             return self._leaf(step.leaves[0], sizes[0], run)
@@ -214,8 +214,8 @@ class Replay:
         return answer(self.units[step.unit], step.parts, leaves, (args, kwargs))
 
     def _repeated(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a call outside of a forward: from a checkpoint that contains the unit, in the backward pass, or from
-        user code."""
+        """Answer a call outside of a forward: from user code, or in the backward pass, from a checkpoint that contains
+        the unit."""
         repeat = self.repeats.pop(unit)
         if unit not in self.held and repeat is None:
             raise UsageError(
@@ -282,8 +282,8 @@ class Replay:
         proven.add(number)
 
     def _prove(self, step: Step, before: Snapshot, arguments: Any, run: Run) -> None:
-        """Raise TraceError unless a unit leaves the same tensors and constants at places as in the trace; constants
-        that no other code could read may differ."""
+        """Raise TraceError unless a unit leaves the same tensors and constants at the same places as in the trace;
+        constants that no other code could read may differ."""
         unit, traced, start = self.units[step.unit], {}, 0
         sizes = run.sizes[run.next - 1]  # a count follows from the batch's sizes
         expected = [leaf if size is None else size for leaf, size in zip(step.leaves, sizes)]
@@ -304,7 +304,8 @@ class Replay:
                 raise self._differs(step, run, place, "no such change", None, PLACE)
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
-        """The leaves of a held unit's result; raises TraceError if their kinds differ from those in the trace."""
+        """The leaves of a held unit's result; raises TraceError if its structure, dtypes or constants differ from the
+        trace."""
         kind = step.tensor
         if kind is not None and isinstance(result, Tensor) and result.dtype is kind.dtype:
             is_alike = kind.requires_grad or not result.requires_grad
@@ -362,7 +363,7 @@ class Replay:
         if blank is None:
             blank = torch.full(shape, kind.fill, dtype=kind.dtype, device=self.device)
         self._used[shape, kind] = blank
-        return blank.detach()  # glue may write to it, which must not add to the graph of the kept blank
+        return blank.detach()  # so that writes of glue do not extend the autograd graph of the kept blank
 
     def _keep(self, step: Step, of_result: list[Any], asides: list[tuple[Source, Any]], run: Run) -> None:
         """Check the values that leave the stage, then store them in `run.leaving`."""

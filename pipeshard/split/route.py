@@ -1,11 +1,11 @@
-"""Route: one stage's path through a Dataflow: the unit calls that it runs and recomputes, and the values that it keeps.
+"""Route: a stage's path through a Dataflow, with the unit calls to run and recompute, and the values to keep.
 
 torch.utils.checkpoint restores the global random state and assumes that arguments are unchanged. In a pipeline the
 microbatches of one stage interleave, so each recomputation restores the random state of its own microbatch, and the
-contents of lists and objects among the arguments; it raises an error if a tensor was changed in place.
+contents of lists and objects among the arguments. A tensor that was changed in place is an error.
 
 The calls that a stage runs, the values that it receives for other calls, and the values that it keeps for later stages
-follow from the Dataflow and the partition. A Route computes these once, so that a microbatch only looks them up.
+follow from the Dataflow and the partition. A Route computes all of this once; a microbatch only looks it up.
 """
 
 import bisect
@@ -41,8 +41,8 @@ class Recompute:
     none).
 
     A fraction is rounded up to full calls. Repeated layers are chosen first, in model order: when the first layers are
-    recomputed, the memory of later layers has been freed. Units that occur once (an embedding, a head) keep few
-    activations, so they come last. With `classes`, only units whose class has one of these names are recomputed.
+    recomputed, the memory of later layers has been freed. Units whose class occurs once (an embedding, a head) keep
+    few activations, so they come last. With `classes`, only units whose class has one of these names are recomputed.
     """
 
     ratios: tuple[float, ...]
@@ -92,7 +92,7 @@ class Recompute:
 
 
 def can_run_again(call: Call, unit: nn.Module) -> bool:
-    """Whether a second run gives the same result as the first: the call writes to no argument, and changes no state."""
+    """Whether the call can be recomputed with the same result: it writes to no argument, and changes no state."""
     statistics = any(getattr(module, "track_running_stats", False) for module in unit.modules())
     return not (call.writes or call.moves or statistics)
 
@@ -170,7 +170,7 @@ def run_again(
     return run
 
 
-LENGTHS = 64  # the most batch shapes whose sizes a route caches
+LENGTHS = 64  # maximum number of batch shapes whose sizes a route caches
 
 
 class Blank(NamedTuple):
@@ -181,8 +181,8 @@ class Blank(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype, is_touched: bool) -> Self:
-        """A blank of NaN, or for integers, of a number that is not a valid index or size; of 0 for booleans, and for
-        integers with which glue computes (see `Zeros`)."""
+        """A blank filled with NaN; for integers, with a number that is not a valid index or size; for booleans, and for
+        integers with which glue computes (`is_touched`, see `Zeros`), with 0."""
         if dtype.is_floating_point or dtype.is_complex:
             return cls(dtype, float("nan"))
         return cls(dtype, 0 if is_touched or dtype is torch.bool else torch.iinfo(dtype).max - 1)
@@ -196,13 +196,18 @@ class Blank(NamedTuple):
 class Step:
     """The behavior of one unit call on this stage.
 
-    `leaves` has one entry per leaf that leaves the unit. For a held unit, an entry is a spec or a constant. For a
-    replayed unit, it is a constant, the received Value, or a Blank, and `numbers` has its index among all leaves of the
-    call; `plain` marks a replayed unit that leaves only its result, one tensor. For a held unit, `keeps` are the values
-    that leave the stage; `modules` are the modules inside the unit that compute some of these values, and `places` the
-    places where the unit leaves others. `again` marks a call that is recomputed in the backward pass, `alone` a call
-    that no other stage's forward reaches. `tensor` or `tensors` has the specs of a result that is a tensor, or a tuple
-    of tensors.
+    Attributes:
+        leaves: for each leaf that leaves a held unit, its spec or constant; for each leaf of a replayed unit, its
+            constant, received Value or Blank.
+        numbers: the index of each leaf of a replayed unit among all leaves of the call.
+        plain: whether a replayed unit leaves only its result, one leaf.
+        keeps: the values of a held unit that leave the stage.
+        modules: the modules inside the unit that compute some of the values in `keeps`.
+        places: the places where the unit leaves values in `keeps`.
+        again: whether the call is recomputed in the backward pass.
+        alone: whether no other stage's forward reaches the call.
+        tensor: the spec of a result that is one tensor.
+        tensors: the specs of a result that is a tuple of tensors.
     """
 
     unit: str
@@ -227,11 +232,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """One stage's path through one Dataflow. `steps` has a step per unit call; the stage is done after `stop` steps
-    (None: at the end of the forward). `inputs` are the leaves of the batch whose values the stage needs (with `whole`,
-    it needs all), `spoiled` the state that its glue keeps for the next forward although the stage lacks the inputs.
-    `proven` has the numbers of the held steps whose results have been checked (-1 for the full forward, -2 for its
-    zeros), and `passing` the places that are restored by glue that this stage does not run."""
+    """One stage's path through one Dataflow.
+
+    Attributes:
+        steps: one Step per unit call.
+        stop: the number of steps after which the stage leaves the forward (None: it runs to the end).
+        inputs: the leaves of the batch whose values the stage needs; with `whole`, it needs all.
+        spoiled: the state for the next forward that this stage's glue cannot compute, since it lacks the inputs.
+        proven: the numbers of the held steps whose results have been checked (-1: the full forward; -2: its zeros).
+        passing: the places that are restored by glue that this stage does not run.
+    """
 
     stage: int
     steps: tuple[Step, ...]
@@ -291,8 +301,8 @@ class Route:
 
     @cached_property
     def reached(self) -> dict[tuple[int, Value], bool]:
-        """The values whose gradients this stage sends back, keyed by (flow, value), each True: its gradient is
-        computed."""
+        """A dict with the key (id of the flow, value) for each value whose gradient this stage sends back. All entries
+        are True: the stage computes these gradients."""
         return {(id(self.flow), value): True for value in self.enters.gradients}
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
@@ -308,9 +318,9 @@ class Route:
         return self._sizes[deltas]
 
     def feed(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on the stage's device. Floating-point leaves (images) that the stage does not need become NaN
-        tensors of the same shape that store one element, unless all outputs are requested: the user's function, which
-        receives these with the batch, may read any leaf."""
+        """The batch on the stage's device, with copies of leaves that glue modifies. Floating-point leaves (images)
+        that the stage does not need become NaN tensors of the same shape that store one element, unless all outputs are
+        requested: the user's function, which receives the outputs and the batch, may read any leaf."""
 
         def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             if self.whole or path in self.inputs or not leaf.is_floating_point():

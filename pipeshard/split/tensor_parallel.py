@@ -1,9 +1,9 @@
 """Tensor parallelism: the parameters of a stage's units, sharded across ranks by the model's `tp_plan` or `ep_plan`.
 
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
-split, so that the trace sees full modules, and only the stage's parameters are sharded. The parallel layers come from
-transformers, plus two styles for models without a plan in transformers: GPT-2's Conv1D, and modules with attributes for
-numbers of heads. Expert parallelism uses another plan: each rank holds some of the experts of each layer.
+split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
+from transformers, plus two styles for models without a plan in transformers: GPT-2's Conv1D, and modules with
+attributes for numbers of heads. Expert parallelism uses another plan: each rank holds some experts of each layer.
 """
 
 import copy
@@ -92,8 +92,8 @@ def plan_of(
 
 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
-    """Raise ConfigurationError if `size` does not divide a number of experts, the plan does not shard all weights of
-    sharded experts, or it shards weights of a module that runs all experts."""
+    """Raise ConfigurationError if `size` does not divide a number of experts, sharded experts have an eager forward,
+    the plan does not shard all weights of sharded experts, or it shards weights of a module that runs all experts."""
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int) or count % size:
@@ -167,7 +167,7 @@ def _check_config(model: nn.Module, size: int) -> None:
             raise ConfigurationError(
                 f"tp_size={size} does not divide {field}={heads} of {type(model).__name__}: choose a size that does"
             )
-    for field in DROPOUTS:  # each rank has other heads or features, but the same random numbers
+    for field in DROPOUTS:  # each rank has different heads or features, but the same random numbers
         if isinstance(share := getattr(text, field, None), float) and share > 0:
             raise ConfigurationError(
                 f"tp_size={size}: {field}={share} of {type(model).__name__} would drop heads or features at the "
@@ -205,9 +205,9 @@ class Divided:
 
 
 class Experts:
-    """The style of experts, of which each rank holds some. All ranks route every token, and each rank computes the
-    outputs of its own experts. The outputs are summed over the ranks, as are the gradients of the tokens and of their
-    routing weights."""
+    """The style of a module of experts. Each rank holds some of the experts. All ranks route every token, and each rank
+    computes the outputs of its own experts. The outputs are summed over the ranks, as are the gradients of the tokens
+    and of their routing weights."""
 
     def validate_param(self, module: nn.Module, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
         pass
@@ -249,8 +249,8 @@ def _set(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
 class Conv1DSlice:
     """The style of GPT-2's Conv1D, whose weight is (inputs, outputs), sharded along one of these two dimensions.
 
-    If outputs are sharded, each of their equal `blocks` (query, key, value) is; if inputs are sharded, the products are
-    summed over the ranks.
+    If outputs are sharded, each of the equal `blocks` of outputs (query, key, value) is sharded separately; if inputs
+    are sharded, the products are summed over the ranks.
     """
 
     def __init__(self, by: str, blocks: int = 1) -> None:
@@ -293,8 +293,8 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-# The style of a module between sharded ones, whose gradients are partial sums. transformers sums them over the ranks
-# after every backward pass, which counts accumulated gradients several times; here this is done once per step.
+# The style of a module between sharded modules, whose gradients are partial sums. transformers sums them over the ranks
+# after every backward pass, so accumulated gradients count several times; here they are summed once per step.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
@@ -303,9 +303,10 @@ def slice_parameters(
 ) -> set[str]:
     """Shard the parameters that are both in `held` (names) and in the plan across the ranks of `mesh`.
 
-    The parameters become DTensors; each rank takes its shard from its own values. The modules' forwards become those of
-    parallel layers, which communicate activations. A parameter with several names is sharded once; if the plan shards
-    it in two ways, it is not sharded. Returns the names of unsharded parameters whose gradients the ranks must sum.
+    The parameters become DTensors; each rank takes its shard from its own values. The modules' forwards are replaced
+    with forwards of parallel layers, which communicate activations. A parameter with several names is sharded once; if
+    the plan shards it in two ways, it is not sharded. Returns the names of unsharded parameters whose gradients the
+    ranks must sum.
     """
     first = first_names(model)
     modules = dict(model.named_modules())

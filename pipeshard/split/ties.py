@@ -60,7 +60,8 @@ def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie meta parameters that are the same view of one storage; returns the replacement of each replaced parameter.
+    """Tie meta parameters that are the same view of one storage; return the replacement of each replaced parameter.
+
     accelerate's `init_empty_weights` creates a new Parameter on the same storage for every name to which a parameter is
     assigned, so ties would be lost.
     """
@@ -75,7 +76,7 @@ def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 def share_weights(
     model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True, argument: str = "shared_weights"
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie the parameters of each group of names to its first parameter; returns the replacement of each replaced
+    """Tie the parameters of each group of names to the group's first parameter; return the replacement of each replaced
     parameter.
 
     Groups that have a parameter in common are merged. If values differ, those of the first parameter are kept, with a
@@ -86,8 +87,8 @@ def share_weights(
     for names in groups:
         if isinstance(names, str) or len(names) < 2 or not all(isinstance(name, str) for name in names):
             raise ConfigurationError(
-                f"shared_weights has {names!r}: pass groups of two or more names, such as "
-                "[('embed.weight', 'head.weight')]"
+                "shared_weights must list groups of two or more parameter names, such as "
+                f"[('embed.weight', 'head.weight')], got the group {names!r}"
             )
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name in names:
@@ -123,9 +124,9 @@ def analyze_tied_weights(
 ) -> list[tuple[tuple[str, int], ...]]:
     """The groups of tied names, each a sorted tuple of (name, stage), sorted.
 
-    `stages` maps names of modules (or parameters) to stages; a parameter that it does not contain has the stage of its
-    nearest ancestor there, or else stage 0. Works on meta, before `to_empty` loses the ties; the result is the same on
-    every rank.
+    `stages` maps names of modules (or parameters) to stages. A parameter that is not in `stages` has the stage of its
+    nearest ancestor in it, or otherwise stage 0. Works on meta, before `to_empty` loses the ties; the result is the
+    same on every rank.
     """
 
     def stage(name: str) -> int:
@@ -172,9 +173,9 @@ class Ownership:
     def owner(self, name: str) -> int:
         """The stage that has the current value of a parameter or buffer.
 
-        It is the first stage that holds the tensor, or else runs its unit. For a buffer that glue computes from results
-        of units, it is the stage of the last unit that reads the buffer; for any other buffer outside of all units, it
-        is the last stage, the only one that runs all glue.
+        It is the first stage that holds the tensor, or otherwise the first that runs its unit. For a buffer that glue
+        computes from results of units, it is the stage of the last unit that reads the buffer; for any other buffer
+        outside of all units, it is the last stage, the only one that runs all glue.
         """
         prefix = name.removesuffix(".") + "."  # also matches state inside a module
         updates = [place for place in self.flow.carried if place.makers and f"{place.name}.".startswith(prefix)]
@@ -185,8 +186,8 @@ class Ownership:
     def initializer(self, name: str) -> int:
         """The stage from which all holders of a parameter copy its initial value.
 
-        This is the holder that runs the unit of the parameter's first name, or else the first holder. The first holder
-        need not run the first of the units, since a rank may hold several chunks.
+        This is the holder that runs the unit of the parameter's first name, or otherwise the first holder. The first
+        holder need not run the first of the units, since a rank may hold several chunks.
         """
         holders = self.holders(name)
         return next((stage for stage in self._running(name) if stage in holders), min(holders))
@@ -198,8 +199,8 @@ class Ownership:
 
 
 def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
-    """Raise ConfigurationError for two parameters that overlap in memory, if a stage holds only one of them: other
-    stages would not see its writes."""
+    """Raise ConfigurationError for two parameters that overlap in memory, if a stage holds only one of them: a write to
+    this parameter would not change the other one on other stages."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
@@ -219,9 +220,9 @@ def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
 def held_parameters(
     model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], num_stages: int
 ) -> list[set[str]]:
-    """The first names of the parameters that each stage holds: those of the units that it runs, and those that its glue
-    reads. An unused parameter is on the last stage that holds the previously registered parameter. A name on several
-    stages is a tie between these stages.
+    """The first names of the parameters that each stage holds: all parameters of its units, and the parameters that its
+    glue reads. An unused parameter is on the last stage that holds the previously registered used parameter. If several
+    stages hold a name, the parameter is shared between them.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     held: list[set[str]] = [set() for _ in range(num_stages)]

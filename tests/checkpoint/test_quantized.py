@@ -326,7 +326,10 @@ def blank(folder: Path, config: Any, name: str = "causal-lm/llama") -> Any:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True), "keeps the weights in 16 bits. Omit"),
+        (
+            BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True),
+            "keeps 16-bit weights, which is not supported. Omit",
+        ),
         (GPTQConfig(bits=4, dataset=["a"], tokenizer="none"), "the method gptq is not supported"),
         (BitsAndBytesConfig(), "load_in_4bit and load_in_8bit are both False. Pass BitsAndBytesConfig"),
         ({"load_in_4bit": True}, "quantization_config has the unsupported type dict"),

@@ -323,8 +323,8 @@ def refused(shared: Any) -> str:
     [
         ([("embed.wieght", "head")], "shared_weights names embed.wieght.*did you mean embed.weight"),
         ([("embed.weight", "a.weight")], "only parameters of the same shape and dtype can be tied"),
-        (["embed.weight"], "pass groups of two or more names"),
-        ([("embed.weight",)], "pass groups of two or more names"),
+        (["embed.weight"], "must list groups of two or more parameter names.*got the group 'embed.weight'"),
+        ([("embed.weight",)], "must list groups of two or more parameter names"),
     ],
 )
 def test_what_cannot_be_tied_is_refused(pool: Pool, shared: Any, message: str) -> None:
