@@ -13,11 +13,11 @@ from pipeshard.errors import BatchError, ConfigurationError
 from pipeshard.hf import POSITIONS
 
 BatchDims = Mapping[str, int | None]  # by path: the leaf's batch dimension; None: it has none
-FOR_CRITERION = "criterion."  # prefix of inputs that the model is not called with
+FOR_CRITERION = "criterion."  # prefix of inputs that only the criterion receives
 
 
 class Span(NamedTuple):
-    """The positions of a microbatch in its batch: the first one, their number, and the batch's `total` number."""
+    """A range of a batch's positions: the first one, their number, and the `total` number of positions in the batch."""
 
     start: int
     length: int
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The rows of the batch that a microbatch contains, and by path the positions of leaves that it contains."""
+    """The part of a batch in a microbatch: the indices of its samples and, by path, the positions of its leaves."""
 
     rows: tuple[int, ...]
     spans: Mapping[str, Span]
@@ -38,11 +38,11 @@ class Batch:
     `data` is the model's input: a mapping is passed as keyword arguments, a tuple or list as positional ones,
     anything else as a single argument. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that
     counts them (for a list with one entry per sample: 0), or None for a leaf that every microbatch receives in full (a
-    scalar, a (1, 1, s, s) mask, a string, ...). `owners` is for leaves, by path, whose dimension 0 (or last dimension)
-    counts something other than samples: the number of entries that each sample has, or () if that is not known. The
-    model is called with the first `taken` positional entries (None: all); a criterion receives all of them. `entry`
-    names the module that is called with the batch, or "" for the model itself. `place` is the position of a microbatch
-    in its batch, unless the microbatch has consecutive samples with all their positions.
+    scalar, a (1, 1, s, s) mask, a string, ...). Some leaves have a dimension 0 (or last dimension) that counts
+    something other than samples: for these, `owners` maps the path to the number of entries of each sample, or to () if
+    unknown. The model is called with the first `taken` positional entries (None: all); a criterion receives all
+    entries. `entry` names the module that is called with the batch, or "" for the model itself. `place` is the position
+    of a microbatch in its batch, unless the microbatch has consecutive samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -63,12 +63,11 @@ class Batch:
         declared: BatchDims | None = None,
         lists: dict[str, bool] | None = None,
     ) -> Self:
-        """Read a batch from a dataloader. `main_input` names the tensor whose dimension 0 counts the samples;
-        `declared`
-            has the batch dimensions of leaves for which it differs. `lists` records which lists of tensors have one
-            entry per sample, as far as known, and is updated.
+        """Create a Batch from the result of a dataloader. `main_input` names the tensor whose dimension 0 counts the
+        samples; `declared` has the batch dimensions of leaves for which it differs. `lists` records which lists of
+        tensors have one entry per sample, as far as known, and is updated.
 
-            Raises BatchError if the batch has no tensor, or if a declared dimension does not count the samples.
+        Raises BatchError if the batch has no tensor, or if a declared dimension does not count the samples.
         """
         declared = declared or {}
         paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
@@ -107,7 +106,7 @@ class Batch:
 
     @property
     def others(self) -> tuple[tuple[str, str], ...]:
-        """The leaves that are not tensors, as (path, text); a list of one entry per sample is described as such."""
+        """The leaves that are not tensors, as (path, text); the text says if a list has one entry per sample."""
         return tuple(
             (path, "one entry per sample" if is_entries(leaf, dim) else text(leaf))
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
@@ -115,7 +114,7 @@ class Batch:
         )
 
     def call(self, model: nn.Module | Callable[..., Any]) -> Any:
-        """`model` called with this batch, except entries that are only for the criterion."""
+        """Call `model`, or its module `entry`, with this batch; omits entries that only the criterion receives."""
         data = self.data
         if self.entry:
             assert isinstance(model, nn.Module)
@@ -182,10 +181,10 @@ class Batch:
         return self._pick(rows.tolist(), lambda leaf, dim, at: leaf.index_select(dim, torch.tensor(at).to(leaf.device)))
 
     def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Self]:
-        """Split along the samples, in order, into views.
+        """Split into microbatches of consecutive samples, as views.
 
         With `num_microbatches`, sizes differ by at most one (and there are at most as many microbatches as
-        samples). With `microbatch_size`, sizes are equal, except for a smaller last microbatch.
+        samples). With `microbatch_size`, sizes are equal; only the last microbatch may be smaller.
         """
         sizes = split_sizes(self.rows, num_microbatches, microbatch_size)
         return [self._narrow(end - size, size) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
@@ -202,7 +201,7 @@ class Batch:
         return self._pick(rows, view)
 
     def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, Sequence[int]], Tensor]) -> Self:
-        """A batch of these samples; `select(leaf, dimension, indices)` returns a tensor's part for them."""
+        """A batch of these samples; `select(leaf, dimension, indices)` returns a tensor's entries at these indices."""
 
         def pick(path: str, leaf: Any, dim: int | None) -> Any:
             if is_entries(leaf, dim):
@@ -269,8 +268,8 @@ def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, kno
     """The lists with one entry per sample, in a batch whose tensors are all in lists; empty if no list is certain.
 
     A list is certain if it is declared or known, if its entries are mappings and the tensors of the batch have
-    different numbers of rows, or if its entries differ only in their number of rows, like boxes. All lists of the same
-    length are then returned.
+    different numbers of rows, or if its entries differ only in their number of rows, like boxes. The result then also
+    includes all other lists of this length.
     """
     outermost = {path: entries for path, entries in lists.items() if not _is_inside(path, lists)}
     free = {path: entries for path, entries in outermost.items() if declared.get(path, 0) == 0}
@@ -288,8 +287,8 @@ def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, kno
 
 
 def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
-    """Raise BatchError for several lists of equal length that may have one entry per sample: entries are mappings, or
-    tensors `differ` in their first dimension, as images and labels do."""
+    """Raise BatchError for several lists of equal length that may have one entry per sample, because entries are
+    mappings, or tensors `differ` in their first dimension, like images and labels."""
     lengths = {len(entries) for entries in lists.values()}
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
@@ -352,12 +351,13 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
 def _count_rows(
     paths: Sequence[str], leaves: Sequence[Any], main_input: str | None, declared: BatchDims
 ) -> tuple[int, tuple[int | None, ...]]:
-    """The number of samples, and the dimension of each leaf that counts them (None: every microbatch receives all of
-    it).
+    """The number of samples, and the dimension of each leaf that counts them (None: every microbatch receives the full
+    leaf).
 
     In the main input, the first or the declared dimension counts the samples. In other tensors, the first dimension
-    counts them if it has the same size, and so do the entries of lists without tensors, and of tuples with strings.
-    Raises BatchError for a batch without a tensor or a sample, and for a declared dimension of another size.
+    counts them if it has the same size. Lists without tensors, and tuples with strings, have one entry per sample if
+    their length is the number of samples. Raises BatchError for a batch without a tensor or a sample, and for a
+    declared dimension of a different size.
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
@@ -427,8 +427,8 @@ def _checked_dim(path: str, leaf: Any, dim: int | None) -> int:
 
 
 def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int | None:
-    """The dimension that is declared for a leaf, non-negative. Raises BatchError if its size is not the number of
-    samples (or, for dimension 0 of a tensor, a multiple)."""
+    """The declared dimension of a leaf, as a non-negative number, or None. Raises BatchError if its size is not the
+    number of samples (or, for dimension 0 of a tensor, a multiple of this number)."""
     if dim is None:
         return None
     dim = _checked_dim(path, leaf, dim)
@@ -436,7 +436,7 @@ def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int
     if size != rows and not (isinstance(leaf, Tensor) and dim == 0 and size > rows and size % rows == 0):
         raise BatchError(
             f"batch_dims declares dimension {dim} of {path} as the batch dimension, but its size is {size} for {rows} "
-            f"samples ({where}). Declare the batch dimension of both, or None for an input that every microbatch needs "
-            "whole"
+            f"samples ({where}). Declare the batch dimension of both leaves, or None for a leaf that every microbatch "
+            "needs in full"
         )
     return dim

@@ -15,7 +15,7 @@ Criterion = Callable[[Any, Any], Any]  # returns a scalar, or (sum, count)
 
 
 def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
-    """The criterion's loss or, without a criterion, the output's own loss or None; (sum, count) is divided."""
+    """The criterion's loss, or sum / count if it returns both; without a criterion, the output's own loss or None."""
     loss, count = sum_and_count(output, criterion, batch)
     return loss if loss is None or count is None else loss / count
 
@@ -23,10 +23,11 @@ def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | 
 def sum_and_count(
     output: Any, criterion: Criterion | None, batch: Batch
 ) -> tuple[Tensor | None, Tensor | float | None]:
-    """The result of the criterion: a scalar and no count, or a sum and the number to divide it by.
+    """The loss as (scalar, None), or as (sum, count) if the criterion returns both; without a criterion, the output's
+    own loss or None.
 
     A criterion with a method `of_batch` (the model's own loss) receives the original batch, and returns None for a
-    batch without labels.
+    batch without labels: the result is then (None, None).
     """
     count: Tensor | float | None = None
     if criterion is None:
@@ -119,7 +120,7 @@ def key_of(criterion: Any) -> Hashable:
 
 
 class _Same:
-    """A hashable key of an object, which compares by identity."""
+    """A hashable key of an object; keys of the same object are equal."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
@@ -132,7 +133,7 @@ class _Same:
 
 
 class _Function:
-    """A key of a function, which is equal for functions with the same code and captured values."""
+    """A hashable key of a function; keys of functions with the same code and captured values are equal."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function

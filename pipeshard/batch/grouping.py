@@ -1,7 +1,7 @@
-"""Grouping: samples of different lengths as microbatches, within a limit of padded tokens.
+"""Grouping: the choice of samples with similar lengths for each microbatch, within a limit of padded tokens.
 
-In the order of their lengths, the samples of each group of the fastest grouping are consecutive, so dynamic programming
-finds it (DynaPipe, Jiang et al. 2023, arXiv:2311.10418).
+If samples are sorted by length, each group of the fastest grouping has consecutive samples, so dynamic programming
+finds this grouping (DynaPipe, Jiang et al. 2023, arXiv:2311.10418).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LEVELS = 64  # the largest number of time limits to try for the longest microbatch
+LEVELS = 64  # maximum number of limits to try for the time of the longest microbatch
 CLUSTERS = 3  # the number of clusters of microbatches with similar times, whose orders are tried
 
 
@@ -30,8 +30,8 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
     """The indices of each microbatch's samples, from short to long samples.
 
     `lengths` has the number of tokens of each sample: one number, or one for the encoder and one for the decoder. The
-    number of samples in a group times the sum of its largest lengths is at most `limit`; a single sample must fit. The
-    result minimizes the sum of all groups' times plus `idle` times the longest time (for which other stages wait),
+    number of samples in a group times the sum of its largest lengths is at most `limit`; each single sample must fit.
+    The result minimizes the sum of all groups' times plus `idle` times the longest time (for which other stages wait),
     over all groupings into consecutive samples. At most LEVELS limits for the longest time are tried.
     """
     order = sorted(range(len(lengths)), key=lambda k: (*lengths[k], k))

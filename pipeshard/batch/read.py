@@ -1,11 +1,11 @@
-"""Read: how samples become a Batch, which is collated, and has a batch dimension for each leaf and owners of images.
+"""Read: the conversion of samples into a Batch, with the batch dimension of each leaf and the sample of each image.
 
 Processors concatenate the media of all samples. The first dimension of such a leaf counts images, or the patches of all
 images, and its shape does not show which entries belong to which sample. A leaf of counts shows this
 (`num_local_patches`), or each sample's number of placeholder tokens, together with the sizes of the images. Otherwise
 the batch cannot be split.
 
-A single batch may be ambiguous: a table may have as many rows as there are samples by chance, and a (s, b) leaf looks
+A single batch may be ambiguous: a table may happen to have as many rows as there are samples, and a (s, b) leaf looks
 like a leaf that every microbatch needs in full. A leaf must therefore have the same role in all batches, and an
 ambiguous leaf is an error until `batch_dims` declares it. One of the architectures in docs/parity.md has such a leaf.
 """
@@ -43,13 +43,13 @@ from pipeshard.hf import (
 )
 
 logger = logging.getLogger("pipeshard")
-Owners = dict[str, tuple[int, ...]]  # by path: the number of entries of each sample, () if not known
+Owners = dict[str, tuple[int, ...]]  # by path: the number of entries of each sample, () if unknown
 
 
 def read_batch(
     model: nn.Module, data: Any, declared: BatchDims | None = None, lists: dict[str, bool] | None = None
 ) -> Batch:
-    """A batch for `model` from a dataloader, with the media of each sample.
+    """Create a Batch for `model` from the result of a dataloader, with the media of each sample.
 
     `declared` has, by path, the dimension that counts the samples (None: every microbatch receives the full leaf).
     `lists` records which lists of tensors have one entry per sample, from earlier batches, and is updated.
@@ -76,8 +76,8 @@ def _refuse_meta(batch: Batch) -> None:
 def taken_by(model: nn.Module, data: Any) -> int | None:
     """The number of entries of a tuple, such as (images, labels), with which the model is called, or None for all.
 
-    Entries without a positional argument in the model's forward are for the criterion. So is a last entry of class
-    labels if it would be passed as an optional mask.
+    Entries without a positional argument in the model's forward are for the criterion. A last entry of class labels is
+    also for the criterion if it would be passed as an optional mask.
     """
     if not isinstance(data, tuple | list) or len(data) < 2:
         return None
@@ -133,7 +133,7 @@ def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
 
 
 def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:
-    """The number of entries of each sample by its placeholder tokens, for leaves without one entry per sample."""
+    """The number of entries of each sample, from its placeholder tokens, for leaves without one entry per sample."""
     sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
     values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
     if not tokens or values is None:
@@ -159,8 +159,8 @@ def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:
 
 
 def _assign(areas: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:
-    """The number of consecutive items of each sample, if items have tokens in proportion to their areas, otherwise
-    None."""
+    """The number of consecutive items of each sample, if the numbers of tokens are proportional to the items' areas,
+    otherwise None."""
     area, total, counts, at = sum(areas), sum(tokens), [], 0
     for of_sample in tokens:
         first, covered = at, 0
@@ -185,7 +185,7 @@ class RowDims:
         self._first: dict[
             LeafKind, tuple[int, int]
         ] = {}  # in the first batch: the size of dimension 0, and the samples
-        self._other: dict[LeafKind, set[int]] = {}  # dimensions that in some batch did not count the samples
+        self._other: dict[LeafKind, set[int]] = {}  # dimensions that did not count the samples in some batch
 
     def read(self, data: Any, is_cut: bool = True) -> Batch:
         """Read a batch from a dataloader. A batch that is not split into microbatches may have ambiguous leaves.
@@ -196,7 +196,7 @@ class RowDims:
         return self.settle(batch) if is_cut else batch
 
     def settle(self, batch: Batch) -> Batch:
-        """The batch, without row dimensions for leaves whose size equals the number of samples only by chance.
+        """The batch, without row dimensions for leaves that only happen to have as many rows as there are samples.
 
         Raises BatchError for leaves whose row dimension is ambiguous, and for graphs, which cannot be split.
         """
@@ -225,8 +225,8 @@ class RowDims:
         return batch.counted(whole)
 
     def _is_whole_as_before(self, path: str, leaf: Tensor, rows: int) -> bool:
-        """Whether the first dimension did not count the samples in the first batch, but has the number of samples now.
-        Raises BatchError if its role cannot be the same in both batches."""
+        """Whether the first dimension did not count the samples in the first batch, but has their number as its size
+        now. Raises BatchError if its role cannot be the same in both batches."""
         size = leaf.shape[0] if leaf.ndim else 1
         if size == 1:
             return False
@@ -244,9 +244,9 @@ class RowDims:
         return True
 
     def _doubtful(self, path: str, leaf: Tensor, batch: Batch) -> int | None:
-        """The dimension of an unsplit leaf that may count the samples: the only one of this size, or otherwise the
-        first one, if its size is a multiple. None if there is none; a dimension that once had another size is
-        excluded."""
+        """The dimension of an unsplit leaf that may count the samples, or None: the only dimension of this size or, if
+        no dimension has this size, dimension 0 if its size is a multiple. Dimensions that had a different size in an
+        earlier batch are excluded."""
         if batch.owners.get(path) and path != LABELS:  # labels: (s, b), or one row for each codebook
             return None
         several = leaf.ndim > 0 and len(leaf) % batch.rows == 0
@@ -294,8 +294,8 @@ def collate(samples: list[Any]) -> Any:
 def first_samples(dataloader: DataLoader[Any]) -> Any:
     """The dataset's first samples, collated as the dataloader does; its order and state do not change.
 
-    Returns None for a loader without a dataset or a collate_fn, and for a stream that cannot be copied or read here.
-    Raises BatchError if default_collate would transpose lists of tokens.
+    Returns None for a loader without a dataset or a collate_fn, for an empty dataset, and for a stream that cannot be
+    copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens.
     """
     dataset: Any = getattr(dataloader, "dataset", None)
     collate_fn = getattr(dataloader, "collate_fn", None)
@@ -342,7 +342,7 @@ def _first_of_stream(dataset: Any, count: int) -> list[Any]:
 
 
 def _constants(dataset: Any) -> Iterator[Any]:
-    """The stream's data, which a copy shares, since copying the data could double the memory."""
+    """The stream's data, which a copy of the stream shares: copying the data could double the memory."""
     seen: set[int] = set()
     while dataset is not None and id(dataset) not in seen:
         seen.add(id(dataset))
@@ -385,7 +385,7 @@ def find_sample(
     """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), the dataset's first
     samples, or otherwise dummy inputs for the model.
 
-    Raises BatchError if no batch can be read or generated, ConfigurationError for declared paths that it lacks.
+    Raises BatchError if no batch can be read or generated, ConfigurationError if the batch lacks a declared path.
     """
     is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
     data = dry_run_input(size, device) if is_function else dry_run_input

@@ -206,7 +206,7 @@ def _tensor_keys(node: Any) -> list[str]:
         keys = sorted(node.keys(), key=str)  # the order of a set differs between processes
         probed = copy.copy(node)  # reading a missing entry may create it
         values = [probed[key] for key in keys]
-    except Exception:  # raised by the class: its keys are not the keys of its entries
+    except Exception:  # raised by the class if its keys are not the keys of its entries
         return []
     return keys if any(isinstance(value, Tensor) for value in values) else []
 

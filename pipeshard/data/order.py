@@ -50,7 +50,7 @@ class Order:
         return value is self.dataset or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
 
     def seed(self, seed: int, epoch: int) -> None:
-        """Seed every generator: torch's with seed + epoch + index (saved positions rely on it), others with a hash."""
+        """Seed all generators: torch's with seed + epoch + index (saved positions rely on this), others with a hash."""
         for number, generator in enumerate(self.generators()):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed + epoch + number)
@@ -88,7 +88,7 @@ class Order:
         return _epoch(self.root)
 
     def shares(self) -> list[Any]:
-        """The samplers that themselves take one of several shares."""
+        """The samplers that already select one of several shares, such as a DistributedSampler."""
         counts = [(one, getattr(one, "num_replicas", 1)) for one in self.members if isinstance(one, Sampler)]
         return [one for one, count in counts if _is_whole_number(count) and count > 1]
 
@@ -106,7 +106,7 @@ class Order:
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`. Raises CheckpointError for the state of another sampler."""
+        """Restore a state that `state` returned. Raises CheckpointError for the state of a different sampler."""
         members = {_key(number, member): member for number, member in enumerate(self.members)}
         for key in state:
             if key not in members:
@@ -115,7 +115,7 @@ class Order:
                     f"dataloader does not use (it uses {', '.join(key.partition(' ')[2] for key in members)}): "
                     "create the dataloader with the same sampler"
                 )
-        for (key, name), value in self._first.items():  # unless the state has another value
+        for (key, name), value in self._first.items():  # initial values, where the state has none
             if key in members and name not in state.get(key, {}).get("attributes", {}):
                 _give_back(members[key], name, value)
         for key, entry in state.items():

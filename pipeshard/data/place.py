@@ -36,7 +36,7 @@ OVER = object()  # no entry is left
 
 
 class Peekable(Iterator[Any]):
-    """An iterator that can look ahead to find whether it is exhausted; it takes each entry inside `inside`."""
+    """An iterator that can look ahead to find whether it is exhausted; it reads each entry in the context `inside`."""
 
     def __init__(self, entries: Iterator[Any], inside: AbstractContextManager[None]) -> None:
         self._entries, self._inside = entries, inside

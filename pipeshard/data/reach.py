@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, Sampler
 
 from pipeshard.graph.places import is_generator, is_object, names_in, slots
 
-MOST_OBJECTS = 10_000  # maximum per search, nearest first
-MOST_ENTRIES = 64  # maximum per collection
+MOST_OBJECTS = 10_000  # maximum number of objects per search, nearest first
+MOST_ENTRIES = 64  # maximum number of entries per collection
 SCALARS = (type(None), bool, int, float, str, bytes)
 
 

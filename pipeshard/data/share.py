@@ -49,7 +49,8 @@ class Share:
         return steps * self.size + last
 
     def _keeps(self, remainder: int) -> bool:
-        """Whether an incomplete last step is read: not with `drop_last`, or if entries are too few (warns once)."""
+        """Whether an incomplete last step of `remainder` entries is read: only without `drop_last`, and if there is an
+        entry for each replica (otherwise warns once)."""
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(

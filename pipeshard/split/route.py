@@ -194,20 +194,13 @@ class Blank(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The behavior of one unit call on this stage.
+    """The behavior of one unit call on this stage. `leaves` has one entry per leaf that leaves the unit.
 
-    Attributes:
-        leaves: for each leaf that leaves a held unit, its spec or constant; for each leaf of a replayed unit, its
-            constant, received Value or Blank.
-        numbers: the index of each leaf of a replayed unit among all leaves of the call.
-        plain: whether a replayed unit leaves only its result, one leaf.
-        keeps: the values of a held unit that leave the stage.
-        modules: the modules inside the unit that compute some of the values in `keeps`.
-        places: the places where the unit leaves values in `keeps`.
-        again: whether the call is recomputed in the backward pass.
-        alone: whether no other stage's forward reaches the call.
-        tensor: the spec of a result that is one tensor.
-        tensors: the specs of a result that is a tuple of tensors.
+    For a replayed unit, an entry is a constant, the received Value or a Blank, and `numbers` has its index among all
+    leaves of the call; `plain` means that the only entry is the result. For a held unit, an entry is a spec or a
+    constant. `keeps` are its values that leave the stage; `modules` (inside the unit) compute some of these values, and
+    the unit leaves some at `places`. `again`: the call is recomputed in the backward pass. `alone`: no other stage's
+    forward reaches the call. `tensor` or `tensors`: the specs of a result that is a tensor, or a tuple of tensors.
     """
 
     unit: str
@@ -232,16 +225,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """One stage's path through one Dataflow.
-
-    Attributes:
-        steps: one Step per unit call.
-        stop: the number of steps after which the stage leaves the forward (None: it runs to the end).
-        inputs: the leaves of the batch whose values the stage needs; with `whole`, it needs all.
-        spoiled: the state for the next forward that this stage's glue cannot compute, since it lacks the inputs.
-        proven: the numbers of the held steps whose results have been checked (-1: the full forward; -2: its zeros).
-        passing: the places that are restored by glue that this stage does not run.
-    """
+    """One stage's path through one Dataflow, with a step per unit call. The stage leaves the forward after `stop` steps
+    (None: it runs to the end). `inputs` are the leaves of the batch whose values the stage needs (all, with
+    `whole`). `spoiled` is the state for the next forward that its glue cannot compute for lack of inputs. `proven` has
+    the numbers of the held steps whose results have been checked (-1: the full forward; -2: its zeros). `passing` are
+    the places that are restored by glue that this stage does not run."""
 
     stage: int
     steps: tuple[Step, ...]

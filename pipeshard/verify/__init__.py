@@ -1,1 +1,1 @@
-"""Verify: the split model compared with the unsplit one, on the user's own samples."""
+"""Verify: the comparison of the split model with the unsplit model, on the user's own samples."""

@@ -1,4 +1,4 @@
-"""Compare: comparisons of the split with the unsplit model, in a step and in the saved state."""
+"""Compare: comparisons of the split model with the unsplit model, after a step and in the saved state."""
 
 import contextlib
 import math
@@ -21,14 +21,14 @@ from pipeshard.verify.reference import Reference
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may cause
 FINE = 1e-9  # in fp64
-FLOOR = 1e-3  # of the largest gradient: errors of smaller gradients are relative to this
+FLOOR = 1e-3  # times the largest gradient: the errors of smaller gradients are relative to this value
 HeldGradient = tuple[str, Tensor | None]  # the suffix that names the replica in errors, and the gradient
 ATTRIBUTE_DEPTH = 3  # levels of nested lists and dicts that are compared in an attribute
 
 
 @dataclass
 class Comparison:
-    """Counts the comparisons, and raises Different for a difference.
+    """Compares values, counts the comparisons, and raises Different for a difference.
 
     With `fine`, comparisons have the precision of fp64.
     """
@@ -49,8 +49,8 @@ class Comparison:
     def gradients(
         self, split: Mapping[str, Sequence[HeldGradient]], unsplit: Mapping[str, Tensor | None], what: str
     ) -> None:
-        """Compare each parameter's gradients on all ranks that hold it, in the order of `unsplit` (the order of the
-        backward pass), so that the first difference is the earliest one."""
+        """Compare each parameter's gradients on all ranks that hold the parameter, in the order of `unsplit` (the order
+        of the backward pass), so that the first difference is the earliest one."""
         largest = max((size(gradient) for gradient in unsplit.values() if gradient is not None), default=0.0)
         for name, expected in unsplit.items():
             for where, gradient in split[name]:
@@ -74,7 +74,7 @@ class Comparison:
             self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str, when: str = "") -> None:
-        """Compare numbers and tensors in nested values; tensors of the split model that are all NaN are skipped."""
+        """Compare numbers and tensors in nested values; skip tensors of the split model whose elements are all NaN."""
         theirs, mine = dict(_leaves(unsplit)), dict(_leaves(split))
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):

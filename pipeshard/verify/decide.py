@@ -35,8 +35,8 @@ SECONDS = 5.0  # time limit of verify="auto"
 SECONDS_OF_LARGE = 60.0  # time limit if a smaller copy is proven instead of a large model
 LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
 SHARE = 0.1  # share of the free memory that verify="auto" may allocate
-COPIES = 6, 4  # copies of the parameters per replica, and in addition: models, gradients, Adam's state
-FEW_COPIES = 5  # of the parameters: two models with gradients, and about one copy for the activations
+COPIES = 6, 4  # copies of the parameters (models, gradients, Adam's state), per replica and in addition
+FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
 TELL_PERIOD = 1.0  # seconds between two signs of progress to the waiting ranks
 KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages with modules that docs/parity.md covers
 
@@ -86,7 +86,8 @@ def prove_at_boost(
     """Prove a model on the first rank, if `config.verify` requests it. Call it on every rank before sharding.
 
     Returns a message that describes how slices of padded samples differ from whole samples, or "" if they match. Raises
-    VerificationError on all ranks if the split model differs, and ConfigurationError if slices could not be compared.
+    VerificationError on all ranks if the split model differs or samples depend on each other, BatchError if a
+    microbatch does not run by itself, ConfigurationError if slices could not be compared, and Proven inside `alone()`.
     """
     if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
         _warn_of_batch_norms(model)
@@ -154,7 +155,7 @@ def prove_at_boost(
 
 
 def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
-    """Raise VerificationError or ConfigurationError that names slices, the more likely cause, instead of stages."""
+    """Raise a VerificationError or ConfigurationError that names slices instead of stages as the more likely cause."""
     if proof.kind == UNPROVEN:
         raise ConfigurationError(
             f"num_slices={config.num_slices!r}: could not verify that {name} in slices matches the model on whole "
@@ -240,8 +241,8 @@ def _say(proof: Proof, name: str) -> None:
 
 
 def _copies(pp_size: int, replicas: int) -> int:
-    """The largest number of copies of the parameters that a proof needs: each rank starts with a full model, and the
-    unsplit model has taken a step."""
+    """The largest number of copies of the parameters during a proof: after a step, or at its start, when each rank has
+    a full model and the unsplit model has already run a step."""
     of_replica, beside = COPIES
     return max(of_replica * replicas + beside, pp_size * replicas + 3)
 
@@ -251,8 +252,7 @@ def _free(device: torch.device) -> int:
 
 
 def _too_large(model: nn.Module, most: float, copies: int) -> str:
-    """The reason why a model is too large for a proof, if `copies` of its parameters exceed `most` bytes, otherwise
-    ""."""
+    """The reason why a model is too large for a proof: `copies` of its parameters exceed `most` bytes; otherwise ""."""
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return f"the check needs {format_bytes(needed)}, but may use {format_bytes(most)}" if needed > most else ""
 
@@ -278,5 +278,5 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
 
     proof = work(note)
     gather(torch.tensor(1), grid.world)
-    gather_objects(astuple(replace(proof, cause=None)), grid.world)  # the error may not be sendable
+    gather_objects(astuple(replace(proof, cause=None)), grid.world)  # it may be impossible to send the error
     return proof

@@ -1,4 +1,4 @@
-"""Joined draws: random numbers for a whole batch, equal to the numbers that its microbatches have used in turn."""
+"""Joined draws: random numbers for a whole batch, equal to the numbers that its microbatches used one after another."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,8 @@ from torch import Tensor
 from pipeshard.private import DispatchMode
 
 aten = torch.ops.aten
-# Operators that write random numbers and read no values; replacing other results could hide a dependence of samples.
+# Operators that write random numbers and read no values; replacing other results could hide that samples depend on each
+# other.
 PURE = {
     *(aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default),
     *(aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default),
@@ -18,7 +19,8 @@ PURE = {
 
 
 class JoinedDraws(DispatchMode):
-    """A mode that records the random numbers of microbatches, and replays them for the whole batch in `joining`."""
+    """Dispatch mode that records the random numbers of microbatches, and replays them for the whole batch in
+    `joining`."""
 
     supports_higher_order_operators = True
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from pipeshard.verify.local import Unproven
 
-STEPS_MORE = 5  # the time limit of a proof's fallback, in steps of the unsplit model
+STEPS_MORE = 5  # the smallest time limit of a proof's fallback, in steps of the unsplit model
 
 
 class TooMuch(Unproven):
@@ -29,12 +29,12 @@ class Limit:
         self.note()
 
     def refuse_long(self, more: float = 0.0) -> None:
-        """Raise TooMuch if this many more seconds exceed the limit."""
+        """Raise TooMuch if `more` additional seconds would exceed the limit."""
         if self.until is not None and self.elapsed + more > self.until:
             raise TooMuch(f"the check takes longer than {self.seconds:g} s")
 
     def allow_more(self) -> None:
-        """Restart the limit for the next part of the proof; it is at least STEPS_MORE steps."""
+        """Restart the limit for the next part of the proof, which may take at least STEPS_MORE steps."""
         if self.seconds is not None:
             self.until = self.elapsed + max(self.seconds, STEPS_MORE * self.step)
 

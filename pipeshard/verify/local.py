@@ -1,4 +1,4 @@
-"""Local pipeline: all stages of a model on a local world, built as booster.boost builds them on processes."""
+"""Local pipeline: all stages of a model in one process, built as booster.boost builds each stage in its process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ SLICES = 3  # used for num_slices="auto", since the samples of a proof are short
 
 
 class Different(Exception):
-    """The split model differs from the unsplit model; `part` is the part of the step in which it does, if known."""
+    """The split model differs from the unsplit model; `part` is the part of the step that differs, or "" if unknown."""
 
     def __init__(self, what: str, part: str = "") -> None:
         super().__init__(what)
@@ -64,8 +64,8 @@ class LocalRank:
 
 
 class LocalPipeline:
-    """The ranks of one or several replicas of a pipeline, replica by replica. `make()` returns the copies of one rank;
-    `note` is called between actions."""
+    """The ranks of one or several replicas of a pipeline, in the order of the replicas. `make()` returns the Copies of
+    one rank; `note` is called between actions."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class LocalPipeline:
         self.policy, self.placement = self.ranks[0].policy, self.ranks[0].policy.placement
 
     def _run(self, work: Callable[[int], T]) -> list[T]:
-        """Run `work` on all ranks. A deadlock, or a message of another size, raises Different."""
+        """Run `work` on all ranks. Raises Different for a deadlock, or a message of an unexpected size."""
         try:
             return self.world.run(work)
         except (DeadlockError, MessageSizeError) as error:
@@ -111,7 +111,7 @@ class LocalPipeline:
         """Run a training step on `rows(sample, replica)` in each replica, with m microbatches per replica. Return the
         loss and, if `asked`, the outputs of all microbatches. `at` is the step's (seed, number)."""
         seed, number = at
-        torch.manual_seed(seed)  # all ranks start with it
+        torch.manual_seed(seed)  # all ranks start from this seed
 
         def of_rank(rank: int) -> dict[str, Any]:
             pipeline = self.ranks[rank].pipeline
@@ -142,8 +142,8 @@ class LocalPipeline:
     def optimize(
         self, gradients: Mapping[str, Tensor | None], foreign: Sequence[Tensor | None], optimizers: Sequence[Any]
     ) -> list[float]:
-        """Step each rank's optimizer with these gradients of the model and of other optimized tensors. Returns
-        the norm of the model's gradients by which each rank clipped, if they clip."""
+        """Step each rank's optimizer with these gradients of the model and of other optimized tensors. Return the norm
+        of the model's gradients that each rank used for clipping, or [] without clipping."""
 
         def of_rank(rank: int) -> float | None:
             own, optimizer = self.ranks[rank], optimizers[rank]
@@ -162,7 +162,7 @@ class LocalPipeline:
 
 
 def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
-    """The configuration of a local pipeline: without options for devices, slices or precision."""
+    """The configuration of a local pipeline: without options for devices, precision or sharding within a stage."""
     return replace(
         config,
         dp_size=replicas,

@@ -11,7 +11,7 @@ from importlib.resources import files
 
 @functools.cache
 def passed() -> frozenset[str]:
-    """The names of the classes; empty if the installed transformers has another minor version than the page."""
+    """The names of the classes; empty if the minor version of the installed transformers differs from the page's."""
     found = json.loads(files("pipeshard.verify").joinpath("passed.json").read_text())
     same = found["transformers"].split(".")[:2] == version("transformers").split(".")[:2]
     return frozenset(found["classes"]) if same else frozenset()

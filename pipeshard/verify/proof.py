@@ -46,9 +46,9 @@ class Proof:
 
     `refused`: the reason is an error that training also raises. `coupled`: samples depend on each other, so that
     microbatches do not give the result of the batch. `moving`: state that changes with each microbatch, as in gradient
-    accumulation. `dependent`: a microbatch does not run by itself, for this reason and `cause`. `smaller`: the
+    accumulation. `dependent`: a microbatch does not run by itself, because of the error `cause`. `smaller`: the
     reductions of the copy that was proven instead of a large model. `padding`: how slices of samples with padding
-    differ.
+    differ from whole samples.
     """
 
     kind: str
@@ -96,8 +96,8 @@ def prove(
     large: Large | None = None,
     steps: int = 2,
 ) -> Proof:
-    """Train a model, split and unsplit, for `steps` steps on different samples before it is boosted. The user's objects
-    do not change.
+    """Train copies of a model, split and unsplit, for `steps` steps on different samples, and compare them before the
+    model is boosted. The user's objects do not change.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
     parameters after the optimizer's step, the saved state, and the unsplit model on the whole batch with itself on the
@@ -123,7 +123,7 @@ def prove(
             kind, reason = UNPROVEN, str(error)
         except PipeshardError as error:  # booster.boost, or the first step, raises the same error
             kind, reason, refused = UNPROVEN, summary(error), True
-        except Exception as error:  # whatever the user's code raises, or copying it
+        except Exception as error:  # whatever the user's code, or its copying, raises
             logger.debug("the proof failed", exc_info=True)
             kind, reason = UNPROVEN, summary(error)
     but, moving = tuple(proving.but), tuple(proving.moving)
@@ -172,7 +172,7 @@ class _Proving:
             raise
 
     def _prove_smaller(self) -> bool:
-        """Prove a smaller copy instead of a model that takes too long; returns whether there is a fast enough one."""
+        """Prove a smaller copy instead of a model that takes too long; return whether a copy was fast enough."""
         whole, step = self.given, self.limit.step
         self.limit.allow_more()
         self.counts, self.is_whole = {}, False
@@ -184,7 +184,7 @@ class _Proving:
                 self._compare_few_or_all()
                 return True
         except TooMuch:
-            logger.debug("a smaller copy takes too long, too: %s", self.smaller)
+            logger.debug("a smaller copy also takes too long: %s", self.smaller)
         self.given, self.smaller, self.limit.step = whole, "", step
         return False
 
@@ -249,7 +249,7 @@ class _Proving:
         self._compare_whole()
 
     def _compare_split(self) -> None:
-        """Compare, and repeat in fp64 after a difference: rounding errors shrink with the precision, others do not."""
+        """Compare, and repeat in fp64 after a difference: a higher precision reduces only rounding errors."""
         try:
             self._compare(None)
         except Different as difference:
@@ -271,10 +271,10 @@ class _Proving:
         made = self.given.copy(self.device, dtype)
         experts: Any = getattr(made.model, "set_experts_implementation", None)
         if dtype is torch.float64 and experts is not None:
-            experts("eager")  # the grouped matrix product has no fp64
+            experts("eager")  # the grouped matrix product does not support fp64
         for parameter in made.model.parameters():
             parameter.grad = None
-        if self.config.has_slices or self.config.is_ragged:  # dropout uses other random numbers for other lengths
+        if self.config.has_slices or self.config.is_ragged:  # the random numbers of dropout depend on the length
             made.model.eval()
         return made
 
@@ -374,7 +374,7 @@ class _Proving:
             comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
 
     def _compare_outputs(self) -> None:
-        """Compare only the outputs, if the whole proof takes too much time or memory."""
+        """Compare only the outputs, if the full proof takes too much time or memory."""
         if not self.is_divided or self.is_whole:
             return
         self.is_whole = True
@@ -384,7 +384,7 @@ class _Proving:
             self._note(whole.compare_outputs(self.samples.of_step(self._sample(), 0), self.samples.m), "the outputs")
         except Coupled:
             raise
-        except Exception as error:  # of whatever kind: it proves nothing
+        except Exception as error:  # of any type: it proves nothing
             logger.debug("the outputs were not compared: %s: %s", type(error).__name__, error)
 
     def _note(self, found: WholeFound, what: str) -> None:
@@ -405,12 +405,12 @@ class _Proving:
         return own, self._criterion(own)
 
     def _located(self, difference: Different) -> Different:
-        """The error, with the unit or part of the step where the difference begins, if it can be found."""
+        """The error, extended by the unit or part of the step where the difference begins, if this can be found."""
         if not difference.part:
             return difference
         try:
             where = self._sides(None).first_unit()
-        except Exception as error:  # the difference stands without its place
+        except Exception as error:  # the difference is then reported without its location
             logger.debug("the difference was not located: %s: %s", type(error).__name__, error)
             return difference
         return Different(f"{difference}. {where or BEGINS[difference.part]}")

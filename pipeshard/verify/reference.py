@@ -39,7 +39,7 @@ class Copies:
     sample: Batch
 
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Copies":
-        """Copy everything once more, with floating-point tensors cast to `dtype`.
+        """Copy everything once more, to `device`, with floating-point tensors cast to `dtype`.
 
         Closures (hooks, lambdas) are also copied: otherwise every copy would modify the same captured objects,
         which are the user's. Raises deepcopy's error for objects that cannot be copied.
@@ -91,8 +91,8 @@ class Copies:
 
 
 def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
-    """Put copies without captured state into the memo for all functions with captured state of modules, a criterion and
-    an optimizer; return these functions, for `fill`."""
+    """For each function with captured state that modules, a criterion or an optimizer hold, put a copy without this
+    state into the memo. Return these functions, for `fill`."""
     closures = list(_closures(*owners))
     memo |= {id(function): _hollow(function) for function in closures}
     return closures
@@ -119,7 +119,7 @@ def _closures(*owners: Any) -> Iterator[types.FunctionType]:
 
 
 def _contents(container: Any) -> Iterator[Any]:
-    """The values in a container, and in the containers among them."""
+    """The values in a container and, recursively, in the containers among its values."""
     queue, seen = [container], {id(container)}
     while queue:
         one = queue.pop()
@@ -163,7 +163,7 @@ def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
 
 
 def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
-    """Copy a parameter's hooks and attributes to its copy: deepcopy does not."""
+    """Copy a parameter's hooks and attributes to its copy, since deepcopy omits them."""
     new.__dict__.update(copy.deepcopy(vars(old), memo))
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(copy.deepcopy(hook, memo))
@@ -172,7 +172,7 @@ def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> No
 
 
 def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy of an optimizer with all attributes except an instance's `step`, with which a scheduler wraps it."""
+    """A copy of an optimizer with all attributes except a `step` that a scheduler has set on the instance."""
     made: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = made
     made.__dict__.update(copy.deepcopy({k: v for k, v in vars(optimizer).items() if k != "step"}, memo))
@@ -192,7 +192,8 @@ def generators(device: torch.device) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Context manager that restores random generators on exit and suppresses warnings, which the boost itself logs."""
+    """Context manager that restores random generators on exit, and suppresses warnings and log messages, since the
+    boost issues the same ones."""
 
     def quiet(record: logging.LogRecord) -> bool:
         return record.levelno < logging.INFO
@@ -208,7 +209,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of the microbatches' losses; with `of_sums`, the weights of their sums, if a criterion returns (sum,
+    """The weights of the microbatches' losses or, with `of_sums`, of the sums that a criterion returns as (sum,
     count)."""
 
     shares: Sequence[float]
@@ -262,7 +263,7 @@ class Reference:
     def step(
         self, batches: Sequence[Batch], weights: Weights, at: tuple[int, int], note: Callable[[], None], first: int = 0
     ) -> tuple[Tensor, list[Any]]:
-        """Run forward and backward of each microbatch in turn; return the loss with these weights, and the outputs.
+        """Run forward and backward of each microbatch in turn; return the weighted sum of losses, and the outputs.
         `first` is the number of the first microbatch, counted over all replicas."""
         total, outputs = torch.zeros(()), []
         with self.places.step(*at) if self.places is not None else nullcontext():

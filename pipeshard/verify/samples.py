@@ -9,7 +9,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.verify.reference import Copies
 from pipeshard.verify.whole import is_batch_norm
 
-ROWS, PARTS = 5, 2  # samples of a step, and its microbatches, which therefore differ in size
+ROWS, PARTS = 5, 2  # samples and microbatches of a step: the microbatches differ in size
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Samples:
     @classmethod
     def few(cls, config: PipelineConfig, given: Copies) -> "Samples":
         """A few samples, for two replicas if the job has several and the batch has enough samples; batch norm needs two
-        samples per microbatch. Two replicas require an optimizer of only the model's parameters, and a loss over
-        the samples of all replicas."""
+        samples per microbatch. Two replicas require an optimizer that trains only the model's parameters, and a
+        loss over the samples of all replicas (loss_reduction="token")."""
         m = 1 if config.num_microbatches == 1 else PARTS
         parts, rows = 2 * m, given.sample.rows
         several = (config.dp_size or 1) > 1 and config.loss_reduction == "token"

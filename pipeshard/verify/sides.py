@@ -33,7 +33,7 @@ ALL = Weights([1.0])
 
 @dataclass(frozen=True)
 class StepCut:
-    """How a step was split: the weights of its microbatches' losses, whether a part of the loss comes from side outputs
+    """The split of a step: the weights of its microbatches' losses, whether a part of the loss comes from side outputs
     of units, and the units. `found` is set if the whole batch gave the same result as the microbatches."""
 
     step: int
@@ -53,8 +53,8 @@ class Undivided:
 
 
 class Sides:
-    """The split model, a copy of the unsplit model for each replica, and possibly an undivided model, which is dropped
-    once it differs. `fickle()` returns the attributes that differ between two runs of one model."""
+    """The split model, a copy of the unsplit model for each replica, and possibly an `undivided` model, until it
+    differs. `fickle()` returns the attributes that differ between two runs of one model."""
 
     def __init__(
         self,
@@ -119,8 +119,9 @@ class Sides:
             return run()
 
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
-        """Compare loss and gradients of the whole batch with the unsplit model's on the microbatches, which were
-        already compared with the split model. None if they differ or are not compared."""
+        """Compare the unsplit model's loss and gradients on the whole batch with its loss and gradients on the
+        microbatches, which `step` has compared with the split model. Return None if they differ, and without an
+        undivided model or new samples."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None
@@ -148,7 +149,7 @@ class Sides:
         return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
     def _optimizers(self) -> list[Any]:
-        """The optimizers of the first reference and of the ranks; SGD if there is none, or if it is not supported."""
+        """The optimizers of the first reference and of the ranks; SGD if the user has none, or an unsupported one."""
         split, reference = self.split, self.references[0]
         if reference.own.optimizer is not None:
             try:
@@ -161,7 +162,8 @@ class Sides:
         return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]
 
     def _update(self, comparison: Comparison) -> None:
-        """Step all optimizers with the first reference's gradients: Adam would amplify small differences."""
+        """Step all optimizers with the first reference's gradients, since Adam would amplify small differences. Copy
+        the updated parameters to the other references."""
         reference, max_norm = self.references[0], self.split.ranks[0].pipeline.config.max_norm
         trained = _trained(reference)
         gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}

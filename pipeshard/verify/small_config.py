@@ -21,9 +21,9 @@ from pipeshard.hf import (
     is_token,
 )
 
-LEAST_WIDTH, LEAST_INNER = 64, 16  # smaller widths are kept; inner widths are not reduced below the second
+LEAST_WIDTH, LEAST_INNER = 64, 16  # widths below the first are kept; inner widths are not reduced below the second
 NARROWER = 4  # factor by which inner widths are reduced more than other widths
-LITTLE = 4  # divisor of widths if the largest common divisor is too much
+LITTLE = 4  # divisor of widths if the largest common divisor is too large
 LEAST_TOKENS = 64
 SETTINGS = (bool, str, float, type(None))
 
@@ -53,8 +53,8 @@ def factors(config: Any) -> list[int]:
 
 
 def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
-    """By number of layers: the smaller number of layers that still includes two layers per stage and all kinds of
-    layers. Numbers that cannot be reduced are omitted."""
+    """Map each number of layers in the config to a smaller number that still includes two layers per stage and all
+    kinds of layers. Numbers that cannot be reduced are omitted."""
     counts = {value for _, _, value in _numbers(config, LAYER_COUNTS)}
     needed = {value: 2 * stages for value in counts if value > 2 * stages}
     for part in _parts(config):
@@ -99,8 +99,8 @@ def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
 def take_widths(config: Any, factor: int) -> Iterator[str]:
     """Divide the widths and numbers of heads of a config, and reduce the experts; yield the changes.
 
-    Any number in the config that equals a width is treated as this width, such as the size to which images are
-    projected.
+    Any number in the config that equals a width, such as the size to which images are projected, is treated as this
+    width.
     """
     widths = {value for _, _, value in _numbers(config, WIDTHS) if value >= LEAST_WIDTH}
     inner = {value: _inner(value, factor) for _, _, value in _numbers(config, INNER_WIDTHS) if value >= LEAST_WIDTH}
@@ -121,7 +121,7 @@ def _inner(value: int, factor: int) -> int:
 
 
 def _experts(config: Any, count: int) -> int:
-    """A smaller number of experts that divides the config's number, still leaves a choice, and fills the groups."""
+    """The smallest number of experts that divides `count`, leaves the router a choice, and fills the groups equally."""
     chosen = max((value for _, _, value in _numbers(config, EXPERTS_OF_TOKEN)), default=1)
     groups = max((value for _, _, value in _numbers(config, EXPERT_GROUPS)), default=1)
     least = 2 * max(chosen, groups)

@@ -45,16 +45,17 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Smaller:
-    """A smaller copy, and the list of its reductions."""
+    """A smaller copy, and a text that lists its reductions."""
 
     own: Copies
     what: str
 
 
 def smaller(given: Copies, stages: int, most: float, device: torch.device) -> Iterator[Callable[[], Smaller]]:
-    """Functions that build copies of a model whose parameters take at most `most` bytes of fp32, smallest first.
+    """Yield functions that build smaller copies of a model, smallest first. The parameters of a copy take at most
+    `most` bytes in fp32.
 
-    Each raises Unlike, or the error of a model that cannot be built in this size.
+    A function raises Unlike for an unsuitable copy, or the model's own error if it cannot be built in this size.
     """
     if hasattr(type(without_adapters(given.model)[1]), "_from_config"):
         divisors = factors(config_of(without_adapters(given.model)[1]))
@@ -144,7 +145,7 @@ def _renumbered(given: Copies, ids: Tensor) -> Batch:
 
 
 def _shortened(given: Copies, stages: int, most: float) -> Smaller:
-    """The model itself with only the first layers of its lists."""
+    """A copy of the model with only the first layers of its lists."""
     lists: dict[nn.ModuleList, int] = {}
     what = []
     for name, module in given.model.named_modules():
@@ -188,7 +189,7 @@ def _dropped() -> nn.Parameter:
 
 
 def _check_alike(model: nn.Module, built: nn.Module) -> None:
-    """Raise Unlike if a rebuilt model has other modules, parameters or ties."""
+    """Raise Unlike if a rebuilt model has different modules, parameters or ties."""
     theirs, own = dict(model.named_modules()), dict(built.named_modules())
     for path, module in own.items():
         if path not in theirs or type(theirs[path]) is not type(module):

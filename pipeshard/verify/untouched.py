@@ -1,8 +1,7 @@
-"""Untouched: objects that the user's code reaches are restored after the proof.
+"""Untouched: the restoration of objects that the user's code reaches, after a proof.
 
 Copies do not cover everything: functions read globals, and objects that cannot be copied are shared. Therefore the
-Python state is restored from a Snapshot, and so are the values and gradients of tensors outside the model, and the
-gradients of parameters.
+Python state, the values and gradients of tensors outside the model, and the gradients of parameters are restored.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ WHOLE_SEED = 20261124
 # Relative errors of the loss and of gradients. Matrix products of different shapes are rounded differently, and some
 # layers always compute in fp32, so that fp64 is not exact to its last digits.
 LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
-LOSS_FLOOR = 1e-3  # smaller losses, and gradients relative to the largest one, are compared with this
+LOSS_FLOOR = 1e-3  # errors of smaller losses, and of gradients below this share of the largest, are relative to this
 SHARED, CONSTANT = "shared", "constant"  # random numbers: each sample's own on both sides, or the same for all samples
 PHASE = 0.5  # of the sine used as a loss: not an odd function, so that subtracting a mean changes it
 
@@ -36,7 +36,7 @@ class Coupled(Exception):
 
 @dataclass(frozen=True)
 class RunMode:
-    """How both sides run: in training mode or not, with which random numbers, in which dtype, and with the loss or
+    """The mode in which both sides run: `training` or evaluation mode, the random numbers, the dtype, and the loss or
     (`by_outputs`) an objective of the outputs. `apart`: each microbatch has its own copy of the model."""
 
     training: bool = True
@@ -134,7 +134,7 @@ class WholeBatch:
             why = self._attempt(replace(way, draws=SHARED))
         if not why or not (self.drew or self.drew_in_python):
             return why
-        if self.drew:  # samples may use the numbers in another order, which does not matter if all samples use the same
+        if self.drew:  # samples may use the numbers in a different order, which is irrelevant if all numbers are equal
             why = self._attempt(replace(way, draws=CONSTANT))
         if not why or not self.drew_in_python:
             return why
@@ -156,7 +156,7 @@ class WholeBatch:
         return ""
 
     def _attempt(self, way: RunMode) -> str:
-        """The difference, if it is also found in fp64: rounding errors shrink with the precision, others do not."""
+        """The difference, if it is also found in fp64: a higher precision reduces only rounding errors."""
         try:
             why = self._once(way)
         except (Unproven, NoLoss):
@@ -165,7 +165,7 @@ class WholeBatch:
             if way.draws != SHARED:
                 raise
             self.drew = True
-            return summary(error)  # numbers of all samples may be invalid for some of them
+            return summary(error)  # random numbers drawn for all samples may be invalid for some samples
         if not why:
             return ""
         try:
@@ -201,8 +201,8 @@ class WholeBatch:
         return ""
 
     def _is_carried(self, way: RunMode) -> bool:
-        """Whether the result of the second microbatch changes if other samples run before it than the first
-        microbatch's."""
+        """Whether the result of the second microbatch changes if samples other than the first microbatch's run before
+        it."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
         after, expected = (
@@ -241,7 +241,7 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def _steady(self) -> Iterator[None]:
-        """Context manager in which batch norms without running statistics do not mix samples."""
+        """Context manager in which F.batch_norm does not mix samples."""
         norms = _Norms()
         with norms:
             yield
@@ -258,7 +258,7 @@ class WholeBatch:
         return torch.stack(terms).sum() if terms else torch.zeros(())
 
     def _choose(self) -> list[int]:
-        """The number of elements of each output, or 0 if the outputs of microbatches do not have as many in total."""
+        """The number of elements of each output, or 0 if the outputs of microbatches have a different total number."""
         self.chosen = []
         sizes = [self._sizes(batch) for batch in (self.batch, *self.parts)]
         if len({len(one) for one in sizes}) > 1:
@@ -305,8 +305,8 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def _run(self, way: RunMode, batch: Batch, start: int, draws: SharedDraws) -> Iterator[Batch]:
-        """Context manager for a run of these samples, of which the first is number `start` of all: yields the samples
-        in the mode's dtype, and makes them use their own random numbers."""
+        """Context manager for a run of these samples, the first of which is sample `start` of the batch. Yields the
+        samples in the mode's dtype, and makes each sample use its own random numbers."""
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)
@@ -344,7 +344,7 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
 
 
 class _Norms(TorchFunctionMode):
-    """A mode in which F.batch_norm runs as in evaluation: with running statistics, or without normalization."""
+    """Function mode in which F.batch_norm runs as in evaluation: with running statistics, or without normalization."""
 
     met = False
 
@@ -435,6 +435,6 @@ def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) ->
 
 
 def _filled(gradient: Tensor | None, like: Tensor | None) -> Tensor:
-    """The gradient, or zeros for None: no sample of a microbatch may reach a weight."""
+    """The gradient, or zeros for None: possibly no sample of a microbatch uses the weight."""
     assert gradient is not None or like is not None
     return torch.zeros_like(like) if gradient is None else gradient.detach()  # type: ignore[arg-type]
