@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The part of a batch in a microbatch: the indices of its samples and, by path, the positions of its leaves."""
+    """The part of a batch that a microbatch contains: indices of samples and, by path, positions of leaves."""
 
     rows: tuple[int, ...]
     spans: Mapping[str, Span]
@@ -114,7 +114,7 @@ class Batch:
         )
 
     def call(self, model: nn.Module | Callable[..., Any]) -> Any:
-        """Call `model`, or its module `entry`, with this batch; omits entries that only the criterion receives."""
+        """Call `model`, or its module `entry`, with this batch, except the entries that only the criterion receives."""
         data = self.data
         if self.entry:
             assert isinstance(model, nn.Module)
@@ -139,7 +139,7 @@ class Batch:
         return replace(self, leaves=leaves, rows=next(rows, self.rows))
 
     def counted(self, dims: BatchDims) -> Self:
-        """This batch with other row dimensions (or None) for the leaves at these paths."""
+        """This batch with the row dimensions in `dims` (by path, or None) instead of its own."""
         pairs = zip(self.paths, self.row_dims, strict=True)
         owners = {path: counts for path, counts in self.owners.items() if path not in dims}
         return replace(self, row_dims=tuple(dims.get(path, dim) for path, dim in pairs), owners=owners)

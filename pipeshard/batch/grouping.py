@@ -27,7 +27,7 @@ class TokenCost(NamedTuple):
 
 
 def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: float) -> list[list[int]]:
-    """The indices of each microbatch's samples, from short to long samples.
+    """The indices of each microbatch's samples, in the order of the samples' lengths.
 
     `lengths` has the number of tokens of each sample: one number, or one for the encoder and one for the decoder. The
     number of samples in a group times the sum of its largest lengths is at most `limit`; each single sample must fit.
@@ -42,7 +42,7 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
     best[0] = 0.0
     columns = np.arange(len(levels))
     for end, of_end in enumerate(costs, 1):
-        start = end - len(of_end)  # of_end[k] is the time of the samples from start + k on
+        start = end - len(of_end)  # of_end[k] is the time of the samples from start + k to end
         totals = np.where(of_end[:, None] <= levels, of_end[:, None] + best[start:end], np.inf)
         chosen = totals.argmin(0)
         best[end], first[end] = totals[chosen, columns], start + chosen
@@ -69,7 +69,7 @@ def _costs(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost) -> lis
 
 
 def _levels(costs: Sequence[np.ndarray]) -> np.ndarray:
-    """Limits to try for the longest microbatch's time, ascending: at most LEVELS, none below the slowest sample's."""
+    """Limits to try for the longest microbatch's time, ascending: at most LEVELS, none below a single sample's time."""
     times = np.unique(np.concatenate(costs))
     times = times[times >= max(of_end[-1] for of_end in costs)]
     return times[np.linspace(0, len(times) - 1, min(LEVELS, len(times))).astype(np.int64)]

@@ -1,9 +1,9 @@
 """Read: the conversion of samples into a Batch, with the batch dimension of each leaf and the sample of each image.
 
 Processors concatenate the media of all samples. The first dimension of such a leaf counts images, or the patches of all
-images, and its shape does not show which entries belong to which sample. A leaf of counts shows this
-(`num_local_patches`), or each sample's number of placeholder tokens, together with the sizes of the images. Otherwise
-the batch cannot be split.
+images, and its shape does not show which entries belong to which sample. A leaf of counts
+(`num_local_patches`) shows this, or each sample's number of placeholder tokens together with the sizes of the images.
+Otherwise the batch cannot be split.
 
 A single batch may be ambiguous: a table may happen to have as many rows as there are samples, and a (s, b) leaf looks
 like a leaf that every microbatch needs in full. A leaf must therefore have the same role in all batches, and an
@@ -184,7 +184,7 @@ class RowDims:
         self._lists: dict[str, bool] = {}
         self._first: dict[
             LeafKind, tuple[int, int]
-        ] = {}  # in the first batch: the size of dimension 0, and the samples
+        ] = {}  # in the first batch: the size of dimension 0, and the number of samples
         self._other: dict[LeafKind, set[int]] = {}  # dimensions that did not count the samples in some batch
 
     def read(self, data: Any, is_cut: bool = True) -> Batch:
@@ -225,8 +225,8 @@ class RowDims:
         return batch.counted(whole)
 
     def _is_whole_as_before(self, path: str, leaf: Tensor, rows: int) -> bool:
-        """Whether the first dimension did not count the samples in the first batch, but has their number as its size
-        now. Raises BatchError if its role cannot be the same in both batches."""
+        """Whether the first dimension, whose size is now the number of samples, did not count the samples in the first
+        batch. Raises BatchError if its role cannot be the same in both batches."""
         size = leaf.shape[0] if leaf.ndim else 1
         if size == 1:
             return False
@@ -292,7 +292,7 @@ def collate(samples: list[Any]) -> Any:
 
 
 def first_samples(dataloader: DataLoader[Any]) -> Any:
-    """The dataset's first samples, collated as the dataloader does; its order and state do not change.
+    """The dataset's first samples, collated by the dataloader's collate_fn; the loader's order and state do not change.
 
     Returns None for a loader without a dataset or a collate_fn, for an empty dataset, and for a stream that cannot be
     copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens.

@@ -68,7 +68,7 @@ class Order:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context manager that restores states and generators on exit: some samplers iterate to count their batches."""
+        """Context manager that restores states and generators on exit, since some samplers iterate to count batches."""
         if all(type(member).__module__.startswith("torch.") for member in self.members):
             yield
             return
@@ -115,7 +115,7 @@ class Order:
                     f"dataloader does not use (it uses {', '.join(key.partition(' ')[2] for key in members)}): "
                     "create the dataloader with the same sampler"
                 )
-        for (key, name), value in self._first.items():  # initial values, where the state has none
+        for (key, name), value in self._first.items():  # reset the attributes that the state does not contain
             if key in members and name not in state.get(key, {}).get("attributes", {}):
                 _give_back(members[key], name, value)
         for key, entry in state.items():

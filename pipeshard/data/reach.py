@@ -86,7 +86,7 @@ def is_entered(value: Any) -> bool:
 
 
 def is_of_datasets(value: Any) -> bool:
-    """Whether this is from Hugging Face's datasets, which copy their generators for every epoch: these need no seed."""
+    """Whether this object is from Hugging Face's `datasets`, whose generators need no seed: each epoch copies them."""
     return type(value).__module__.partition(".")[0] == "datasets"
 
 

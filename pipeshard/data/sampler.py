@@ -56,7 +56,7 @@ class SharedSampler(Sampler[Any]):
         self.order.set_epoch(epoch, force=True)
 
     def set_start_index(self, start_index: int) -> None:
-        """Start after this many of this replica's samples (batches, if the sampler yields batches)."""
+        """Start after the first `start_index` samples of this replica (batches, if the sampler yields batches)."""
         batches, remainder = divmod(start_index, self.share.size)
         if remainder or batches < 0:
             raise ConfigurationError(

@@ -35,8 +35,8 @@ class KeyedSampler:
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset whose random numbers, and its collator's, depend only on the key of each entry, in any process. Other
-    attributes are the dataset's own."""
+    """A dataset that seeds its random numbers, and those of the collator, with the key of each entry, so that they are
+    the same in any process. Other attributes are those of `samples`."""
 
     samples: Any
     collate_fn: Any

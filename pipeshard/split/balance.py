@@ -1,4 +1,4 @@
-"""Balance: the assignment of unit calls to stages that minimizes the time of the slowest stage (in a V, rank)."""
+"""Balance: the assignment of unit calls to stages that minimizes the time of the slowest stage (or, in a V, rank)."""
 
 import itertools
 import math

@@ -70,7 +70,7 @@ def initialize(
 
 
 def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
-    """Call `fill` for each module that contains some of these tensors; return the names of tensors without values.
+    """Call `fill` for each module that contains some of these tensors; return the names that were not written.
 
     Children come before their parents, as in transformers. `fill` also receives the module's owner: the module itself
     or its nearest ancestor that has `_init_weights`, or None.
@@ -115,8 +115,8 @@ def _by_function(
 
 
 class _SeededWrites(DispatchMode):
-    """Dispatch mode that skips writes to tensors of the model other than these. A random write uses a generator seeded
-    with the tensor's name.
+    """Dispatch mode that skips writes to the model's tensors, except those in `names`. A random write uses a generator
+    seeded with the tensor's name.
 
     A parameter with several names is written only by the module of its first name; other modules would initialize it
     again.
@@ -180,7 +180,7 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module: 
 
 @dataclass
 class Blueprint:
-    """The constructor of a skeleton, and its original attributes, by which `build` recognizes and keeps later changes.
+    """The constructor and the original attributes of a skeleton. `build` keeps attributes that have changed since.
 
     `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
     original plain attributes).
@@ -265,7 +265,7 @@ def blank_buffers(module: nn.Module) -> None:
 @torch.no_grad()
 def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
     """Copy the values, buffers and attributes of `built` to `module`; references to submodules and tensors of `built`
-    become references to those of `module`."""
+    become references to their counterparts in `module`."""
     parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, _ in blueprint.before}
     paths, built_paths = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
     if paths != built_paths:

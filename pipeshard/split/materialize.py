@@ -133,8 +133,8 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
 
 
 def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Rebuild each outermost PreTrainedModel in `model` from its config, with `dtype` if given; yields the prefix of
-    its names, and the new model. Its parameters are on meta, its buffers have values."""
+    """Rebuild each outermost PreTrainedModel in `model` from its config, with `dtype` if given. Yields the prefix of
+    its names, and the new model, whose parameters are on meta and whose buffers have values."""
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
 

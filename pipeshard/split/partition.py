@@ -1,4 +1,4 @@
-"""Partition: the assignment of unit calls to stages, and its criteria.
+"""Partition: the assignment of unit calls to stages, by a rule or a list.
 
 Splitting a list of layers into equal parts ignores the cost of embeddings and heads. Here the partition of a Dataflow's
 calls minimizes the cost of the most expensive stage.

@@ -35,10 +35,10 @@ class Policy:
 
     Args:
         stage: this process's rank in the pipeline, below `num_stages`.
-        partition: "auto" (balances costs), "uniform" (numbers of units), "parameters" (numbers of parameters),
-            "profile" (measured costs), "type:REGEX" (numbers of units whose class name matches, ignoring case),
-            "speed:1.0,0.6" (costs divided by each rank's relative speed), a list of the number of unit calls per stage,
-            or of the modules to cut after.
+        partition: the rule by which stages are balanced: "auto" (costs), "uniform" (number of units), "parameters"
+            (number of parameters), "profile" (measured costs), "type:REGEX" (number of units whose class name matches,
+            ignoring case), "speed:1.0,0.6" (costs divided by each rank's relative speed); or a list with the number of
+            unit calls per stage, or the modules to cut after.
         scale: the size of a microbatch relative to the traced batch.
         placement: the process of each part of the model; by default, each process runs one part.
         costs: the costs of the unit calls, if known more exactly than from the trace.
@@ -47,7 +47,8 @@ class Policy:
         tp_plan: the tensor-parallel plan for a base model that has none; maps module names, with * for numbers, to
             styles.
         chunks: the numbers of the parts of the model that this process runs.
-        partition: the Partition; `stages` lists the part that runs each call of `flow`.
+        partition: the Partition.
+        stages: the part that runs each call of `flow`.
         ownership: the processes that hold and own each parameter.
     """
 
@@ -271,8 +272,8 @@ def refuse_backward_hooks(
     partition: Partition,
     outputs: Wanted,
 ) -> None:
-    """Raise UsageError for a module's backward hook if no stage has all of the hook's gradients: if the module contains
-    units (`around`), or is a unit with a result that has a gradient and crosses a cut."""
+    """Raise UsageError for a module's backward hook if no stage has all of the hook's gradients, since the module
+    contains units (`around`), or is a unit with a result that has a gradient and crosses a cut."""
     hooked = {m for m in (*around, *units.values()) if m._backward_hooks or m._backward_pre_hooks}
     if not hooked or partition.num_stages == 1:
         return

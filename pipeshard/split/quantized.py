@@ -14,7 +14,7 @@ ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), or 
 
 
 def quantize_blank(model: Any, config: Any) -> None:
-    """Replace linear layers of a transformers model on meta with quantized ones; transformers selects the layers.
+    """Replace linear layers of a transformers model on meta with quantized layers; transformers selects them.
 
     Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit and 8-bit, if bitsandbytes cannot be
     imported, and if a weight to quantize is tied to another parameter.

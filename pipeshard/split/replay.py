@@ -285,7 +285,7 @@ class Replay:
         """Raise TraceError unless a unit leaves the same tensors and constants at the same places as in the trace;
         constants that no other code could read may differ."""
         unit, traced, start = self.units[step.unit], {}, 0
-        sizes = run.sizes[run.next - 1]  # a count follows from the batch's sizes
+        sizes = run.sizes[run.next - 1]  # counts are computed from the batch's sizes
         expected = [leaf if size is None else size for leaf, size in zip(step.leaves, sizes)]
         for source, tree in step.parts:
             traced[source.place] = expected[start : start + tree.num_leaves]
@@ -351,7 +351,7 @@ class Replay:
             tensor = run.received[leaf]
             return tensor.clone() if leaf in run.route.flow.written else tensor
         if not isinstance(leaf, Blank):
-            return leaf if shape is None else shape  # a constant, or a number that follows from the batch's sizes
+            return leaf if shape is None else shape  # a constant, or a number computed from the batch's sizes
         # Values other than the result are never written to, so one element is enough: attentions may be large.
         blank = self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
         if self._zeros is not None and (leaf.is_zero or self._zeros.has_branches):
@@ -403,8 +403,8 @@ END = "the end"
 def other_way(what: str, expected: str) -> TraceError:
     """The error for a forward that takes a different path than its trace."""
     return TraceError(
-        f"{what}, but the trace recorded {expected}: the code between units took a different path than in the trace: "
-        "by chance (LayerDrop), because of a counter (a depth that grows with each forward), or because of the batch. "
+        f"{what}, but the trace recorded {expected}: the code between units took a different path, either at random "
+        "(LayerDrop), because of a counter (a depth that grows with each forward), or because of the batch. "
         "Turn LayerDrop off, set a depth in an attribute of the model between steps, or pass dry_run_input=<a batch "
         "of this kind>"
     )

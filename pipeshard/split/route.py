@@ -102,7 +102,7 @@ def recomputes_itself(unit: nn.Module) -> bool:
     return unit.training and any(map(recomputes, unit.modules()))
 
 
-Save = Callable[[Tensor], Callable[[], Tensor]]  # moves a tensor away; returns a function to get it back
+Save = Callable[[Tensor], Callable[[], Tensor]]  # moves a tensor away, and returns a function that brings it back
 
 
 def run_again(
@@ -294,8 +294,8 @@ class Route:
         return {(id(self.flow), value): True for value in self.enters.gradients}
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
-        """For each leaf of each unit call, a tensor's shape or a number that follows from the batch's sizes, or None
-        for a constant."""
+        """For each leaf of each unit call, a tensor's shape or a number computed from the batch's sizes, or None for
+        a constant."""
         if deltas not in self._sizes:
             if len(self._sizes) >= LENGTHS:
                 del self._sizes[next(iter(self._sizes))]

@@ -92,8 +92,8 @@ def plan_of(
 
 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
-    """Raise ConfigurationError if `size` does not divide a number of experts, sharded experts have an eager forward,
-    the plan does not shard all weights of sharded experts, or it shards weights of a module that runs all experts."""
+    """Raise ConfigurationError if `size` does not divide a number of experts, if sharded experts have an eager forward,
+    if the plan does not shard all their weights, or if it shards weights of a module that runs all experts."""
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int) or count % size:

@@ -199,8 +199,8 @@ class Ownership:
 
 
 def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
-    """Raise ConfigurationError for two parameters that overlap in memory, if a stage holds only one of them: a write to
-    this parameter would not change the other one on other stages."""
+    """Raise ConfigurationError for two parameters that overlap in memory, but are on different stages: a write to one
+    parameter would not change the other."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
@@ -221,8 +221,8 @@ def held_parameters(
     model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], num_stages: int
 ) -> list[set[str]]:
     """The first names of the parameters that each stage holds: all parameters of its units, and the parameters that its
-    glue reads. An unused parameter is on the last stage that holds the previously registered used parameter. If several
-    stages hold a name, the parameter is shared between them.
+    glue reads. An unused parameter is on the last stage that holds the used parameter registered before it. If several
+    stages hold a name, they share this parameter.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     held: list[set[str]] = [set() for _ in range(num_stages)]

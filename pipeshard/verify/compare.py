@@ -172,7 +172,7 @@ def gradients(
     split: LocalPipeline, reference: Reference
 ) -> tuple[dict[str, list[HeldGradient]], dict[str, Tensor | None]]:
     """The gradients of the split model (by name, for each rank that holds the parameter) and of the unsplit model, in
-    the order of the backward pass. Gradients of ties are summed."""
+    the order of the backward pass. Gradients are already summed over ties."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
     def place(name: str) -> int:
@@ -264,7 +264,8 @@ def first_unit(
     at: tuple[int, int],
     note: Callable[[], None],
 ) -> str:
-    """The first unit, in the order of the forward, whose results differ from the unsplit model, or "" if none does."""
+    """A sentence with the first unit, in the order of the forward, whose results differ from the unsplit model, or ""
+    if there is none, or if its results have a different structure."""
     units = list(split.policy.units)
     of_ranks: list[Results] = [{} for _ in split.ranks]
     unsplit: Results = {}

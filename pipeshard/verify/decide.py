@@ -98,11 +98,13 @@ def prove_at_boost(
     if not alone and (not config.verify or (stages == 1 and not is_cut)):
         return ""
     known = auto and not is_cut and is_known(model, criterion, optimizer)
-    if int(gather(torch.tensor(int(known)), grid.world)[0]):  # a hook may exist on only one rank
+    if int(
+        gather(torch.tensor(int(known)), grid.world)[0]
+    ):  # the first rank decides: a hook may exist on only one rank
         return ""
 
     of_world = replace(config, dp_size=grid.dp_size)
-    # On all ranks, so that all of them raise its errors.
+    # Called on all ranks, so that all of them raise an error.
     proven = shortened(sample, POSITIONS) if is_sliced else Ragged(model).padded(sample) if is_ragged else sample
 
     def work(note: Callable[[], None]) -> Proof:

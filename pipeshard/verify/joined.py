@@ -10,8 +10,7 @@ from torch import Tensor
 from pipeshard.private import DispatchMode
 
 aten = torch.ops.aten
-# Operators that write random numbers and read no values; replacing other results could hide that samples depend on each
-# other.
+# Operators that write random numbers and read no values. Replacing other results could hide dependent samples.
 PURE = {
     *(aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default),
     *(aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default),

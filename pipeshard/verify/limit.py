@@ -13,8 +13,8 @@ class TooMuch(Unproven):
 
 
 class Limit:
-    """The time limit of a proof in seconds, or None; `note` is called at each check. `step` is the duration of a step
-    of the unsplit model in seconds."""
+    """The time limit of a proof in seconds (None: no limit); `note` is called at each check. `step` is the duration of
+    a step of the unsplit model in seconds."""
 
     def __init__(self, seconds: float | None, note: Callable[[], None]) -> None:
         self.start, self.seconds, self.until, self.note = time.perf_counter(), seconds, seconds, note

@@ -42,7 +42,7 @@ class LocalRank:
         self.own, self.model = own, own.model
         self.foreign = own.foreign()  # before anything is replaced
         partition = config.settled(getattr(self.model, "pipeline_hints", None), own.criterion).partition
-        if is_profile(partition):  # measured by all processes together
+        if is_profile(partition):  # a profile is measured by all processes together
             config = replace(config, partition="auto")
         self.pipeline = Pipeline(config, grid, self.model, own.sample, own.criterion, _no_costs)
         own.sample = self.pipeline.reader.settle(own.sample)

@@ -204,7 +204,7 @@ class _Proving:
                 self._try()
             except TooMuch:
                 raise
-            except Exception as error:  # whatever a model of another size raises
+            except Exception as error:  # whatever a model of a different size raises
                 logger.debug("no smaller copy: %s: %s", type(error).__name__, error)
                 why = why or str(error)
                 self.given = given

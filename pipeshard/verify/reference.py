@@ -30,8 +30,8 @@ PACKED_STD = 0.02  # standard deviation of the values for a quantized weight
 
 @dataclass
 class Copies:
-    """Copies that refer to each other: the optimizer trains the parameters of this model, and the criterion may read
-    the parameters."""
+    """A model with its criterion, optimizer and sample, or copies of them: the optimizer trains the parameters of this
+    model, and the criterion may read the parameters."""
 
     model: nn.Module
     criterion: Criterion | None

@@ -90,7 +90,7 @@ class Sides:
         return StepCut(step, weights, self._has_auxiliary(), tuple(split.policy.units), found)
 
     def first_unit(self) -> str:
-        """The first unit whose results differ in the first step, or "" if none does."""
+        """A sentence with the first unit whose results differ in the first step, or "" if there is none."""
         samples = self.samples
         return first_unit(self.split, self.references[0], samples.of_step, samples.m, (SEED, 0), self.tick)
 

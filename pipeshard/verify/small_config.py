@@ -45,7 +45,7 @@ def _numbers(config: Any, names: re.Pattern[str]) -> Iterator[tuple[Any, str, in
 
 
 def factors(config: Any) -> list[int]:
-    """Common divisors of all widths and numbers of heads: the largest, and a small one."""
+    """Common divisors of all widths and numbers of heads, descending: the largest, and one of at most LITTLE."""
     heads = [value for _, _, value in _numbers(config, HEAD_COUNTS) if value > 1]
     widths = [value for _, _, value in _numbers(config, WIDTHS) if value >= LEAST_WIDTH]
     largest = gcd(*heads, *widths) if heads else 1
@@ -68,7 +68,7 @@ def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
 
 
 def all_kinds(kinds: Sequence[Any]) -> int:
-    """The number of layers, counted from the first, that include all kinds."""
+    """The smallest number of layers, counted from the first, that includes all kinds."""
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 

@@ -2,7 +2,7 @@
 
 Whether a split is exact depends on the code of a model: the code of its class, of its kinds of layers, and of the
 user's additions. The number and width of the layers do not matter. A copy therefore keeps every kind of layer, two
-layers for each stage, ties, adapters, hooks, and which parameters are trained.
+layers for each stage, ties, adapters, hooks, and `requires_grad` of each parameter.
 """
 
 import copy
@@ -113,7 +113,7 @@ def _refuse_large(parameters: Iterable[nn.Parameter], most: float, copied: str =
 
 
 def _ids(given: Copies, config: Any) -> Tensor | None:
-    """The sorted token ids of the sample and the config, to which a smaller vocabulary is reduced."""
+    """The sorted token ids of the sample and the config, which form a smaller vocabulary; None without token ids."""
     leaves = [leaf.flatten().cpu() for _, leaf in _id_leaves(given)]
     if not leaves or not has_vocabulary(config):
         return None

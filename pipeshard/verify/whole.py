@@ -31,7 +31,7 @@ Make = Callable[[torch.dtype | None], tuple[Copies, Criterion | None]]
 
 
 class Coupled(Exception):
-    """Samples of a batch depend on each other; the message has the difference and where it begins."""
+    """Samples of a batch depend on each other; the message describes the difference and where it begins."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RunMode:
 
 @dataclass(frozen=True)
 class Side:
-    """The loss and the gradients (by name) of some samples, summed over microbatches with these shares."""
+    """The loss and the gradients (by name) of some samples, summed over microbatches with the weights `shares`."""
 
     loss: float
     gradients: dict[str, Tensor | None]
@@ -92,7 +92,7 @@ class WholeBatch:
         """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
 
         `has_auxiliary` says whether a part of the loss comes from side outputs of layers (router logits), which are
-        computed per microbatch: the outputs are compared if the loss differs. Raises Coupled.
+        computed per microbatch: if the loss differs, the outputs are compared instead. Raises Coupled for a difference.
         """
         self.parts = copied_microbatches(batch, len(weights.shares))
         self.batch, self.weights, self.units, self.found = batch, weights, units, WholeFound()
@@ -228,7 +228,7 @@ class WholeBatch:
         return Side(total, gradients, dtype, start, weights.shares)
 
     def _reference(self, way: RunMode) -> Reference:
-        """A new copy of the model in the dtype, mode and with the objective of the comparison."""
+        """A new copy of the model, with the dtype, mode and objective of the comparison."""
         own, criterion = self.make(way.dtype)
         if way.training:
             for module in own.model.modules():
@@ -409,7 +409,7 @@ def outputs_of(output: Any) -> list[Tensor]:
 
 
 def is_another(whole: Tensor, parts: Sequence[Any], dtype: torch.dtype | None) -> bool:
-    """Whether parts whose shapes concatenate to the whole's along one dimension have different values."""
+    """Whether the parts, concatenated along one dimension, have the shape of `whole` but different values."""
     if not whole.is_floating_point() or any(part.ndim != whole.ndim for part in parts):
         return False
     dims = [dim for dim, count in enumerate(whole.shape) if any(part.shape[dim] != count for part in parts)]

@@ -288,7 +288,7 @@ REMEDIES = {
     ),
     "layers that are skipped by chance": Remedy(
         ("layers that are skipped by chance",),
-        r"the forward called .*, but the trace recorded layers\.\d.*by chance \(LayerDrop\).*Turn LayerDrop off",
+        r"the forward called .*, but the trace recorded layers\.\d.*at random \(LayerDrop\).*Turn LayerDrop off",
         Training(nets.Skips),
         (Training(nets.SkipsNone),),
     ),
