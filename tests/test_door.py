@@ -101,7 +101,7 @@ def test_habits_are_answered_by_name(pool: Pool, tmp_path: Any) -> None:
         "UsageError: an optimizer of a boosted model cannot be copied or pickled.*booster.save_optimizer",
         "ConfigurationError: CrossEntropyLoss takes tensors, but a criterion .* the model's output .CausalLMOutput.*",
         "ConfigurationError: mse_loss takes tensors, but",
-        r"ConfigurationError: the criterion takes \(\), but is called with \(outputs, inputs\) or outputs alone",
+        r"ConfigurationError: the criterion must accept \(outputs, inputs\) or only outputs, but it accepts \(\)",
         r"ConfigurationError: the criterion must be callable as criterion\(outputs, inputs\), got a str",
     ]
     for messages in pool.run(habits, 2, str(tmp_path)):

@@ -95,7 +95,7 @@ def test_what_is_refused_trains_by_the_remedy(pool: Pool) -> None:
     (model,) = find("sample/deciding")
     row = row_of(pool, model, 2)
     assert (row.kind, row.p, row.remedied) == ("refused", 2, True)
-    assert re.match("(bitwise|close) with pp_size=1; TraceError: Deciding decides", row.reason), row
+    assert re.match("(bitwise|close) with pp_size=1; TraceError: Deciding branches", row.reason), row
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def takes_outputs_alone(criterion: Criterion) -> bool:
         with contextlib.suppress(TypeError):
             signature.bind(*[None] * count)
             return count == 1
-    raise ConfigurationError(f"the criterion takes {signature}, but is called with (outputs, inputs) or outputs alone")
+    raise ConfigurationError(f"the criterion must accept (outputs, inputs) or only outputs, but it accepts {signature}")
 
 
 def _loss_called(criterion: Criterion, output: Any, inputs: Any) -> Any:

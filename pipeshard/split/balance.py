@@ -45,7 +45,7 @@ def balance(
             remedy += " with schedule='1f1b', which has one stage per rank"
         raise PartitionError(
             f"the model makes {len(costs)} unit calls, which can be split into at most {len(starts)} stages, fewer "
-            f"than {asked}{why}. Use {remedy}, or pass modules inside units to cut after, partition=[...]"
+            f"than {asked}{why}. Use {remedy}, or pass partition=[...] with modules inside units to cut after"
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]

@@ -87,8 +87,8 @@ def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_ba
         )
     if "units" in options:
         raise ConfigurationError(
-            f"compile={options!r}: consecutive units can no longer be compiled as one function. "
-            'Remove "units", and put layers that should be fused into one module of the model'
+            f'compile={options!r}: the option "units" is not supported, since each unit is compiled separately. '
+            "Remove the option, and put layers that should be fused into one module of the model"
         )
     modes = ("reduce-overhead", "max-autotune")
     graphs = options.get("mode") in modes or "triton.cudagraphs" in options.get("options", {})

@@ -212,7 +212,7 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     decisions = [*flow.decisions, *(() if _last_stage_can_decide(model, flow) else flow.late_decisions)]
     if decisions:
         raise TraceError(
-            f"{type(model).__name__} decides in Python on a value of a unit that only the stage of the unit has: "
+            f"{type(model).__name__} branches in Python on a result of a unit, which only the stage of this unit has: "
             f"{'; '.join(decisions)}. Replace the branch with tensor operations (torch.where), or move it into the "
             "forward of a separate module (together with any torch.autograd.grad call that it depends on), or use one "
             "stage (pp_size=1)"
@@ -328,7 +328,7 @@ def _advertised(model_type: str) -> type[Policy] | None:
     points = {point.value: point for point in metadata.entry_points(group=ENTRY_POINTS, name=model_type)}
     if len(points) > 1:
         raise ConfigurationError(
-            f"several packages provide a policy for {model_type!r}: {', '.join(points)}. Choose with register_policy"
+            f"several packages provide a policy for {model_type!r}: {', '.join(points)}. Pass one to register_policy"
         )
     if not points:
         return None

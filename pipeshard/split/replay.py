@@ -219,8 +219,8 @@ class Replay:
         repeat = self.repeats.pop(unit)
         if unit not in self.held and repeat is None:
             raise UsageError(
-                f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly. Use "
-                "booster.execute_pipeline(...), or to generate, model.generate(...) of the model that boost returned"
+                f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly. Call "
+                "booster.execute_pipeline(...) or, to generate, model.generate(...) of the model that boost returned"
             )
         repeat = repeat or Repeat()
         repeat.before()

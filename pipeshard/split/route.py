@@ -61,8 +61,8 @@ class Recompute:
         ratios: list[Any] = list(recompute) if is_list else [recompute] * num_stages  # type: ignore[arg-type]
         if not all(isinstance(ratio, bool | int | float) and 0 <= ratio <= 1 for ratio in ratios):
             raise ConfigurationError(
-                f"recompute={recompute!r}: use True, False, a fraction of each stage's units from 0 to 1, or a list of "
-                f"such fractions, one for each of {num_stages} stages"
+                "recompute must be True, False, a fraction of each stage's units from 0 to 1, or a list of such "
+                f"fractions, one for each of {num_stages} stages, got {recompute!r}"
             )
         if len(ratios) != num_stages:
             raise ConfigurationError(

@@ -193,7 +193,7 @@ class Divided:
             if not isinstance(value := getattr(module, name, None), int) or value % size:
                 kind = type(module).__name__
                 raise ConfigurationError(
-                    f"tp_plan cannot divide {name}={value!r} of {kind} by tp_size={size}: it must name attributes that "
+                    f"tp_plan cannot divide {name}={value!r} of {kind} by tp_size={size}: name only attributes that "
                     "are multiples of tp_size"
                 )
 

@@ -212,7 +212,7 @@ def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
         stages = [{stage for stage, names in enumerate(held) if name in names} for *_, name in (one, other)]
         if other[0] <= one[1] and stages[0] != stages[1]:
             raise ConfigurationError(
-                f"{one[2]} and {other[2]} are two parameters that share memory, but are on different stages: make them "
+                f"the parameters {one[2]} and {other[2]} share memory, but are on different stages: make them "
                 "one parameter (model.head.weight = model.embed.weight, or shared_weights=[...]), or copy one of them"
             )
 

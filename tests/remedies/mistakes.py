@@ -358,7 +358,7 @@ BOOSTS = {
     ),
     "one unit": Remedy(
         (ERRORS + "`PartitionError`: more stages than units",),
-        r"Use pp_size <= 1, or pass modules inside units to cut after, partition=\[...\]",
+        r"Use pp_size <= 1, or pass partition=\[...\] with modules inside units to cut after",
         Training(Single, batches=numbers),
         (Training(Single, {"partition": ["only.a"]}, batches=numbers),),
     ),

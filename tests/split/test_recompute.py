@@ -35,17 +35,21 @@ from tests.unsplit import Split, refusal
 pytestmark = pytest.mark.local
 
 M = 4
+RATIOS = (
+    "recompute must be True, False, a fraction of each stage's units from 0 to 1, or a list of such fractions, "
+    "one for each of {} stages, got {}"
+)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recompute": 1.5}, "recompute=1.5: use True, False, a fraction of each stage's units from 0 to 1, or a list"),
-        ({"recompute": -0.1}, "recompute=-0.1: use True"),
-        ({"recompute": float("nan")}, "recompute=nan: use True"),
-        ({"recompute": "all"}, "recompute='all': use True"),
-        ({"recompute": None}, "recompute=None: use True"),
-        ({"recompute": [0.5, "a"], "schedule": "zbv"}, "recompute=[0.5, 'a']: use True"),
+        ({"recompute": 1.5}, RATIOS.format(1, 1.5)),
+        ({"recompute": -0.1}, RATIOS.format(1, -0.1)),
+        ({"recompute": float("nan")}, RATIOS.format(1, "nan")),
+        ({"recompute": "all"}, RATIOS.format(1, "'all'")),
+        ({"recompute": None}, RATIOS.format(1, None)),
+        ({"recompute": [0.5, "a"], "schedule": "zbv"}, RATIOS.format(2, "[0.5, 'a']")),
         ({"recompute": [0.5, 1]}, "has 2 fractions for 1 stages"),
         ({"recompute": [1], "schedule": "zbv"}, "has 1 fractions for 2 stages"),
         ({"activation_checkpoint_interval": -1}, "0, or k > 0 to recompute every k-th unit, got -1"),
