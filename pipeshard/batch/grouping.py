@@ -69,7 +69,7 @@ def _costs(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost) -> lis
 
 
 def _levels(costs: Sequence[np.ndarray]) -> np.ndarray:
-    """Limits to try for the longest microbatch's time, ascending: at most LEVELS, none below a single sample's time."""
+    """Limits to try for the longest microbatch's time, ascending: at most LEVELS, none below any sample's own time."""
     times = np.unique(np.concatenate(costs))
     times = times[times >= max(of_end[-1] for of_end in costs)]
     return times[np.linspace(0, len(times) - 1, min(LEVELS, len(times))).astype(np.int64)]
