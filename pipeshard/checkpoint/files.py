@@ -1,4 +1,4 @@
-"""Files: written atomically, by all ranks together."""
+"""Files: files and folders that all ranks write together and that replace the previous ones atomically."""
 
 import contextlib
 import logging
@@ -25,21 +25,22 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # of any type, since the other ranks must not wait for this one
+    except Exception as error:  # of any type, since the other ranks must not wait for this rank
         failure = error
     mine = str(failure) if isinstance(failure, PipeshardError) else failure and summary(failure)
     messages = gather_objects(mine, group)
     first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is not None:
         message, rank = str(messages[first]), dist.get_process_group_ranks(group)[first]
-        own = len(set(messages)) == 1 or message.startswith("rank ")  # the same on all ranks, or already names its rank
+        own = len(set(messages)) == 1 or message.startswith("rank ")  # identical on all ranks, or already names a rank
         shared = CheckpointError(message if own else f"{named(rank)}: {message}")
         raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
 
 
 @contextmanager
 def writes(path: Path) -> Iterator[None]:
-    """Context manager that turns errors in writing `path` into CheckpointError, with the path and the free space."""
+    """Context manager that turns an error in writing `path` into a CheckpointError with the path and, if known, the
+    free space."""
     try:
         yield
     except PipeshardError:
@@ -59,15 +60,15 @@ def writes(path: Path) -> Iterator[None]:
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:
     """Context manager that yields an empty folder shared by all ranks; on exit, this folder replaces `target`.
 
-    At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is as
-    for `make_way`.
+    At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is the
+    same as in `make_way`.
     """
     return _written_folder(target, group, lambda: make_way(target, mark), lambda writing: place(writing, target))
 
 
 def make_way(target: Path, mark: str) -> None:
-    """Prepare to replace `target` with a folder. Raises CheckpointError if `target` is a file, or a non-empty folder
-    without the file `mark`, which every saved folder contains."""
+    """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, or a
+    non-empty folder without the file `mark`, which every saved folder contains."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
     if target.exists() and any(target.iterdir()) and not (target / mark).exists():
@@ -76,7 +77,7 @@ def make_way(target: Path, mark: str) -> None:
 
 
 def place(writing: Path, target: Path) -> None:
-    """Rename the complete folder `writing`, which is synced to disk, to `target`, replacing an existing folder."""
+    """Rename the complete folder `writing`, already synced to disk, to `target`, replacing an existing folder."""
     old = hidden(target, "old")
     if target.exists():
         os.rename(target, old)
@@ -129,7 +130,7 @@ def existing(target: Path) -> Path:
 
 
 def restore(target: Path) -> None:
-    """Clean up after a save that was killed between its renames: restore `target`, and remove the hidden folder."""
+    """Clean up after a killed save: restore `target` if it is missing, and remove the hidden previous folder."""
     old = hidden(target, "old")
     if old.exists() and not target.exists():
         os.rename(old, target)
@@ -158,7 +159,7 @@ def hidden(target: Path, what: str) -> Path:
 
 
 logger = logging.getLogger("pipeshard")
-BEAT, SILENT = 1.0, 8.0  # seconds between heartbeats of a background save, and without one until it counts as killed
+BEAT, SILENT = 1.0, 8.0  # seconds between heartbeats of a background save, and of silence until it counts as killed
 
 
 @dataclass
@@ -166,8 +167,9 @@ class Save(ABC):
     """A save in which every stage writes its part; the first stage completes the checkpoint once all stages have
     written theirs.
 
-    A subclass defines `write` for this stage's part, `commit` for the first stage, `abandon`, which removes the files
-    that this stage has written, and `beside`, the path of a hidden file. Hidden files also synchronize the stages.
+    A subclass defines `write`, which writes this stage's part; `commit`, which completes the checkpoint on the first
+    stage; `abandon`, which removes the files that this stage has written; and `beside`, which returns the path of a
+    hidden file. Hidden files also synchronize the stages.
     """
 
     target: Path

@@ -25,14 +25,14 @@ from pipeshard.errors import CheckpointError
 from pipeshard.hf import is_of_peft
 from pipeshard.split.packed import UNWRITTEN, is_quantized
 
-SHARD = 1024  # the largest size of a shard, in MB
+SHARD = 1024  # the default maximum size of a shard, in MB
 
 
 class PipelineCheckpointIO:
-    """Saves and loads checkpoints with the architecture's own names; no rank gathers the whole model.
+    """Saves and loads checkpoints under the architecture's own parameter names; no rank gathers the full model.
 
-    Call each method on every rank; if one rank fails, all ranks raise CheckpointError. When a save returns, its files
-    are on disk, unless `use_async=True`; until then, the previous files remain complete.
+    Call each method on every rank; if one rank fails, all ranks raise CheckpointError. Without `use_async=True`, a save
+    returns once its files are on disk. Until the new files are complete, the previous files remain.
     """
 
     def __init__(self, grid: Callable[[], Grid]) -> None:
@@ -60,15 +60,15 @@ class PipelineCheckpointIO:
         """Write the model to a folder (`shard=True`) or a file.
 
         The folder contains safetensors shards of at most `size_per_shard` MB, their index and the configs;
-        `AutoModel.from_pretrained(checkpoint)` reads it. A file has the format of `torch.save` if its name ends in .pt,
-        .pth or .bin, otherwise safetensors. (`use_safetensors=False`, Booster's default, has no effect.) Safetensors
-        contain each tied tensor once.
+        `AutoModel.from_pretrained(checkpoint)` loads the folder. A file has the format of `torch.save` if its name ends
+        in .pt, .pth or .bin, otherwise safetensors. (`use_safetensors=False`, Booster's default, has no effect.)
+        Safetensors files contain each tied tensor once.
 
-        With `use_async=True`, a copy of the weights is written while training continues. The next save waits for it and
-        raises its error; at exit, the process waits for it.
+        With `use_async=True`, a copy of the weights is written while training continues. The next save waits for this
+        write, and raises its error if it failed; the process also waits for it at exit.
 
         With `merge=True`, the folder of a model with adapters can be read without peft: each stage merges its active
-        adapters into its weights.
+        adapters into copies of its weights.
         """
         boosted = boosted_model(model)
         self.wait()
@@ -98,8 +98,8 @@ class PipelineCheckpointIO:
     def save_folder(
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
-        """Like `save_model` with `shard=True`, but also for models with adapters (not merged) or quantized weights
-        (omitted). `load_model` reads the folder."""
+        """Like `save_model` with `shard=True`, but also for models with adapters (merged only with `merge`) or
+        quantized weights (omitted). `load_model` reads the folder."""
         boosted = boosted_model(model)
 
         def plan(tensors: dict[str, Tensor]) -> FolderSave:
@@ -111,14 +111,14 @@ class PipelineCheckpointIO:
         self._save(boosted, use_async, plan)
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
-        """Plan a save of copies of this stage's tensors to the folder. Returns None if another replica or slice writes
-        them."""
+        """Plan a save of copies of this stage's tensors to the folder. Returns None on ranks that do not write, since
+        they are not in the first replica and slice. Call it on all ranks."""
         boosted = boosted_model(model)
         with self._leading(boosted) as (leads, tensors):
             return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None
 
     def start(self, save: Save) -> None:
-        """Start this rank's background save. A rank without one only sets `saving`: then `wait` includes all ranks."""
+        """Start this rank's background save. Ranks without a save only set `saving`, so that all ranks join `wait`."""
         self.pending, self.saving = save, True
         save.start()
 
@@ -143,8 +143,8 @@ class PipelineCheckpointIO:
 
     @contextmanager
     def _leading(self, boosted: PipelineModel) -> Iterator[tuple[bool, dict[str, Tensor]]]:
-        """Context manager that yields whether this rank writes this stage's tensors (if it is in the first replica and
-        slice), and these tensors. All ranks exit together, and fail if one fails."""
+        """Context manager that yields whether this rank writes (it is in the first replica and slice), and the tensors
+        that its stage saves. If one rank fails, all ranks raise CheckpointError on exit."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = owned(boosted)
@@ -152,7 +152,7 @@ class PipelineCheckpointIO:
             yield self.grid.leads, tensors
 
     def wait(self) -> None:
-        """Wait until the background save is on disk; raises CheckpointError on every rank if it failed."""
+        """Wait until the background save is on disk; raises CheckpointError on every rank if the save failed."""
         save, self.pending, saving, self.saving = self.pending, None, self.saving, False
         if save is not None and save.thread is not None:
             save.thread.join()
@@ -167,10 +167,11 @@ class PipelineCheckpointIO:
 
     @together_in("load_model")
     def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True, **_: Any) -> nn.Module:
-        """Read this stage's tensors in place from a Hugging Face folder, an index or a file.
+        """Read this stage's tensors in place from a Hugging Face folder, an index or a file, and return `model`.
 
-        If `PipelinePlugin.from_pretrained` created the model from the same `checkpoint`, `strict` has no effect:
-        weights that the checkpoint lacks are initialized, with a warning, as by `from_pretrained`.
+        With `strict`, missing or unexpected names raise CheckpointError. If `PipelinePlugin.from_pretrained` created
+        the model from the same `checkpoint`, `strict` has no effect: weights that the checkpoint lacks are initialized,
+        with a warning, as transformers' `from_pretrained` does.
         """
         boosted = boosted_model(model)
         self.wait()
@@ -180,7 +181,7 @@ class PipelineCheckpointIO:
 
     @together_in("save_lr_scheduler")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        """Write the scheduler's state, which is the same on all ranks, on the first rank."""
+        """Write the scheduler's state from the first rank; the state is the same on all ranks."""
         with new_file(Path(checkpoint), self.grid.world) as folder:
             if self.grid.first:
                 with writes(Path(checkpoint)):
@@ -206,7 +207,8 @@ class PipelineCheckpointIO:
         size_per_shard: int = SHARD,
         use_async: bool = False,
     ) -> None:
-        """Write the optimizer's state to the file `checkpoint`, or with `shard=True` one part per rank to a folder."""
+        """Write the optimizer's state to the file `checkpoint` or, with `shard=True`, one part per rank to the folder
+        `checkpoint`."""
         _refuse_prefix(prefix)
         save_optimizer(optimizer, checkpoint, shard=shard)
 

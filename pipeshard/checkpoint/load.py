@@ -1,4 +1,4 @@
-"""Load: each stage reads its own tensors from a Hugging Face checkpoint, whose names and layout may differ."""
+"""Load: each stage's tensors, read from a Hugging Face checkpoint and converted to the model's names and layout."""
 
 import copy
 import logging
@@ -29,15 +29,15 @@ except ImportError:  # with transformers 4, models have the layout of their chec
     conversion_mapping = core_model_loading = None
 
 logger = logging.getLogger("pipeshard")
-SHOWN = 8  # the most names that a warning lists
+SHOWN = 8  # the maximum number of names in a warning
 
 
 @dataclass
 class Piece:
-    """Checkpoint tensors that are converted together to one or several model tensors: experts to stack, a fused matrix
-    to split.
+    """Checkpoint tensors that are converted together to one or several model tensors, such as experts to stack or a
+    fused matrix to split.
 
-    `sources` are their keys, each with the pattern of the transformation that it matched (or with the key itself).
+    `sources` lists their keys, each with the pattern of the transformation that matched it (or with the key itself).
     """
 
     target: str
@@ -45,7 +45,7 @@ class Piece:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model tensors by name; `read` returns the checkpoint tensor of a key."""
+        """Convert to model tensors, returned by name; `read(key)` returns a checkpoint tensor."""
         if self.transform is None:
             return {self.target: read(self.sources[0][0])}
         transform = copy.deepcopy(self.transform)
@@ -56,9 +56,9 @@ class Piece:
 
 
 class Conversion:
-    """The mapping from a checkpoint's keys to `model`: its `pieces` by the name of their target, and `unexpected` keys.
+    """The mapping from a checkpoint's keys to `model`: `pieces` by the name of their target, and `unexpected` keys.
 
-    `transforms` are the transformations that it uses; `revert` applies their inverses, as `save_pretrained` does.
+    `transforms` lists the transformations in use; `revert` applies their inverses, as `save_pretrained` does.
     """
 
     def __init__(self, model: nn.Module, keys: Iterable[str], names: Iterable[str]) -> None:
@@ -89,7 +89,7 @@ class Conversion:
 
 
 def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A stage's tensors, converted to the names and layout in which `save_pretrained` would write them."""
+    """Convert a stage's tensors to the names and layout that `save_pretrained` writes, without those that it omits."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in state.items() if name not in ignored}
     if core_model_loading is None:
@@ -103,7 +103,7 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
-    """The key renamings (pattern, replacement) of transformers 4 for some classes; none with transformers 5."""
+    """The key renamings (pattern, replacement) that transformers 4 has for some classes; empty with transformers 5."""
     mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
     return mapping.items() if core_model_loading is None else ()
 
@@ -136,10 +136,10 @@ def _natural(key: str) -> list[Any]:
 def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
     """Load this stage's tensors from a folder, an index or a file; returns the number of bytes read.
 
-    Every rank checks the names and shapes of the whole model before it changes anything, so all ranks raise the same
-    CheckpointError. A shape mismatch always raises it; missing or unexpected names only if `strict`. With
-    `draw_missing`, `strict` has no effect: missing weights are initialized as by the plugin's `init_weights`, with a
-    warning. A model with adapters then loads a checkpoint of its base model.
+    Every rank checks the names and shapes of the full model before it changes anything, so all ranks raise the same
+    CheckpointError. A shape mismatch always raises this error; missing or unexpected names raise it only with `strict`.
+    With `draw_missing`, `strict` has no effect: missing weights are initialized as with the plugin's `init_weights`,
+    with a warning, and a model with adapters loads a checkpoint of its base model.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -158,19 +158,19 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
 
 class _Plan:
-    """The mapping from a checkpoint to the whole model, computed from names and shapes alone. With `of_base`, a model
-    with adapters has the names of its base model.
+    """The mapping from a checkpoint to the full model, computed from names and shapes alone. With `of_base`, the names
+    in a model with adapters are those of its base model.
 
     Attributes:
-        first: the first of the tied names, by name.
-        targets: the full names of the parameters to fill, by first name; several if adapters copy a module.
-        scales: for each weight that the checkpoint has quantized, by full name, the keys of its scales.
+        first: for each name, the first of the names that are tied to it.
+        targets: for each first name, the full names of the parameters to fill; several if adapters copy a module.
+        scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
     """
 
     def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool) -> None:
         self.whole, self.source, self.holdings = model, source, holdings
         self.model = without_adapters(model)[1] if of_base else model
-        state = model.state_dict(keep_vars=True)  # ghosts have shapes, too
+        state = model.state_dict(keep_vars=True)  # ghosts also have shapes
         names = dict(zip(state, state)) if self.model is model else base_names(model)
         self.packed = dict(packed_layers(model))
         self.shapes = {
@@ -187,7 +187,7 @@ class _Plan:
         self.problems: list[str] = []
         self.scales = dict[str, dict[str, str]]()
         layers = {names[full]: full for full in self.packed if full in names}
-        self.makes: dict[str, Piece] = {}  # the piece that yields a tensor, by the tensor's first name
+        self.makes: dict[str, Piece] = {}  # by first name, the piece that yields the tensor
         for piece in self.conversion.pieces.values():
             for name, shape in self._shapes_made(piece).items():
                 if name not in self.shapes:
@@ -197,13 +197,13 @@ class _Plan:
                 if keys := source.scales.keys() & {key for key, _ in piece.sources}:
                     layer = layers.get(name)
                     if layer is None or piece.transform is not None:
-                        self.problems.append(f"{min(keys)} is quantized, but not in the model")
+                        self.problems.append(f"{min(keys)} is quantized, but the weight in the model is not")
                         continue
                     self.scales[layer], expected = source.scales[min(keys)], tuple(state[layer].shape)
                 if shape != expected:
                     self.problems.append(f"{name} has shape {shape}, but {expected} in the model")
                 first = self.first[name]
-                if first not in self.makes or name == first:  # of several tied names, the first one is used
+                if first not in self.makes or name == first:  # of several tied names, the first is used
                     self.makes[first] = piece
         self.given = set(self.makes)
         optional = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or []
@@ -213,7 +213,7 @@ class _Plan:
             if name not in self.given and not any(re.search(pattern, name) for pattern in optional)
         ]
         packed = {name for name in self.missing if self.packed.keys() & self.targets[name].keys()}
-        if not of_base and len(packed) == len(self.packed):  # saved states omit them, and the model has them
+        if not of_base and len(packed) == len(self.packed):  # saved states omit them; the model has them
             self.missing = [name for name in self.missing if name not in packed]
         elif packed:
             self.problems.append(f"{min(packed)} is missing, and a quantized weight cannot be initialized")
@@ -228,7 +228,7 @@ class _Plan:
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
     def refuse(self, lists: bool) -> None:
-        """Raise CheckpointError for tensors that do not fit; with `lists` also for missing or unexpected names."""
+        """Raise CheckpointError for tensors that do not fit and, with `lists`, for missing or unexpected names."""
         problems = list(self.problems)
         if lists:
             problems += [f"{name} is missing" for name in self.missing]
@@ -260,8 +260,8 @@ class _Plan:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
-        """The pieces that this stage needs, in the order of the files, each with the tensors of this stage that it
-        fills, by first name and full name."""
+        """The pieces that this stage needs, in the order of the files; each has the tensors of this stage that it
+        fills, nested by first name and full name."""
         own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers())}
         needed: dict[str, tuple[Piece, dict[str, dict[str, Tensor]]]] = {}
         for name, piece in self.makes.items():
@@ -272,11 +272,11 @@ class _Plan:
 
     @torch.no_grad()
     def _assign(self, name: str, target: Tensor, value: Tensor) -> None:
-        """Set a tensor to `value`. A plain parameter takes over the memory of `value` unless other tensors share it."""
+        """Set a tensor to `value`. A plain parameter reuses the memory of `value`, unless other tensors share it."""
         weight = self.holdings.weights.get(name)
         if name in self.scales:
             scales = {end: self.source.read(key).to(target.device) for end, key in self.scales[name].items()}
-            refused = f"{self.source.path}: the packed {name} cannot be read"
+            refused = f"{self.source.path}: the quantized {name} cannot be read"
             with explained(lambda error: CheckpointError(f"{refused}: {summary(error)}")):
                 self.packed[name].restore(value.to(target.device), scales)
         elif name in self.packed:
@@ -298,7 +298,7 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
     pipeline.draw([full for name in lost for full in plan.targets[name]])
     weights = pipeline.holdings.weights
     for first, *copies in (plan.targets[name] for name in lost):
-        for full in copies:  # start with the values of the original
+        for full in copies:  # they start with the original's values
             if full in weights:
                 weights[full].set(weights[first].parameter.detach())
     unused = plan.conversion.unexpected

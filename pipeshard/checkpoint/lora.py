@@ -1,4 +1,4 @@
-"""LoRA: peft adapters, added to a model before it is boosted, and saved as peft saves them."""
+"""LoRA: peft adapters, added to a model before it is boosted, and saved and loaded in peft's format."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def enable_lora(
     training. Call it before `model` is boosted.
 
     New adapters are initialized with torch's generator, whose seed must be the same on every rank. If the model is on
-    meta (`PipelinePlugin.from_pretrained`), they receive the same values as on the loaded model: each stage computes
-    adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded these weights.
+    meta (`PipelinePlugin.from_pretrained`), the adapters receive the values that they would on the loaded model: each
+    stage computes adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded these weights.
 
     Raises UsageError if the model is boosted or has adapters, ConfigurationError for `bnb_quantization_config` and for
     a `lora_config` that the model (or a model on meta) does not support, CheckpointError for a folder that does not
@@ -86,11 +86,11 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     """Write every adapter of a boosted PeftModel to the folder `checkpoint`, as `save_pretrained` would for the unsplit
     model.
 
-    `PeftModel.from_pretrained(base, checkpoint)` reads it. The first stage receives the adapters' tensors, one at a
-    time, and writes them, always as safetensors. If a save is interrupted, the previous files remain.
+    `PeftModel.from_pretrained(base, checkpoint)` reads the folder. The first stage receives the adapters' tensors, one
+    at a time, and writes them, always as safetensors. If a save is interrupted, the previous files remain.
 
-    Raises CheckpointError, on every rank, for any other model, and if `checkpoint` is a file or a folder with other
-    content.
+    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, and if `checkpoint` is a file or a
+    folder with other content.
     """
     module = model.unwrap() if isinstance(model, PipelineModel) else model
     if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):
@@ -121,7 +121,8 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
 def load_lora(model: PipelineModel, folder: Path) -> None:
     """Load the adapters of a boosted PeftModel from a folder that `save_lora` or peft wrote. Call it on all ranks.
 
-    Raises CheckpointError, on every rank, if the folder lacks one of the adapters, or has other tensors for it.
+    Raises CheckpointError, on every rank, if the folder lacks one of the adapters, or if the names or shapes of an
+    adapter's tensors differ.
     """
     from peft import get_peft_model_state_dict, load_peft_weights
 

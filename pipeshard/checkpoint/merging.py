@@ -1,4 +1,4 @@
-"""Merging: the weights of a model with its adapters merged into them, stage by stage."""
+"""Merging: the adapters of a model, merged into its weights stage by stage."""
 
 import copy
 from typing import Any
@@ -14,10 +14,10 @@ WHOLE = "on the model that pipeshard.to_sequential(model, rank=0) returns on ran
 
 
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A stage's `tensors` (by full name) with the active adapters merged into them, by their names in the base model.
-    `module` itself does not change.
+    """Merge the active adapters into a stage's `tensors` (by full name), and return them by their names in the base
+    model. `module` and `tensors` do not change.
 
-    Raises CheckpointError for adapters that cannot be merged into a weight, or whose weight is tied to another one.
+    Raises CheckpointError for adapters that cannot be merged into a weight, or whose weight is tied to another weight.
     """
     if any(config.is_prompt_learning for config in module.peft_config.values()):
         raise CheckpointError(
@@ -39,20 +39,20 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """The layers with adapters, by path and a dot; of nested adapter layers, only the outermost."""
+    """The layers with adapters, by path with a trailing dot; of nested adapter layers, only the outermost."""
     layers = {f"{path}.": layer for path, layer in module.named_modules() if is_of_peft(layer, "BaseTunerLayer")}
     return {path: layer for path, layer in layers.items() if not path.endswith("base_layer.")}
 
 
 def _of_base(layer: Any, path: str) -> dict[str, nn.Parameter]:
-    """The parameters of the base layer inside the adapter layer `layer`, by full name."""
+    """The parameters of the base layer that `layer` adapts, by full name."""
     while is_of_peft(layer, "BaseTunerLayer"):
         layer, path = _inside(layer), f"{path}base_layer."
     return {f"{path}{name}": parameter for name, parameter in layer.named_parameters()}
 
 
 def _merged(layer: Any, path: str) -> dict[str, Tensor]:
-    """The base layer's parameters after peft has merged the adapters, in a copy of the layer."""
+    """Merge the adapters with peft in a copy of the layer; returns the base layer's parameters by full name."""
     with explained(lambda error: CheckpointError(f"merge=True: peft cannot merge {path[:-1]}: {summary(error)}")):
         inner = made = copy.deepcopy(layer)
         while is_of_peft(inner, "BaseTunerLayer"):

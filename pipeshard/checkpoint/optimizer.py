@@ -24,9 +24,9 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
 
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
-OLDER = "pipeshard optimizer 1"  # the same in a file; a folder had other files of torch.distributed.checkpoint
+OLDER = "pipeshard optimizer 1"  # its files are the same; its folders had other files of torch.distributed.checkpoint
 VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its states
-INSIDE = "::"  # joins the key of a dict among the states and a key in it, as bitsandbytes has
+INSIDE = "::"  # joins the key of a nested dict, as in bitsandbytes states, and a key in this dict
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
 # value. In a description, the tensors of "state" are also on meta.
 Content: TypeAlias = dict[str, Any]
@@ -102,7 +102,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
 
 
 def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
-    """Whether this rank's position in the mesh differs from that of `owner` only on axes that shard the parameter."""
+    """Whether this rank's coordinate in the mesh differs from `owner`'s only on axes that shard the parameter."""
     grid, parameter = optimizer.grid, optimizer.weights[name].parameter
     at, first = grid.mesh.coordinate(), grid.mesh.unravel(owner, grid.mesh.shape)
     assert isinstance(at, tuple)
@@ -110,7 +110,7 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 
 
 def on_meta(content: Content) -> Content:
-    """The `content` with all tensors on meta, as ranks exchange it and as the description in a folder contains it."""
+    """The `content` with all tensors on meta: the form that ranks exchange and that a folder's description has."""
 
     def meta(_: str, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -120,7 +120,8 @@ def on_meta(content: Content) -> Content:
 
 
 def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
-    """The combined state of all ranks, and the first rank that holds each parameter."""
+    """The combined description of all ranks' states, and the first rank that holds each parameter. Raises
+    CheckpointError if the options of a group differ between ranks."""
     whole: Content = {"format": OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [], "state": {}}
     owners: dict[str, int] = {}
     for rank, description in enumerate(descriptions):
@@ -179,15 +180,15 @@ def _by_name(values: Any, kind: type) -> bool:
     return isinstance(values, dict) and all(isinstance(k, str) and isinstance(v, kind) for k, v in values.items())
 
 
-DESCRIPTION = "optimizer.pt"  # in a folder that also contains the tensors, in files of every rank
+DESCRIPTION = "optimizer.pt"  # in a folder that also contains each rank's files of tensors
 
 
 def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) -> None:
-    """Write the optimizer's state by parameter name; the first rank that holds a tensor or a slice of it writes it.
+    """Write the optimizer's state by parameter name; the first rank that holds a tensor or slice writes it.
 
-    With `shard`, writes a folder of safetensors files, which torch.distributed.checkpoint's HuggingFaceStorageReader
-    reads; otherwise one file, which `torch.load(weights_only=True)` reads. The previous files remain until the new
-    files are complete.
+    With `shard`, writes a folder of safetensors files that torch.distributed.checkpoint's HuggingFaceStorageReader can
+    read; otherwise, writes one file that `torch.load(weights_only=True)` can read. The previous files remain until the
+    new files are complete.
 
     Raises CheckpointError, on every rank, if the state cannot be written.
     """
@@ -214,8 +215,8 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
 
 
 def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
-    """Copies of the files that this rank writes to an optimizer's folder, and on the first rank the description (None
-    on other ranks). Call it on all ranks. Raises CheckpointError as `save_optimizer` does."""
+    """Copies of the contents of the files that this rank writes to an optimizer's folder, and the description (None
+    except on the first rank). Call it on all ranks. Raises CheckpointError as `save_optimizer` does."""
     boosted = _boosted(optimizer)
     description, written = _planned(boosted, shard=True)
     return list(contents(_in_files(written))), copy.deepcopy(description) if boosted.group.rank() == 0 else None
@@ -237,7 +238,7 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tup
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
-    """Load a state that `save_optimizer` wrote, with any number of stages, into the optimizer.
+    """Load into the optimizer a state that `save_optimizer` wrote with any number of stages.
 
     Raises CheckpointError on every rank, before anything is changed, for any other file or folder, and for a checkpoint
     with different parameters, shapes or groups.
@@ -289,7 +290,7 @@ def _in_files(tensors: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
 
 
 def _read_content(source: Path) -> Content:
-    """The description in a folder, or the content of a file, after a check that the files contain all declared data."""
+    """The description in a folder, or the content of a file; first checks that the files contain all declared data."""
     if not source.exists():
         raise CheckpointError(f"{source} cannot be read: it does not exist")
     described = source.is_dir()
@@ -325,7 +326,7 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
 
 
 def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]) -> States:
-    """The saved states of these parameters, as this rank's shards; no tensor is a view of a file."""
+    """The saved states of these parameters, as this rank's shards; no tensor shares memory with a mapped file."""
     states = {name: values for name, values in content["state"].items() if name in names}
     parameters = {name: optimizer.weights[name].parameter for name in states}
 
@@ -362,7 +363,7 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Stat
     ]
     state = {number: _nested(states[name]) for number, name, _ in parameters if states.get(name)}
     optimizer.optim.load_state_dict({**packed, "state": state, "param_groups": groups})
-    for _, name, parameter in parameters:  # torch casts all states to the parameter's dtype, also if theirs differs
+    for _, name, parameter in parameters:  # torch casts all states to the parameter's dtype: restore the saved dtypes
         if content["parameters"][name].dtype == parameter.dtype and states.get(name):
             loaded = optimizer.optim.state[parameter]
             for key, value in loaded.items():

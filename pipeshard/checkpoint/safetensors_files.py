@@ -1,7 +1,8 @@
 """Safetensors files: the tensors of a checkpoint on disk, read one at a time, written by each rank, and joined.
 
-Each rank's file has the format of torch.distributed.checkpoint's `HuggingFaceStorageReader`: its metadata contains the
-offset of each shard in the full tensor. Ranks write and read them without communication, and nothing is pickled.
+The files of an optimizer can be read with torch.distributed.checkpoint's `HuggingFaceStorageReader`: their metadata
+contains the offset of each shard in the full tensor. Ranks write and read these files without communication, and
+nothing is pickled.
 """
 
 import json
@@ -32,7 +33,7 @@ from pipeshard.distributed.collectives import local, reason
 from pipeshard.errors import CheckpointError, explained, listed, summary
 from pipeshard.hf import has_adapters, without_adapters
 
-# In the order of preference; an index lists the files of a checkpoint that has several.
+# In order of preference. If a checkpoint has several files, its index lists them.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PICKLED = (".bin", ".pt", ".pth")  # suffixes of files that torch.save wrote
@@ -42,12 +43,12 @@ FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 class Source:
     """The tensors of a checkpoint: `shapes` contains the shape of each key, `read` returns the tensor of a key, and
-    `bytes_read` counts the bytes that `read` returned. `scales` maps the key of each quantized weight to the
-    keys of its scales, by the end of their names; `shapes` omits the scales.
+    `bytes_read` counts the bytes that `read` returned. `scales` maps the key of each quantized weight to the keys of
+    its scales, by their suffixes; `shapes` omits the scales.
 
-    Safetensors files are read, not mapped, so that a tensor takes memory once; pickled files (.bin) are loaded with
-    `weights_only=True`, which executes no code. Even in untrusted files, no shape exceeds the data, and an index lists
-    only files in its own folder. Raises CheckpointError for files that cannot be read.
+    Safetensors files are read, not memory-mapped, so that a tensor takes memory once; pickled files (.bin) are loaded
+    with `weights_only=True`, which executes no code. Even in untrusted files, no shape exceeds the stored data, and an
+    index lists only files in its own folder. Raises CheckpointError for files that cannot be read.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None) -> None:
@@ -187,14 +188,14 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
-    """All tensors of the file, since transformers must convert llama.cpp's names and row order."""
+    """All tensors of a GGUF file, which transformers converts together from llama.cpp's names and row order."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    if model is not None and has_adapters(model):  # a PeftModel's layers have other names
+    if model is not None and has_adapters(model):  # the names of a PeftModel's layers differ
         base: Any = without_adapters(model)[1]
         with torch.device("meta"):
             model = type(base)(base.config)
-    with explained(  # gguf hardly checks the content
+    with explained(  # gguf barely validates the content
         lambda error: CheckpointError(f"{file} cannot be read as GGUF: {summary(error)}")
     ):
         return load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
@@ -230,8 +231,8 @@ def joined_file(parts: Sequence[Path], target: Path) -> None:
 
 
 def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata: dict[str, str] | None = None) -> None:
-    """Call `save_file` so that it may be interrupted at any moment: temporary files are in the folder `room`, and
-    `target` is renamed into place. It has the permissions of an ordinary new file."""
+    """Write a safetensors file atomically: it is written in the folder `room`, then renamed to `target`. It has the
+    permissions of an ordinary new file."""
     with writes(target):
         room.mkdir(exist_ok=True)
         path = room / target.name
@@ -244,14 +245,14 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
         room.rmdir()
 
 
-LARGEST_FILE = 1 << 30  # bytes per file, and so per copy; a larger tensor has a file of its own
+LARGEST_FILE = 1 << 30  # the maximum bytes per file, and so per copy; a larger tensor has its own file
 
 
 Content = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file: copies of tensors, and metadata
 
 
 def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
-    """Yield the content of each file of this rank: its shards of `tensors` (which no other rank may write), copied."""
+    """Yield the content of each file of this rank: copies of its shards of `tensors`, which no other rank writes."""
     for names in _shard_files(tensors):
         parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
@@ -284,7 +285,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless the files contain exactly `tensors` (possibly on meta), by name, shape and dtype.
 
-    The check allocates no memory, and reading accepted files takes no more memory than their size.
+    The check allocates no tensors, and reading accepted files takes no more memory than their size.
     """
     stored = _stored(folder)
     problems = [f"{name} is missing" for name in sorted(tensors.keys() - stored.keys())]
@@ -320,14 +321,14 @@ def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _on_cpu(part: Tensor) -> Tensor:
-    """A copy of the part on the CPU, with its own storage: safetensors refuses tensors that share storage."""
+    """A copy of the part on the CPU, with its own storage: safetensors rejects tensors that share storage."""
     return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _begin(tensor: Tensor) -> list[int]:
     """The offset of this rank's shard in the full tensor."""
     if isinstance(tensor, DTensor):
-        (chunk,) = tensor.__create_chunk_list__()  # which torch.distributed.checkpoint calls, too
+        (chunk,) = tensor.__create_chunk_list__()  # torch.distributed.checkpoint also calls this
         return list(chunk.offsets)
     return [0] * tensor.ndim
 
@@ -341,7 +342,7 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:
-    """Whether the slices cover the tensor without overlaps. Its size is where they end, so all are inside it."""
+    """Whether the chunks cover the tensor exactly once. Torch derives its size from their ends, so none exceeds it."""
     chunks, dims = stored.chunks, len(stored.size)
     if any(len(c.offsets) != dims or len(c.sizes) != dims or min(c.offsets, default=0) < 0 for c in chunks):
         return False

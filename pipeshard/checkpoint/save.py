@@ -1,4 +1,4 @@
-"""Save: each stage writes its own tensors of a Hugging Face checkpoint, which replaces the old one atomically."""
+"""Save: each stage's tensors, written to a Hugging Face checkpoint that atomically replaces the previous one."""
 
 import copy
 import itertools
@@ -34,7 +34,7 @@ SAVED_FILES = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # files of
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
-    """The tensors that this stage saves, by the model's names. The first stage that has a tensor saves it.
+    """The tensors that this stage saves, by the model's names. The first stage that holds a tensor saves it.
     Quantized weights are omitted: the checkpoint from which they were loaded contains them.
 
     Call it on all ranks, since sharded tensors are gathered.
@@ -51,22 +51,22 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """The full tensor; a sharded one is moved to the CPU, since the GPU may not have room for all full tensors."""
+    """The full tensor. A gathered tensor is moved to the CPU, since the GPU may not have room for all full tensors."""
     return whole(tensor).to("cpu") if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass
 class FolderSave(Save):
-    """A save to a folder, planned by all ranks of a pipeline together; `write` and `commit` then need no collectives.
+    """A save to a folder, planned by all ranks of a pipeline together; `write` and `commit` use no collectives.
 
     The index determines which files belong to the checkpoint. Therefore, shards are written under names that do not
     exist in the folder yet, and the index (or the single file) is renamed last: a reader finds either the previous or
     the new checkpoint.
     """
 
-    configs: list[Any]  # the copies that are written
+    configs: list[Any]  # copies of the model's configs
     parts: dict[str, dict[str, Tensor]]  # this stage's shards by file name
-    weight_map: dict[str, str]  # the file of each tensor, of all stages
+    weight_map: dict[str, str]  # the file of each tensor of all stages
     total_size: int
 
     @classmethod
@@ -79,8 +79,8 @@ class FolderSave(Save):
         snapshot: bool,
         of_base: bool = False,
     ) -> "FolderSave":
-        """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that it owns, which are
-        copied with `snapshot`. With `of_base`, they have the names of the base model of a PeftModel."""
+        """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that its stage saves. With
+        `snapshot`, these are copied. With `of_base`, their names are those of the base model of a PeftModel."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         module = without_adapters(module)[1] if of_base else module
         with together(pipeline.group):
@@ -113,7 +113,7 @@ class FolderSave(Save):
         return set(self.weight_map.values()) == {SINGLE}
 
     def write(self) -> None:
-        """Write this stage's shards, and on the first stage the configs and the index, under names not yet read."""
+        """Write this stage's shards and, on the first stage, the configs and the index, under names not yet read."""
         sizes = {file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in self.parts.items()}
         disable = None if self.stage == 0 and self.thread is None else True
         with tqdm(total=sum(sizes.values()), desc="saving stage 0", unit="B", unit_scale=True, disable=disable) as bar:
@@ -134,14 +134,14 @@ class FolderSave(Save):
                 sync(self.beside(INDEX))
 
     def commit(self) -> None:
-        """Make this save the folder's checkpoint, and remove the previous one. Called on the first stage, once all
-        stages have written."""
+        """Make this save the folder's checkpoint, and remove the previous checkpoint. Called on the first stage, once
+        all stages have written their shards."""
         for config in sorted(self.beside("configs").iterdir()):
             os.replace(config, self.target / config.name)
         last = SINGLE if self.is_single else INDEX
         os.replace(self.beside(last), self.target / last)
         if not self.is_single:
-            (self.target / SINGLE).unlink(missing_ok=True)  # readers prefer it to the index
+            (self.target / SINGLE).unlink(missing_ok=True)  # readers prefer this file to the index
         sync(self.target)
         for path in self._leftovers():
             remove(path)
@@ -173,7 +173,7 @@ class FolderSave(Save):
 class FileSave(Save):
     """A save to a file: each stage writes a part next to it, and the first stage joins the parts.
 
-    The suffix selects the format: safetensors, or that of `torch.save`, which contains tied tensors under all names.
+    The suffix selects the format: safetensors, or that of `torch.save`, with each tied tensor under all its names.
     """
 
     part: dict[str, Tensor]
@@ -181,7 +181,8 @@ class FileSave(Save):
 
     @classmethod
     def plan(cls, boosted: PipelineModel, tensors: dict[str, Tensor], target: Path, snapshot: bool) -> "FileSave":
-        """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that it owns."""
+        """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that its stage saves. With
+        `snapshot`, these are copied."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         with together(pipeline.group):
             if target.is_dir():
@@ -222,7 +223,7 @@ class FileSave(Save):
 
 
 def _configs(module: nn.Module, cached: Collection[Any], dtype: torch.dtype | None) -> list[Any]:
-    """Copies of the model's configs, with `use_cache` as before boost, the model's class, and the saved dtype."""
+    """Copies of the model's configs, with the model's class, the saved dtype, and `use_cache` as before boost."""
     memo: dict[int, Any] = {}
     parts: list[Any] = [getattr(module, name, None) for name in ("config", "generation_config")]
     configs = [copy.deepcopy(part, memo) for part in parts if hasattr(part, "save_pretrained")]
@@ -234,13 +235,13 @@ def _configs(module: nn.Module, cached: Collection[Any], dtype: torch.dtype | No
 
 
 def _ready(tensor: Tensor, snapshot: bool) -> Tensor:
-    """The tensor on the CPU; with `snapshot` a copy that training does not change."""
+    """The tensor on the CPU; with `snapshot`, a copy that training does not change."""
     there = tensor.to("cpu")
     return there.clone(memory_format=torch.contiguous_format) if snapshot and there is tensor else there
 
 
 def _generation(folder: Path) -> str:
-    """A suffix for the names of new shards that no shard in the folder has."""
+    """A suffix (possibly empty) for the names of new shards, which no shard in the folder has."""
     taken = {path.name for path in folder.glob("model*.safetensors")}
     marks = (f"-v{k}" if k else "" for k in itertools.count())
     return next(mark for mark in marks if not any(name.startswith(f"model{mark}-0") for name in taken))
@@ -257,8 +258,8 @@ def saved_names(model: nn.Module) -> dict[str, str]:
 
 
 def copied_names(model: nn.Module) -> dict[str, str]:
-    """Additional names under which parameters are saved, each with the parameter's first name. The user tied them
-    (`shared_weights`), so transformers would not tie them when it loads the checkpoint."""
+    """Additional names under which parameters are saved, each with the parameter's first name. The user tied these
+    names (`shared_weights`), so transformers would not tie them when it loads the checkpoint."""
     if not isinstance(model, PreTrainedModel):
         return {}
     patterns, saved = _tied_patterns(model), saved_names(model)

@@ -1,8 +1,8 @@
 """State folder: the files of a training state on disk, and how they are written and checked.
 
-A folder is complete if it contains its manifest and every file has the size in the manifest. Disks flip bits and people
-mix folders, so the manifest also contains each file's SHA-256, as `sha256sum` prints it. The ranks share this work, and
-files that have just been written are still in the page cache, so reading them costs little.
+A folder is complete if it contains its manifest and every file has the size that the manifest lists. To detect flipped
+bits and mixed folders, the manifest also contains each file's SHA-256, as `sha256sum` prints it. Each rank computes
+some of the checksums, and reads files that are still in the page cache after a save, so this costs little.
 
 Two jobs that save into one folder (such as a requeued job and its zombie) would remove each other's unfinished saves,
 so the first rank locks the folder while its model exists. The kernel releases the lock when the process exits for any
@@ -49,7 +49,7 @@ MARKS = ".marks"  # a folder in the hidden folder, through which the ranks synch
 
 
 def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup) -> None:
-    """Write the manifest of all files that the first rank finds in the folder. Call it on all ranks, since each
+    """Write the manifest of all files that the first rank finds in the folder. Call it on all ranks, since each rank
     computes some of the checksums."""
     with together(group):
         here = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -74,7 +74,7 @@ def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -
 
 def flaw(folder: Path, step: int | None = None) -> str:
     """The reason why the folder is not a complete training state (of `step`, if given), judged by its files' names and
-    sizes, or "" if it is. Never raises."""
+    sizes; "" if the folder is complete. Never raises."""
     try:
         manifest = read_document(folder / MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
@@ -97,8 +97,8 @@ def flaw(folder: Path, step: int | None = None) -> str:
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> str:
-    """A message with the files of a complete state that have changed since the save, or "" if none has. Call it on all
-    ranks, since each checks some of the files. States from before 0.2 have no checksums, and are not checked."""
+    """A message that names the files of a complete state that have changed since the save, or "" if none has. Call it
+    on all ranks, since each rank checks some files. States from before 0.2 have no checksums, and are not checked."""
     manifest = read_document(folder / MANIFEST)
     expected = manifest.get("sha256", {})
     names = sorted(manifest["files"].keys() & expected.keys())
@@ -109,7 +109,7 @@ def damage(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dict[str, str]:
-    """The SHA-256 of each file, or the error if it cannot be read. Each rank reads some of the files."""
+    """The SHA-256 of each file, or the error if the file cannot be read. Each rank reads some of the files."""
     own = {name: _file_sum(folder / name) for name in names[group.rank() :: group.size()]}
     return {name: value for of_rank in gather_objects(own, group) for name, value in of_rank.items()}
 
@@ -128,10 +128,10 @@ def _file_sum(file: Path) -> str:
 
 
 def lock(parent: Path, owner: Any) -> None:
-    """Lock `parent`, so that no other process saves into it, until `owner` is freed. Raises CheckpointError if another
+    """Lock `parent` until `owner` is freed, so that no other process saves into it. Raises CheckpointError if another
     process holds the lock.
 
-    On a file system without locks, other processes are not kept out.
+    On a file system without locks, this does not stop other processes.
     """
     parent.mkdir(parents=True, exist_ok=True)
     key = str(parent.resolve())
@@ -142,7 +142,7 @@ def lock(parent: Path, owner: Any) -> None:
 
 
 def _locked(parent: Path) -> int:
-    """Lock the folder, or a file in it if necessary; returns the locked handle."""
+    """Lock the folder or, if it cannot be locked, a file in it; returns the locked file descriptor."""
     handle = os.open(parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +157,7 @@ def _locked(parent: Path) -> int:
 
 
 def _locked_file(parent: Path) -> int:
-    """Lock the file LOCK in the folder; returns the locked handle."""
+    """Lock the file LOCK in the folder; returns the locked file descriptor."""
     handle = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,7 +194,7 @@ _held: dict[str, int] = {}  # by folder; closing any other handle of a locked fi
 
 
 def _leave_locks() -> None:
-    """Close the locked handles in a forked child, which would otherwise keep the locks if it outlives this process."""
+    """Close the locked files in a forked child, which would otherwise keep the locks if it outlives this process."""
     for handle in _held.values():
         os.close(handle)
     _held.clear()
@@ -205,11 +205,12 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 @dataclass
 class StateSave(Save):
-    """A save of a training state. Its `stages` are all ranks, which plan it together; each copies what it writes."""
+    """A save of a training state, planned by all ranks together, which count as its `stages`. Each rank copies the data
+    that it writes."""
 
     writing: Path  # the hidden folder
-    model: FolderSave | None  # on the ranks that write the model
-    optimizer: tuple[list[FileContent], dict[str, Any] | None]  # of `optimizer_part`
+    model: FolderSave | None  # None on ranks that do not write the model
+    optimizer: tuple[list[FileContent], dict[str, Any] | None]  # the result of `optimizer_part`
     rest: dict[str, Any] | None  # on the first rank: the content of training.pt
     step: int
     pipeline_stages: int

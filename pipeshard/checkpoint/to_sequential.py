@@ -1,4 +1,4 @@
-"""Sequential: the trained pipeline, converted back to one ordinary module in one process."""
+"""Sequential: the trained pipeline, converted back to the unsplit model."""
 
 import copy
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
     Returns the model on each rank. With `rank`, only that stage (of every replica) returns the model; the other stages
     return None, and allocate at most one parameter at a time. The result shares no tensors with `model`, which can
-    continue training. Its weights and buffers come from the stages that train them; ties, frozen parameters, modes,
+    continue training. Its weights and buffers come from the stages that own them; ties, frozen parameters, modes,
     activation checkpointing, hooks and `use_cache` come from `model`; gradients are not copied.
 
     Args:
@@ -83,7 +83,7 @@ class StageTensor(NamedTuple):
 
 
 def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
-    """A copy of this stage's model as before boost, with allocated parameters also for the other stages' modules."""
+    """A copy of this stage's model as it was before boost, in which all stages' parameters are allocated."""
     model, memo = pipeline.model, _memo(pipeline.model, device)
     with unsharded_classes(model):
         copied = copy.deepcopy(model, memo)
@@ -107,7 +107,7 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
 
 
 def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
-    """The memo of `deepcopy`: copies of the objects that it must not copy itself, by id."""
+    """The memo for `deepcopy`: by id, the replacements for objects that it must not copy itself."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():  # a ghost's copy has the ghost's full shape; ties stay tied
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -117,7 +117,7 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
             if isinstance(value, Interception | Recomputation | Sliced | Guarded):
                 memo[id(value)] = value
         for tensor in tree_tensors(list(module.__dict__.values())):
-            if id(tensor) not in memo:  # buffers, and tensors with a graph from a forward
+            if id(tensor) not in memo:  # buffers, and non-leaf tensors left by a forward
                 memo[id(tensor)] = tensor if tensor.is_meta else tensor.detach().to(device, copy=True)
         memo.update((id(hook), hook) for hook in _module_hooks(module) if not _is_bound(hook))
         memo.update((id(addition), addition) for addition in fsdp_additions(module))
@@ -131,8 +131,8 @@ def _module_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_bound(hook: Any) -> bool:
-    """Whether a hook refers to a module, and so must be copied with it. Other hooks, and the objects whose methods they
-    are (a recorder, a trainer), are shared with the copy.
+    """Whether a hook refers to a module, and must therefore be copied with this module. The copy shares all other
+    hooks, and the objects whose methods they are (a recorder, a trainer), with the model.
 
     Torch wraps some hooks in an object with a reference to their module; other hooks may be methods or partial
     functions.

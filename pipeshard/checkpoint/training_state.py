@@ -39,7 +39,7 @@ from pipeshard.errors import CheckpointError, explained, summary
 
 
 def random_state() -> dict[str, Any]:
-    """The states of torch's, CUDA's, Python's and NumPy's random generators. (torch's includes the seed of dropout.)"""
+    """The states of torch's, CUDA's, Python's and NumPy's random generators. (torch's includes dropout's seed.)"""
     algorithm, keys, *rest = np.random.get_state()
     numpy = (algorithm, np.asarray(keys).tolist(), *rest)
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -47,12 +47,12 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: Any) -> None:
-    """Raise an error for an invalid state, by setting it on temporary generators before the real ones are changed."""
+    """Check a state by setting it on temporary generators, which raise an error if it is invalid."""
     torch.Generator().set_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.Generator("cuda").set_state(state["cuda"])
     random.Random().setstate(state["python"])
-    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # where NumPy reads next, unchecked
+    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # NumPy does not check it
         raise ValueError(f"NumPy's position is {state['numpy'][2]}")
     np.random.RandomState().set_state(state["numpy"])
 
@@ -83,13 +83,13 @@ def save_training_state(
 ) -> None:
     """Write the folder `directory/step-<step>` between two steps. Call it on all ranks, after `optimizer.zero_grad()`.
 
-    It contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler, the
-    loss scale, the random generators of the first rank and the position in the data. At every moment, each step is
-    either complete or does not exist; once this step is complete, all steps except the last `keep` are removed.
+    The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
+    the loss scale, the first rank's random states and the position in the data. At every moment, each step is either
+    complete or does not exist; once this step is complete, all steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues; they take as much host memory as the rank's
-    weights and optimizer state. The next save waits for a save that still runs in the background, and raises its error;
-    at exit, the process waits for it.
+    weights and optimizer state. The next save waits for an unfinished background save, and raises its error if it
+    failed; at exit, the process also waits.
 
     Raises CheckpointError, on every rank, for an object that is not boosted, a dataloader without `state_dict`, an
     invalid `step` or `keep`, a `directory` with a later step, which would be mistaken for the newest, and a `directory`
@@ -182,12 +182,12 @@ def load_training_state(
     """Restore the given objects to their state at `step`, by default the newest complete step, and return that step.
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
-    given are not loaded; the random generators always are. With `verify`, every file is compared with its saved
-    checksum. If the newest step has changed and `step` is not given, that step is renamed to `step-<step>.damaged`, and
-    an older step is loaded, with a warning.
+    given are not loaded; the random generators are always restored. With `verify`, every file is compared with its
+    saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
+    `step-<step>.damaged`, and an older step is loaded, with a warning.
 
     Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if the step lacks the state of a
-    given object, and for objects that do not fit.
+    given object, and if a saved state does not fit its object.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):
@@ -212,7 +212,7 @@ def load_training_state(
             logger.warning(
                 "%s is skipped, because it is incomplete or damaged (%s): resuming from step %d", path, why, chosen
             )
-        for path in damaged:  # no longer one of the last `keep` steps, nor the newest
+        for path in damaged:  # so that it is no longer the newest step, nor one of the last `keep` steps
             with suppress(OSError):
                 path.rename(path.with_name(f"{path.name}.damaged"))
     with together(pipeline.grid.world):
@@ -317,10 +317,10 @@ def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRSched
 
 
 def read_rest(file: Path) -> dict[str, Any]:
-    """Read the result of `rest_of`. Raises CheckpointError if it could not be restored."""
+    """Read the result of `rest_of` from a file. Raises CheckpointError if the result is damaged or invalid."""
     advice = "load another step (step=...)"
     rest = load_plain(file, "the training.pt of a training state", advice)
-    with explained(  # invalid states make generators raise anything
+    with explained(  # generators may raise anything for an invalid state
         lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
     ):
         if not isinstance(rest["steps"], int) or rest["steps"] < 0:

@@ -29,8 +29,8 @@ from pipeshard.errors import CheckpointError, ConfigurationError, explained, sum
 from pipeshard.hf import ADAPTER_CONFIG
 from pipeshard.split.quantized import quantization_of, quantize_blank
 
-LARGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors has a tenth of this
-VALUES = 1_000_000  # each takes up to 100 bytes of memory
+LARGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors takes a tenth of this
+VALUES = 1_000_000  # in a JSON document; each takes up to 100 bytes of memory
 
 
 def read_document(file: Path) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def is_inside(name: object) -> TypeGuard[str]:
 
 COUNTED = re.compile(r"(^|_)(num|n|layers?|depths?|blocks|stages|heads|groups|experts|hashes|buckets)(_|$)")
 NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # counts of training or text, not of objects to build
-THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # limits of a count in a config, of labels, of modules
+THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # limits of a config's counts, of labels and of modules
 RANK, VIRTUAL = 65_536, 2**28  # limits of a count in an adapter config, and of the elements of virtual tokens
 PROMPT = "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"
 MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
@@ -162,7 +162,7 @@ def _counting(folder: Path) -> Iterator[None]:
 
 
 def _measure_config(document: Any) -> None:
-    """Raise ValueError if a number of objects that transformers would build exceeds its limit."""
+    """Raise ValueError if the config requests more objects than a limit allows."""
     for key, number in _whole_numbers(document):
         is_counted = COUNTED.search(key) and not NOT_COUNTED.search(key)
         most = LABELS if key == "num_labels" else THINGS if is_counted else None
@@ -193,7 +193,7 @@ for pattern in patterns:
 
 
 def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Try the patterns on all names in a separate process: some regular expressions never finish, and hold the GIL.
+    """Match the patterns with all names in a separate process: some regular expressions never finish, and hold the GIL.
 
     Raises ValueError for such expressions, and for invalid ones.
     """
@@ -230,7 +230,7 @@ def _cached(name: Path) -> Path:
         ) from None
 
 
-# The most opcodes in a pickle, and values that it builds: an optimizer state of 100,000 tensors has about as many.
+# The maximum opcodes in a pickle, and values that it builds: an optimizer state of 100,000 tensors has about as many.
 MOST_STEPS = 4_000_000
 MADE_OF = re.compile(
     r"collections (OrderedDict|Counter)|_codecs encode|torch Size|torch (\w+Storage|[a-z0-9_]+)"
@@ -242,7 +242,7 @@ MADE_OF = re.compile(
 def load_plain(file: Path, kind: str, advice: str) -> Any:
     """Load a `torch.save` file with `torch.load(weights_only=True)`; tensors are on the CPU, memory-mapped if possible.
 
-    For any other file, raises CheckpointError, which says that the file is not `kind`, and gives the `advice`.
+    For any other file, raises CheckpointError, whose message says that the file is not `kind`, and gives the `advice`.
     """
     with explained(  # zipfile, pickletools and torch may raise anything for a damaged file
         lambda error: CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}")
@@ -263,8 +263,8 @@ def _refuse_bombs(file: Path, zipped: bool) -> None:
     """Raise ValueError for pickles that could exhaust the memory or never finish.
 
     A few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never finishes, in C code that
-    cannot be interrupted. `torch.save` of plain values needs neither. It never compresses either, so compressed data,
-    which may have any size once unpacked, is also refused.
+    cannot be interrupted. `torch.save` of plain values uses neither. It also never compresses, so compressed data,
+    which may have any size once unpacked, is refused.
     """
     if zipped:
         with zipfile.ZipFile(file) as archive:
@@ -275,13 +275,13 @@ def _refuse_bombs(file: Path, zipped: bool) -> None:
             with archive.open(name) as content:
                 _measure_pickle(_Bounded(content, file.stat().st_size))
         return
-    with file.open("rb") as content:  # before torch 1.6: a magic number, versions, the object, storages
+    with file.open("rb") as content:  # the format before torch 1.6: a magic number, versions, the object, storages
         for _ in range(5):
             _measure_pickle(_Bounded(content, file.stat().st_size))
 
 
 class _Bounded:
-    """A file whose `read` never requests more than the file's size, which Python would allocate first."""
+    """A file whose `read` requests at most the file's size, since Python first allocates as much as is requested."""
 
     def __init__(self, content: IO[bytes], size: int) -> None:
         self.content, self.size = content, size
@@ -292,8 +292,8 @@ class _Bounded:
 
 
 def _measure_pickle(content: Any) -> None:
-    """Walk through a pickle without building anything. Raises ValueError for globals that `torch.save` never uses for
-    plain values, and for too many opcodes or values, counted once per reference."""
+    """Check a pickle without building anything. Raises ValueError for globals that `torch.save` never uses for plain
+    values, and for too many opcodes or values; a shared value counts once per reference."""
     # The number of values in each object, in a list that references share; None is a mark.
     stack: list[list[int] | None] = []
     memo: dict[Any, list[int]] = {}

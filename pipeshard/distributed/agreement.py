@@ -30,7 +30,7 @@ SHOWN_BY_REPR = (bool, int, float, str, type(None), Program)  # types whose repr
 def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
     """Raise ConfigurationError, on every rank, if the lines of an item differ between the ranks of `group`.
 
-    Ranks send only digests, and the lines themselves if the digests differ. The error shows the first line that
+    Ranks send digests and, only if the digests differ, the lines themselves. The error shows the first line that
     differs.
     """
     digests = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
@@ -75,8 +75,8 @@ def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Copy the first rank's parameters and persistent buffers to every rank if any rank has different values, as
-    DistributedDataParallel does. Call it on every rank.
+    """Copy the first rank's parameters and persistent buffers to every rank if any rank has different values. Call it
+    on every rank. DistributedDataParallel does the same.
 
     Ranks compare a few elements of each tensor, which differ if the ranks used different seeds. Tensors that are on
     the meta device on any rank are skipped: they are initialized or loaded later.

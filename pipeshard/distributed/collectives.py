@@ -190,14 +190,15 @@ def set_local_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 
 def align_grad(parameter: nn.Parameter) -> None:
-    """Give a parameter's gradient the parameter's placements if backward has left it replicated or partial."""
+    """Redistribute a parameter's gradient to the parameter's placements if the gradient's placements differ."""
     gradient = parameter.grad
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard `part` as a DTensor with the placements of `tensor`; `part` itself if `tensor` is not one."""
+    """This rank's shard `part` as a DTensor with the placements of `tensor`; `part` itself if `part` is a DTensor or
+    `tensor` is not."""
     if not isinstance(tensor, DTensor) or isinstance(part, DTensor):
         return part
     return DTensor.from_local(
@@ -206,13 +207,13 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor, gathered from the ranks of its mesh: call it on all of them. Other tensors are
+    """The full tensor of a DTensor, gathered from the ranks of its mesh: call it on all these ranks. Other tensors are
     returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor with a strided shard: this rank has a piece of each of several fused blocks."""
+    """Whether a tensor is a DTensor on a one-dimensional mesh with a strided shard (a part of each fused block)."""
     placements = tensor.placements if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 else ()
     return any(isinstance(placement, StridedShard) for placement in placements)
 
@@ -251,7 +252,8 @@ def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequenc
 
 @contextmanager
 def together_in(name: str) -> Iterator[None]:
-    """Context manager or decorator for a call that every rank must make, in the same order; UsageError otherwise."""
+    """Context manager or decorator for the collective call `name`. Every rank raises UsageError if the ranks are in
+    different calls."""
     with calling(name) as is_call:
         if is_call:
             world = dist.group.WORLD

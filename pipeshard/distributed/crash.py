@@ -1,8 +1,8 @@
 """Crash: the report that a rank writes when a failure ends it, and the page that summarizes all ranks.
 
-Each rank that still can writes `crash/rank-N.json` in its working directory: the fault, the stacks of all threads, its
-last actions, and its memory. PIPESHARD_CRASH sets another folder; if it is empty, nothing is written. `pipeshard crash
-FOLDER` summarizes the reports.
+Each rank that can still run code writes `crash/rank-N.json` in its working directory: the fault, the stacks of all
+threads, the rank's last actions, and its memory. PIPESHARD_CRASH sets another folder; if this variable is empty,
+nothing is written. `pipeshard crash FOLDER` summarizes the reports.
 """
 
 import json
@@ -26,7 +26,7 @@ from pipeshard.errors import CheckpointError, summary
 
 logger = logging.getLogger("pipeshard")
 VARIABLE = "PIPESHARD_CRASH"
-SHOWN, LINES = 8, 12  # the numbers of actions and of error lines that the page shows per rank
+SHOWN, LINES = 8, 12  # the maximum numbers of actions and of error lines that the page shows per rank
 LONGEST_REPORT = 16 * 2**20  # bytes; a larger report is an error
 
 
@@ -66,7 +66,8 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> d
 
 
 def page(folder: Path) -> Iterator[str]:
-    """Yield the lines of a summary of the reports in a folder: the cause, then each rank's last actions, by time.
+    """Yield the lines of a summary of the reports in a folder: the cause, then each rank's error and last actions, in
+    the order in which the ranks reported.
 
     Raises CheckpointError if the folder contains no report, or a report that cannot be read.
     """

@@ -27,9 +27,9 @@ THROUGH = "its program being through"  # the message of a rank that ended withou
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure of `rank` (whose `name` is, for example, "rank 2 (stage 2)"). By `kind`, the rank raised an error with
-    the text `message` at `where`, possibly in the code of `module`; its process died, stalled or ended; or its agent
-    died. `told_by` is the rank that reports the failure."""
+    """A failure of `rank` (whose `name` is, for example, "rank 2 (stage 2)"). `kind` says whether the rank raised an
+    error (with the text `message`, in `where`, possibly in the code of `module`), whether its process died, stalled or
+    ended, or whether its agent died. `told_by` is the rank that reports the failure."""
 
     kind: str
     rank: int
@@ -68,8 +68,8 @@ LINGER = 2.0  # seconds that the process that hosts the store waits for the othe
 
 
 class Alarm:
-    """At most one Fault per collective call, kept in the store under the call's number. The first report counts, on
-    every rank.
+    """The reported Fault of each collective call, kept in the store under the call's number. If ranks report several
+    faults of a call, the first counts, on every rank.
 
     If `gone` is set, the store no longer responds, and methods raise DistStoreError immediately. `asked` is set while a
     thread waits for the store in `ask`.
@@ -81,8 +81,8 @@ class Alarm:
         self.rank, self.size, self.gone, self.asked = rank, size, False, False
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Return `question()`, run in a separate thread: it hangs if the store does not respond, but this call then
-        raises DistStoreError once `gone` is set."""
+        """Return the result of `question()`, which runs in a separate thread, since it hangs if the store does not
+        respond. Raises DistStoreError once `gone` is set."""
         answer = _answer_later(question)
         self.asked = True
         try:
@@ -94,8 +94,8 @@ class Alarm:
         raise _gone()
 
     def tell(self, fault: Fault, number: int) -> Fault:
-        """Report a fault in call `number` to all ranks, unless a fault was reported before; return the one that
-        counts."""
+        """Report a fault in call `number` to all ranks, unless a fault in this call was reported before; return the
+        fault that was reported first."""
         self._refuse_gone()
         text = replace(fault, number=number).to_json()
         return Fault.from_json(self.store.compare_set(f"alarm/{number}", "", text))
@@ -114,8 +114,8 @@ class Alarm:
             time.sleep(0.02)
 
     def leave(self, without: Collection[int]) -> None:
-        """Sign off when this process exits. The process that hosts the store waits at most LINGER seconds until the
-        other ranks have signed off, except for the ranks in `without`."""
+        """Sign off when this process exits. A rank that hosts the store waits at most LINGER seconds for all ranks
+        except those in `without` to sign off."""
 
         def leave() -> None:
             self._refuse_gone()
@@ -165,7 +165,7 @@ LIBRARY_FRAMES = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  
 
 
 class RollCall:
-    """The ranks' answers about what they are doing, kept in the store by the number of the call."""
+    """The ranks' answers about what they are doing, kept in the store under the number of the call."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -180,8 +180,8 @@ class RollCall:
             self.store.set(f"answer/{number}/{self.rank}", json.dumps(_process_state()))
 
     def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
-        """The fault with a message that names the ranks that do not respond or, unless its kind is GONE, the rank at
-        fault and what each rank is doing."""
+        """The fault with a message that uses the answers. If its kind is GONE, the message names the ranks that do not
+        respond; otherwise, it names the ranks at fault, and says what each rank is doing."""
         answers = self._collect(fault.number)
         silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:
@@ -240,15 +240,15 @@ def _silent(silent: list[int], named: Callable[[int], str], fault: Fault) -> str
     return f"{names} is gone: it was killed, has crashed, or is offline (seen by rank {fault.told_by} in {fault.where})"
 
 
-TAG = 7919  # of a message that no rank sends
+TAG = 7919  # the tag of a message that no rank sends
 
 
 def abort_groups() -> None:
-    """Abort all process groups, so that every pending wait in them, in any thread, ends immediately.
+    """Abort all process groups, so that every pending wait in these groups ends immediately, in any thread.
 
     Gloo collectives cannot be aborted, but cancelling a receive closes the connections of its group and aborts
-    everything in flight there, unless the receive's own connection was already broken. Without this, a process with
-    unreceived messages could not even exit, since on exit it joins the threads that send them.
+    everything in flight in the group, unless the receive's own connection was already broken. Without this, a process
+    with unreceived messages could not even exit, since on exit it joins the threads that send them.
     """
     backends: list[tuple[dist.ProcessGroup, Any]] = [
         (group, group._get_backend(torch.device(device)))
@@ -268,7 +268,7 @@ ABORTING = 5.0  # seconds after which unfinished aborts are abandoned
 
 def _abort(backends: Sequence[Any]) -> None:
     """Abort all backends at the same time. Aborting an NCCL communicator frees memory, which waits for everything that
-    runs on the GPU, including messages of other communicators, and these end only when their communicator is
+    runs on the GPU. This includes messages of other communicators, which end only when their communicator is
     aborted."""
 
     def abort(backend: Any) -> None:
@@ -307,7 +307,7 @@ def text_of(error: BaseException) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a broken connection caused an error, which is then not this rank's own. The error must be raised inside
+    """Whether a broken connection caused an error, so that another rank is at fault. The error must be raised inside
     torch or pipeshard, since user code may raise errors with the same text."""
     if isinstance(error, dist.DistError) or type(error) is not RuntimeError or not LOST.search(str(error)):
         return isinstance(error, dist.DistError)

@@ -16,8 +16,8 @@ ERRORS_ARE_RAISED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON
 
 @contextmanager
 def raising_errors() -> Iterator[None]:
-    """Context manager that creates groups whose NCCL failures do not abort the process. Variables that the user has set
-    are kept."""
+    """Context manager in which groups are created whose NCCL failures do not abort the process. Environment variables
+    that the user has set are kept."""
     ours = {name: value for name, value in ERRORS_ARE_RAISED.items() if name not in os.environ}
     os.environ.update(ours)  # torch reads them when it creates a group
     try:
@@ -40,7 +40,7 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
         return "local"
     try:
         config = dist.get_backend_config(group)
-    except (TypeError, ValueError) as error:  # torch raises it for a destroyed group
+    except (TypeError, ValueError) as error:  # torch raises these for a destroyed group
         raise UsageError(
             "the process group of this boosted model was destroyed with torch.distributed.destroy_process_group(): "
             "create a new process group, and boost the model again in it, from weights saved earlier"

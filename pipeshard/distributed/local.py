@@ -4,7 +4,7 @@ The thread of a rank runs the engine's own code. A rank yields only if it would 
 call or for a message, and the ranks take turns in rank order. Every run is therefore the same, only one thread at a
 time uses autograd and the random generators, and a deadlock is detected immediately. torch also tests its collectives
 with threads (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group; a local
-world leaves the default process group in use.
+world does not.
 """
 
 import threading
@@ -67,7 +67,8 @@ class _Rank:
         self._has_turn = False
 
     def abort(self) -> None:
-        """End the rank's thread if it is waiting. A thread that an interrupt left computing ends at its next wait."""
+        """End the rank's thread if it is waiting. A thread that still computes, after an interrupt, ends at its next
+        wait."""
         self._is_aborted = True
         if self._thread.ident is not None and not self.is_done and not self._has_turn:
             self.resume()
@@ -99,7 +100,7 @@ class LocalWork:
 
 
 class _Noting(Progress):
-    """The Progress of a rank that pauses the rank before each action."""
+    """A rank's Progress, which pauses the rank before each action."""
 
     def __init__(self, world: "LocalWorld") -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class _Noting(Progress):
 
 @dataclass
 class _Meeting:
-    """One collective call of a group; `brought` has the arguments of each rank by its index in the group."""
+    """One collective call of a group; `brought` contains each rank's arguments, by the rank's index in the group."""
 
     kind: str
     brought: dict[int, Any] = field(default_factory=dict)
@@ -163,7 +164,8 @@ class LocalWorld:
         return [rank.result for rank in ranks]
 
     def _turn(self, rank: _Rank, context: AbstractContextManager[None]) -> bool:
-        """Run a rank until it waits or ends, and raise its error. Return False, without running it, if it must wait."""
+        """Run a rank until it waits or ends, and raise its error. Return False, without running it, if it cannot
+        continue yet."""
         if rank.ready is not None and not rank.ready():
             return False
         self._running = rank
@@ -178,12 +180,12 @@ class LocalWorld:
         return True
 
     def wait(self, ready: Callable[[], bool], waits_for: str) -> None:
-        """Let other ranks run until `ready()`. Called by the running rank."""
+        """Let other ranks run until `ready()` is true. Called by the running rank."""
         assert self._running is not None
         self._running.give_back(ready, waits_for)
 
     def pause(self) -> None:
-        """Let the world's thread call `note`, if there is one. Called by the running rank."""
+        """Let the world's thread call `note`, if it is set. Called by the running rank."""
         assert self._running is not None
         if self.note is not None:
             self._running.give_back()
@@ -271,15 +273,15 @@ class LocalP2P(P2P):
 
 @dataclass
 class _Edge:
-    """The messages from one rank to another. As between processes, the n-th posted receive gets the n-th message, in
-    whatever order receives are waited for."""
+    """The messages from one rank to another. As between processes, the n-th posted receive receives the n-th message,
+    regardless of the order in which the program waits for receives."""
 
     sent: list[Tensor | None] = field(default_factory=list)  # None: already received
     received: int = 0  # the number of posted receives
 
 
 class _Receipt(LocalWork):
-    """Handle of a receive, which copies message `number` of an edge into the buffer in `wait()`."""
+    """Handle of a receive; `wait()` copies message `number` of an edge into the buffer."""
 
     def __init__(self, p2p: LocalP2P, edge: _Edge, number: int, buffer: Tensor, source: int) -> None:
         self._edge, self._number, self._buffer = edge, number, buffer
@@ -335,7 +337,7 @@ class LocalGrid(Grid):
 
 
 def _inherited() -> Callable[[], AbstractContextManager[None]]:
-    """Return a factory of context managers that set the CPU autocast state and default device of this thread."""
+    """Return a factory of context managers that apply the calling thread's CPU autocast state and default device."""
     device = torch.get_default_device()
     of_cpu, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 

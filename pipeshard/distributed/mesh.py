@@ -33,8 +33,9 @@ logger = logging.getLogger("pipeshard")
 class ProcessGroupMesh:
     """Ranks on a grid in row-major order: on a mesh of (2, 2, 2), rank 2 is at coordinate (0, 1, 0).
 
-    The constructor creates a `torch.distributed` DeviceMesh, with the groups along each single axis; other groups are
-    created on request. It has the methods of `colossalai.cluster.ProcessGroupMesh` 0.5. Construct it on all ranks.
+    The constructor, which all ranks must call, creates a `torch.distributed` DeviceMesh with the groups along each
+    single axis; other groups are created on request. The methods are those of `colossalai.cluster.ProcessGroupMesh`
+    0.5.
 
     Args:
         *size: the number of ranks along each axis; the product must be the world size.
@@ -131,8 +132,8 @@ class ProcessGroupMesh:
     ) -> dist.ProcessGroup | None:
         """The group of the ranks whose coordinates differ from this rank's only on `axis`; created if it is missing.
 
-            A collective: call it on every rank of the world, with the same `backend`. Axes and indices may differ by
-                rank.
+        A collective: call it on every rank of the world, with the same `backend`. Axes and indices may differ between
+        ranks.
 
         Args:
             axis: one axis, or several axes (the group then spans all combinations of their indices).
@@ -149,7 +150,7 @@ class ProcessGroupMesh:
         mask = torch.zeros(math.prod(self.shape), dtype=torch.int8)
         mask[list(wanted)] = 1
         world: Any = dist.group.WORLD
-        # A set's order differs between processes; new_group must be called in one order.
+        # Sorted, since every rank must call new_group in the same order, and the order of a set differs by process.
         for ranks in sorted({tuple(row.nonzero().flatten().tolist()) for row in gather(mask, world)}):
             if (ranks, backend) not in self._groups:
                 with raising_errors():
@@ -240,7 +241,7 @@ class Grid:
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
         self.dp_size, self.pp_size, self.tp_size = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
         self._p2ps: dict[tuple[str, tuple[int, ...]], P2P | None] = {}
-        self.device = own_device()  # before any group is used, as NCCL creates communicators on the current GPU
+        self.device = own_device()  # before any group is used, since NCCL creates communicators on the current GPU
         self._place(ProcessGroupMesh(self.dp_size, pp_size, tp_size))
         if self.first and self.device.type == "cuda" and carrier(self.device) == "gloo":
             logger.warning(
@@ -273,7 +274,7 @@ class Grid:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank belongs to the first replica and its first slice: such ranks write on behalf of all."""
+        """Whether this rank belongs to the first replica and the first slice, whose ranks write on behalf of all."""
         return self.replica == self.slice == 0
 
     @property
@@ -306,8 +307,8 @@ class Grid:
 
     def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the ranks that differ from this rank only on `axes` and, given several `stages`, on PP within
-        these stages. None if there are neither axes nor several stages, or if this rank's stage is not among
-        several stages. A collective: call it on every rank of the world."""
+        these stages. None if there are neither axes nor several stages, or if this rank's stage is not one of several
+        `stages`. A collective: call it on every rank of the world."""
         if len(stages) < 2:
             return self._group(axes) if axes else None
         chosen = [list(range(self.mesh.shape[axis])) for axis in axes]

@@ -1,7 +1,7 @@
 """Monitor: a small process for each rank that kills the rank if it hangs while it holds the GIL.
 
-A thread of the rank needs the GIL to kill it, but a hanging extension or regular expression may hold the GIL forever.
-The monitor is therefore a separate process. It imports only the standard library, and takes 10 MB.
+A thread of the rank would need the GIL to kill the rank, but a hanging extension or regular expression may hold the GIL
+forever. The monitor is therefore a separate process. It imports only the standard library, and takes 10 MB.
 
     rank ── each second: how long the rank may be silent ──▶ monitor ── SIGABRT, then SIGKILL ──▶ rank
 """
@@ -41,7 +41,7 @@ class Monitor:
 
 def supervise(rank: int) -> None:
     """Supervise the parent process, with process id `rank`, until it exits, and kill it if it is silent for too long.
-    Time during which one of the two processes is stopped does not count."""
+    Time during which this process or the parent is stopped does not count."""
     limit, silent = 0.0, 0.0
     while os.getppid() == rank:
         ready, _, _ = select.select([0], [], [], LOOK)

@@ -1,4 +1,4 @@
-"""P2P: messages between ranks of a pipeline, which contain only a tensor's bytes.
+"""P2P: messages between ranks of a pipeline; each contains only a tensor's bytes.
 
 Both ends know shapes and dtypes from the trace. Messages therefore have no header, nothing is pickled, and no handshake
 can wait in an order other than the schedule's. On a GPU with NCCL, a message is a kernel on both ranks, and each rank
@@ -54,11 +54,11 @@ class P2P(ABC):
         self.kernels = carrier(device) == "nccl"
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Create a group of these global ranks. Call it on every rank of the world, with ranks of its own pipeline."""
+        """Create a group of these global ranks. Call it on every rank of the world, with ranks of its pipeline."""
         return self.new_groups([ranks])[0]
 
     def new_groups(self, members: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
-        """Create a group for each list of global ranks. Call it on every rank of the world, with equally many lists."""
+        """Create one group per list of global ranks. Call it on every rank of the world, with equally many lists."""
         world: Any = dist.group.WORLD
         options = options_of_kernels() if self.kernels else {}
         groups: list[Any] = []
@@ -78,9 +78,8 @@ class P2P(ABC):
 
 
 class EdgeP2P(P2P):
-    """Messages in a group of two ranks for each edge. If the two directions of a pair shared a group, messages of one
-    direction would queue behind messages of the other, which may need them first, or be mistaken for these (see
-    `check_streams`)."""
+    """A P2P with a group of two ranks for each edge. If both directions of a pair shared a group, a message could queue
+    behind an opposite message that depends on it, or be mistaken for an opposite message (see `check_streams`)."""
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
@@ -92,7 +91,7 @@ class EdgeP2P(P2P):
 
     @abstractmethod
     def move(self, tensor: Tensor, source: int, destination: int) -> dist.Work:
-        """Start this rank's end of a message between two pipeline ranks: a send on `source`, a receive on the other."""
+        """Start this rank's end of a message: a send on pipeline rank `source`, a receive on `destination`."""
 
     def send(self, tensor: Tensor, destination: int) -> dist.Work:
         return self.move(tensor, self.rank, destination)
@@ -102,7 +101,7 @@ class EdgeP2P(P2P):
 
 
 class BroadcastP2P(EdgeP2P):
-    """Messages as broadcasts in the group of an edge, which work with every backend that supports collectives."""
+    """Sends messages as broadcasts in the group of an edge; works with every backend that supports collectives."""
 
     lanes = Lanes("edge", numbered=True)
 
@@ -114,7 +113,7 @@ class BroadcastP2P(EdgeP2P):
 
 
 class ISendP2P(EdgeP2P):
-    """Messages as torch.distributed.isend and irecv in the group of an edge."""
+    """Sends messages with torch.distributed.isend and irecv in the group of an edge."""
 
     lanes = Lanes("edge")
 
@@ -163,7 +162,7 @@ def edges_of(placement: Sequence[int]) -> list[Edge]:
 
 
 def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
-    """The P2P of a pipeline with stage s on rank `placement[s]`, or None if all stages are on one rank."""
+    """Create the P2P of a pipeline with stage s on rank `placement[s]`; returns None if all stages are on one rank."""
     edges = edges_of(placement)
     return check_p2p(kind)(ranks, edges, device) if edges else None
 

@@ -19,13 +19,13 @@ from pipeshard.schedule.program import Action, Kind
 
 Timeout = float | str | None | Mapping[str, Any]
 STEPS = ("execute_pipeline", "optimizer.step")
-OTHER_CALLS = 3  # the timeout of a save, a load or a boost, as a multiple of the timeout of a step's action
+OTHER_CALLS = 3  # the timeout outside a step (a save, a load, a boost), as a multiple of that of a step's action
 COMPUTES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 
 
 class Progress:
-    """The current activity of a rank. The training thread writes it, at the cost of a few attributes; the watch reads
-    it.
+    """The current activity of a rank, written by the training thread, at the cost of setting a few attributes, and read
+    by the watch.
 
     Attributes:
         call: the current collective call of the user's program, such as `execute_pipeline`; "" between calls.

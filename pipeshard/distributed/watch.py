@@ -41,8 +41,8 @@ GRACE = 3.0  # seconds in which a call can end by itself if a rank has failed, b
 END_AFTER = 6.0  # seconds after which the watch kills the process
 SILENT = 12  # checks without a response after which the store counts as gone, if this process waits or is stalled
 PATIENCE = 0.5  # seconds to wait for a report of the failed rank after a lost connection
-BEAT = 4  # checks for each heartbeat to the monitor
-AGENT = "TORCHELASTIC_RUN_ID"  # what torchrun sets for its workers
+BEAT = 4  # checks per heartbeat to the monitor
+AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun for its workers
 NOTE = "pipeshard: "  # prefix of the note on an error that says where the error occurred
 
 
@@ -57,19 +57,19 @@ class OtherBatchError(RankError, BatchError):
 class Watch:
     """Supervises the collective calls of this process.
 
-    Ranks report failures in the rendezvous store, each under the number of its call, which is the same on all ranks. A
-    thread of this class polls the store. If another rank has failed while this rank waits, the thread aborts the
-    process groups, and the wait raises. Errors raised in `call` are reported to the other ranks.
+    Ranks report failures in the rendezvous store, each under the number of its call, which is the same on all ranks.
+    One thread of this class polls the store. If another rank has failed while this rank waits, a second thread aborts
+    the process groups, and the wait raises. Errors raised in `call` are reported to the other ranks.
 
-    An error that all ranks raise in the same call (a batch that no rank can use) aborts nothing: each rank has left the
-    call before the watch would interrupt it, and the next call has another number. After any other failure the groups
-    are aborted, and every later call raises RankError.
+    An error that all ranks raise in the same call (such as a batch that no rank can use) aborts nothing: each rank has
+    left the call before the watch would interrupt it, and the next call has another number. After any other failure,
+    the groups are aborted, and every later call raises RankError.
 
     Args:
         timeout: seconds after which an action of a step, or a wait, is considered stalled, or None for no limit.
             "adaptive": 20 times the longest action so far, but at least 30 seconds, and 600 seconds until a step has
-            completed. A mapping has a limit for each "step", each "other" call (a save, a load, a boost), and for waits
-            of the user's own code "between" calls.
+            completed. A mapping has separate limits for actions of a "step", for "other" calls (a save, a load, a
+            boost), and for waits of the user's own code "between" calls.
         named: returns the name of a rank in errors, such as `rank 2 (stage 2)`.
         well: the number of the last call that succeeded before the watch started; -1 if none did.
         monitor: receives the heartbeats of this process.
@@ -151,7 +151,7 @@ class Watch:
     def _explained(self, error: BaseException) -> RankError | None:
         """The error to raise instead of an error that another rank has caused, or None for this rank's own error."""
         lost, number = is_lost(error), NOW.number
-        if lost and self._failed is not None:  # it failed alone, and the other ranks have aborted their waits
+        if lost and self._failed is not None:  # this rank failed alone, and the others have aborted their waits
             self._break(self._failed[0], error)
             return self._no_further(self._failed[0])
         own, mine = not lost and not isinstance(error, Interrupt), self._fault_of(error, lost)
@@ -226,7 +226,7 @@ class Watch:
 
     @property
     def _is_last(self) -> bool:
-        """Whether this process has not created another world since; the watched world may have been destroyed."""
+        """Whether the watched world is the latest of this process; it may have been destroyed."""
         return dist.group.WORLD in (self.world, None)
 
     def why(self) -> str:
@@ -242,7 +242,7 @@ class Watch:
     # Called in all threads.
 
     def _killed(self, otherwise: Fault, lost: bool) -> Fault:
-        """A fault of a killed rank of this host, if a connection was lost and there is such a rank; else
+        """The fault of a killed rank of this host if a connection was lost and such a rank exists, otherwise
         `otherwise`."""
         rank = self._peers.killed() if lost else -1
         return otherwise if rank < 0 else self._gone(rank, KILLED)
@@ -251,8 +251,8 @@ class Watch:
         return Fault(GONE, rank, self.named(rank), NOW.where, message=f"{self.named(rank)} {how}")
 
     def _told(self, patience: float = 0.0) -> Fault | None:
-        """The fault reported in the previous call, if this rank succeeded in it, or in the current call (between calls,
-        the next one), or None if there is none."""
+        """The fault reported in the current call (between calls, in the next call), or None. If this rank succeeded in
+        the previous call, a fault reported in that call takes precedence."""
         number = NOW.present
         return self._alarm.told([*([number - 1] if self._well == number - 1 else []), number], patience)
 
@@ -298,8 +298,8 @@ class Watch:
             self._monitor.beat(float("inf"))
 
     def _find_out(self) -> Fault | None:
-        """A fault that no rank reports, since a rank of this host, the store or the agent was killed or is stopped, or
-        None if there is none."""
+        """A fault that no rank reports, because a rank of this host, the store or the agent was killed or is stopped;
+        None if there is no such fault."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"
             return Fault(ORPHANED, -1, "", message=agent)

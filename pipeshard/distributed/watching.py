@@ -1,4 +1,4 @@
-"""Watching: the collective calls of this process, the Watch that supervises them, and the handlers for its exit."""
+"""Watching: this process's collective calls, the Watch that supervises them, and the hooks for the process's exit."""
 
 import atexit
 import contextlib
@@ -28,9 +28,9 @@ class _Process:
     Attributes:
         world: the process group whose calls are counted.
         well: the number of the last call that succeeded without a watch.
-        interrupts: whether the next SIGTERM is the watch's own.
+        interrupts: whether the watch sends the next SIGTERM.
         pid: the id of the process that installed the hooks. Forked children inherit the hooks, but are not ranks.
-        exit: how the program has called sys.exit, or "" if it has not called it or has called it without an error.
+        exit: a description of the program's sys.exit call, or "" if it has made none, or one without an error.
     """
 
     world: dist.ProcessGroup | None = None
@@ -75,9 +75,9 @@ def _count_calls() -> None:
 
 @contextlib.contextmanager
 def constructing() -> Iterator[None]:
-    """Context manager for the constructor of a plugin, which counts as a collective call. If it raises only on this
-    rank, the other ranks raise this error in their next call. The error is reported here, since there may not be a
-    watch yet."""
+    """Context manager for the constructor of a plugin, which counts as a collective call. If the constructor raises
+    only on this rank, the other ranks raise its error in their next call. The error is reported here, since there may
+    not be a watch yet."""
     _count_calls()
     with calling("PipelinePlugin"):
         try:
@@ -114,7 +114,7 @@ def calling(name: str) -> Iterator[bool]:
 
 
 def name_ranks(names: Callable[[int], str]) -> None:
-    """Set the function that returns the names of this world's ranks in errors."""
+    """Set the function that returns the name of a rank of this world in errors."""
     _names[:] = [names]
 
 
@@ -196,7 +196,7 @@ def _on_sigterm(number: int, frame: Any) -> None:
         _here.interrupts = False
         if _here.watch is not None and _here.watch.fault is not None and _here.watch.interrupts:
             raise Interrupt(str(_here.watch.fault) if NOW.call else _here.watch.why(), _here.watch.fault)
-        return  # the call has ended by itself meanwhile
+        return  # meanwhile, the call has ended by itself
     if _here.watch is not None and (why := _here.watch.why()):  # torchrun terminates the remaining ranks
         logger.error("ended by SIGTERM, because %s", why)
     _leaving("by SIGTERM")

@@ -1,9 +1,9 @@
 """Schedules: programs as data, and their analysis without running a model.
 
 A schedule is a pure function from (p ranks, m microbatches, v chunks per rank) to a `Program`. `add_communication` adds
-a program's messages, `simulate` proves that the program terminates and computes its time, `draw_text` and
-`draw_timeline` draw it. If messages are GPU kernels, `add_ordered_communication` adds them, and `check_streams` proves
-that the program terminates.
+a program's messages, `simulate` proves that the program terminates and computes its time, and `draw_text` and
+`draw_timeline` draw the program. If messages are GPU kernels, `add_ordered_communication` adds the messages, and
+`check_streams` proves that the program terminates.
 """
 
 from pipeshard.schedule.draw import draw_text, draw_timeline

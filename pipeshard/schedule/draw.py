@@ -24,8 +24,9 @@ def draw_text(program: Program | Simulation) -> str:
     """One line per rank, with time running to the right in cells of equal length; `..` is idle and `--` continues the
     last action.
 
-    A Program is drawn with F = B = W = 1 cell and messages that take no time, a Simulation with its own times, rounded
-    to its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`. `simulate` of 1F1B:
+    A Program is drawn with F = B = W = 1 cell and messages that take no time. The times of a Simulation are rounded to
+    multiples of its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`. `simulate`
+    of 1F1B:
 
         rank 0  F0 F1 .. .. B0 -- .. B1 --
         rank 1  .. F0 B0 -- F1 B1 -- .. ..
@@ -58,11 +59,11 @@ def draw_timeline(
 ) -> None:
     """Draw timelines as a Gantt chart to the file `path`, in the format of its suffix (png, svg, pdf).
 
-    Each panel is (label, rows), where `rows` has the spans of each rank, with times in seconds or in the unit that
+    Each panel is (label, rows), where `rows` contains the spans of each rank, with times in seconds or in the unit that
     `relative` names. All panels share one time axis (for example, measured above simulated). A panel's time starts at
-    its first span; its duration and idle share are printed above it. If ranks hold several chunks of the model, later
-    chunks are darker. Numbers are microbatches; numbers that do not fit are omitted. The picture is at most about 24 by
-    16 inches. Requires matplotlib.
+    its first span; the panel's duration and idle share are printed above it. If ranks hold several chunks of the model,
+    later chunks are darker. Numbers are microbatches; numbers that do not fit are omitted. The picture is at most about
+    24 by 16 inches. Requires matplotlib.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -1,4 +1,4 @@
-"""Given: user-defined schedules (a Program, a function or a file), and the check that they are legal."""
+"""Given: user-defined schedules (a Program, a function or a file), and the check that a program is legal."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +13,9 @@ FORWARD = {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
 
 def check(program: Program) -> None:
-    """Raise ConfigurationError unless the program is legal: each kind of compute action in use occurs exactly once for
-    each microbatch and stage (W at most once), on the stage's rank and after the actions that it needs on this rank;
-    and the messages, if any, are those that the placement requires."""
+    """Raise ConfigurationError unless the program is legal. Each kind of compute action in use must occur exactly once
+    per microbatch and stage (W at most once), on the stage's rank, after the actions that it needs on this rank. The
+    messages, if any, must be exactly those that the placement requires."""
     outside = sorted({r for r in program.placement if not 0 <= r < len(program.ranks)})
     if outside:
         raise ConfigurationError(
@@ -38,7 +38,7 @@ def check(program: Program) -> None:
 
 
 def _kinds(program: Program) -> list[Kind]:
-    """The kinds of action that a complete program has, given the kinds in `program`."""
+    """The kinds of actions that a complete program has, given the kinds in `program`."""
     used = program.kinds
     backward = not used <= FORWARD
     kinds = [Kind.F, *[Kind.B] * backward, *[Kind.W] * (Kind.W in used)]

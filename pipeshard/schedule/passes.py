@@ -12,7 +12,8 @@ Positions = Mapping[tuple[Kind, int, int], int]  # the index of each action in i
 
 
 def add_communication(program: Program) -> Program:
-    """Add a send after each compute action whose result another rank needs, and a receive before the action there.
+    """Add a send after each compute action whose result another rank needs, and a receive before the action that uses
+    this result.
 
     A receive is posted and does not block. It is posted one compute action early (a B and its W count as one), so that
     the transfer overlaps with this action, or earlier if the order of messages requires it (see `_posts`). Rank 1 of
@@ -86,8 +87,8 @@ def shorten_cooldown(program: Program) -> Program:
     rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 W2 B3 W3 ..
     rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 W3 .. ..
 
-    In 1F1B and GPipe rank 0 then idles for (p-1)(F+B) instead of (p-1)(F+B+W), as long as W <= F, and no rank keeps
-    more microbatches of activations. This is the first step toward a zero bubble schedule (Qi et al. 2023,
+    In 1F1B and GPipe, rank 0 then idles for (p-1)(F+B) instead of (p-1)(F+B+W), as long as W <= F, and no rank keeps
+    more microbatches of activations than before. This is the first step toward a zero bubble schedule (Qi et al. 2023,
     arXiv:2401.10241); Megatron-LM does this only for the weight of the head.
     """
     ranks = (tuple(_with_weights(actions, after=_last_forward(actions), sent=program)) for actions in program.ranks)
@@ -95,9 +96,9 @@ def shorten_cooldown(program: Program) -> Program:
 
 
 def split_backwards(program: Program) -> Program:
-    """Split each whole B into a B and, right after it, a W. This is faster for many small backwards: W accumulates into
-    the weight's gradient within the matrix multiplication, while a whole B first writes the product to memory and then
-    adds it to the gradient."""
+    """Split each whole B into a B and, right after it, a W. This is faster for many small backwards: a W accumulates
+    the weight's gradient in the matrix multiplication, while a whole B first writes the product to memory and then adds
+    the product to the gradient."""
     return dataclasses.replace(program, ranks=tuple(tuple(_with_weights(actions)) for actions in program.ranks))
 
 
@@ -106,8 +107,8 @@ def _last_forward(actions: Sequence[Action]) -> int:
 
 
 def _with_weights(actions: Sequence[Action], after: int = -1, sent: Program | None = None) -> Iterator[Action]:
-    """Yield `actions` with a W right after each whole B whose index exceeds `after`; with `sent`, a program, only after
-    those whose gradient is sent to another rank."""
+    """Yield `actions` with a W right after each whole B whose index exceeds `after`; with the program `sent`, only if
+    the gradient of the B is sent to another rank."""
     split = {action[1:] for action in actions if action.kind is Kind.W}
     for k, action in enumerate(actions):
         kind, i, stage = action

@@ -32,7 +32,7 @@ class Kind(enum.StrEnum):
         return self in (Kind.RECV_F, Kind.RECV_B)
 
 
-AFTER = {Kind.B: Kind.F, Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}  # must run before, on the stage
+AFTER = {Kind.B: Kind.F, Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}  # must run first, on the same stage
 RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}  # the message that brings an input from another rank
 SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}  # the message that takes a result to another rank
 PARTNER = {  # the other end of a message, and the offset of its stage

@@ -43,9 +43,9 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
     rank 1  .... F0@1 F1@1 F2@1 F0@4 F1@4 F2@4 B0@4 .... B1@4 .... B2@4 B0@1 B1@1 B2@1 ....
     rank 2  .... .... F0@2 F1@2 F2@2 F0@5 B0@5 F1@5 B1@5 F2@5 B2@5 B0@2 B1@2 B2@2 .... ....
 
-    A rank runs p microbatches through one chunk, then through its next one. F and B are the times of all chunks of a
-    rank together. If p divides m the bubble is (p-1)(F+B)/v; rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a stage,
-    at most vm.
+    A rank runs p microbatches through one chunk, then through its next chunk. F and B are the times of all chunks of a
+    rank together. If p divides m, the bubble is (p-1)(F+B)/v; rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a
+    stage, at most vm.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -127,9 +127,9 @@ def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Progr
     """A program in a V in which each microbatch repeats the steps of the previous one 6 units of time later, since a
     rank has 6 actions per microbatch.
 
-    A stage follows the previous one after 1 unit down the ranks, and after `up` units on the way back. `turns` are the
-    units from F to F on the last rank, from F to B on the first, and from B to B on the last. Each W takes the earliest
-    free time.
+    Each stage follows the previous stage after 1 unit down the ranks, and after `up` units on the way back. `turns`
+    are the units from F to F on the last rank, from F to B on the first rank, and from B to B on the last rank. Each W
+    runs at the earliest free time.
     """
     bottom = p - 1 + turns[0]
     top = bottom + up * (p - 1) + turns[1]
@@ -155,8 +155,8 @@ def _next(time: int, x: int) -> int:
 def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterable[StageStep]]) -> Program:
     """The program in which each occurrence of a step in a rank's list runs the step's next microbatch, up to the m-th.
 
-    So the microbatches of a step are in ascending order, and a list may contain too many steps: a program stays legal,
-    and free of deadlocks, if all actions of some microbatches are omitted.
+    The microbatches of a step are therefore in ascending order, and a list may contain too many steps: a program stays
+    legal, and free of deadlocks, if all actions of some microbatches are omitted.
     """
     microbatches = tuple(range(m))  # shared objects are cheaper to look up
 
@@ -186,10 +186,10 @@ def make_program(name: str, p: int, m: int, v: int = 1) -> Program:
 
 
 def num_chunks(name: str, v: int = 1) -> int:
-    """The number of model chunks per rank under schedule `name`; v = 1 requests the schedule's own number.
+    """The number of model chunks per rank under schedule `name`; v = 1 requests the schedule's default.
 
-    This number is 2 for "interleaved" (which accepts any number above 1) and for the V schedules, and 1 for all others.
-    Raises ConfigurationError for another `v`, or an unknown name.
+    The default is 2 for "interleaved" (which accepts any number above 1) and for the V schedules, and 1 for all other
+    schedules. Raises ConfigurationError for a `v` that the schedule does not support, or an unknown name.
     """
     if name not in SCHEDULES:
         close = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1)

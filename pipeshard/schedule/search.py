@@ -1,8 +1,8 @@
 """Search: the search for a fast order of F, B and W for stages of any costs, within the memory of each rank.
 
 The schedules in `schedules.py` are designed for stages of equal costs. Here a list scheduler uses the clock of
-`simulate`: a free rank runs the best action that can start. A `Rule` selects this action, and `climb` changes the rule
-and the cuts of the model, and keeps the changes that do not make the step slower. Everything is deterministic.
+`simulate`: a free rank runs the best action that can start. A `Rule` selects this action. `climb` changes the rule and
+the cuts of the model, and keeps the changes that do not make the step slower. Everything is deterministic.
 """
 
 import heapq
@@ -23,10 +23,10 @@ F, B, W = Kind.F, Kind.B, Kind.W
 
 
 class Work(NamedTuple):
-    """The stages of a pipeline. All fields but `room` have one entry per stage: its rank, the costs of its F, B and W,
-    the memory that a microbatch takes from F to its last action, and the durations of the messages to the stage and of
-    the gradients that it sends back. `room` is the memory of each rank for microbatches; `scheduled` requires enough
-    for at least one. A stage whose weight cost is 0 has no W."""
+    """The stages of a pipeline. All fields except `room` have one entry per stage: the stage's rank, the costs of its
+    F, B and W, the memory that a microbatch takes from F to its last action, and the durations of the messages to the
+    stage and of the gradients that it sends back. `room` is each rank's memory for microbatches; `scheduled` requires
+    enough for at least one microbatch. A stage whose weight cost is 0 has no W."""
 
     placement: tuple[int, ...]
     forward: tuple[float, ...]
@@ -44,12 +44,13 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
 
     A rank idles until its first input arrives; again, once its other work is done, until the input of a later stage or
     the first gradient arrives; and from its last B to the end of the step. Memory limits this other work and the number
-    of microbatches in flight: `tightness` is the memory that these take, relative to a step in which nothing waits. If
-    ranks have too little memory for one microbatch, the time is infinite, and the second number is the missing memory.
+    of microbatches in flight: `tightness` is the memory that microbatches take, relative to a step in which nothing
+    waits. If ranks have too little memory for one microbatch, the time is infinite, and the second number is the
+    missing memory.
     """
     _, forward, backward, weight, sizes, rooms, latency, returned = work
     starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # when a microbatch's F can start
-    ends = list(itertools.accumulate(map(operator.add, returned, (0.0, *backward))))  # from its B's end to the step's
+    ends = list(itertools.accumulate(map(operator.add, returned, (0.0, *backward))))  # from a B's end to the step's end
     there_and_back = starts[-1] + forward[-1] + ends[-1] + backward[-1]
     times, short = [], 0.0
     for stages, room in zip(_of_ranks(work.placement, len(rooms)), rooms, strict=True):
@@ -71,8 +72,8 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
 
 class Rule(NamedTuple):
     """The choice of a free rank's next action: a B before an F, unless the rank `alternates` and has just run a B or a
-    W, and a W if neither can run. Of several F's, the rank runs that of the latest stage with `deep_forward`, otherwise
-    that of the earliest microbatch; the same for B's with `deep_backward`.
+    W, and a W if neither can run. Of several F's, the rank runs the F of the latest stage (with `deep_forward`) or of
+    the earliest microbatch; `deep_backward` does the same for B's.
 
     A rank starts no W if an F or a B can start within `patience` times the W's duration, unless an F waits for memory.
     `alive` is the largest number of microbatches between F and B on each stage. No F takes the memory that other F's of
@@ -88,8 +89,8 @@ class Rule(NamedTuple):
 
 
 def rules(work: Work, m: int) -> Iterator[Rule]:
-    """The rules from which a search starts. They differ most in the number of microbatches that a stage keeps alive: as
-    many as are in flight in a step without idle time, some more, or as many as fit in memory."""
+    """Yield the rules from which a search starts. These differ most in the number of microbatches that a stage keeps
+    alive: as many as are in flight in a step without idle time, some more, or as many as fit in memory."""
     stages = range(len(work.placement))
     busy = [0.0] * len(work.room)
     for s in stages:
@@ -130,8 +131,9 @@ def _of_ranks(placement: tuple[int, ...], p: int) -> list[list[int]]:
 
 
 def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T], tries: int) -> tuple[V, T]:
-    """Hill climbing with `tries` changes from `start`, whose value is `best`. A change is kept unless it increases the
-    value. Returns the best value and its argument. `value(found, best)` need not be exact if it exceeds `best`."""
+    """Minimize a value by hill climbing: try `tries` changes from `start`, whose value is `best`, and keep each change
+    that does not increase the value. Returns the lowest value and its argument. `value(found, best)` need not be exact
+    if it exceeds `best`."""
     for _ in range(tries):
         found = change(start)
         if (now := value(found, best)) <= best:
@@ -162,8 +164,8 @@ def scheduled(
 
     def takes_kept(rank: int, s: int, i: int) -> bool:
         """Whether this F takes memory that is reserved for the first microbatch whose F's on this rank are not all
-        done. This microbatch must fit in memory together with all later microbatches; earlier ones do not count, since
-        they free their memory first."""
+        done. This microbatch must fit in memory together with all later microbatches; earlier microbatches do not
+        count, since they free their memory first."""
         mine = of_rank[rank]
         first = min([forwards[other] for other in mine])
         if i == first:

@@ -49,8 +49,8 @@ class Simulation:
     def peak_memory(self, size: ActionCost) -> tuple[float, ...]:
         """For each rank, the largest total size of activations that are alive at the same time, in the unit of `size`.
 
-        `size` is the memory of one microbatch's activations on a stage: one number, or one per stage. They are alive
-        from the microbatch's F to its last compute action there (W, otherwise B, otherwise F itself). Raises
+        `size` is the memory of one microbatch's activations on a stage: one number, or one per stage. The activations
+        are alive from the microbatch's F to its last compute action on the stage (W, otherwise B, otherwise F). Raises
         ConfigurationError for sizes that are negative or not one per stage.
         """
         sizes = _per_stage("size", size, len(self.program.placement))
@@ -92,8 +92,8 @@ def simulate(
     with _collector_paused():
         spans = None
         if not any(map(any, transfers.values())) and not program.has_communication:
-            # Messages that take no time arrive when they are sent, so they need not be simulated, unless the program
-            # cannot finish: they then show what each rank waits for.
+            # Messages that take no time arrive when they are sent, so they are simulated only if the program cannot
+            # finish, to show what each rank waits for.
             spans = _Run(program, costs | transfers, sizes).finish()
         if spans is None:
             program = program if program.has_communication else add_communication(program)
@@ -182,7 +182,7 @@ class _Run:
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
         self.edges = {ends: _Edge(*ends) for ends in itertools.permutations(range(len(program.ranks)), 2)}
         # Nested by kind and stage: a lookup takes half as long as with a tuple key. `times` is also nested by
-        # microbatch, and has the end of a compute action, or the arrival of a message; infinite until then.
+        # microbatch, and contains the end of a compute action or the arrival of a message; infinite until then.
         stages, m = range(len(program.placement)), program.num_microbatches
         self.times = {kind: [[math.inf] * m for _ in stages] for kind in Kind}
         self.split = {action[1:] for actions in program.ranks for action in actions if action.kind is Kind.W}

@@ -1,8 +1,8 @@
 """Slices: programs for microbatches that are split along the sequence into n slices each.
 
 A slice needs the cache entries of the slices before it, and its backward needs the gradients of its own entries from
-the slices after it. So the forwards of a microbatch run from the first slice to the last, its backwards from the
-last to the first (Seq1F1B, Sun et al. 2024, arXiv:2406.03488). In a program, slice s of microbatch i has the number
+the slices after it. The forwards of a microbatch therefore run from the first slice to the last, and the backwards from
+the last to the first (Seq1F1B, Sun et al. 2024, arXiv:2406.03488). In a program, slice s of microbatch i has the number
 i * n + s.
 """
 
@@ -33,9 +33,9 @@ def sliced(name: str, p: int, m: int, n: int) -> Program:
     rank 0  F0 F1 F2 .. B1 F3 B0 .. B3 B2
     rank 1  .. F0 F1 B1 F2 B0 F3 B3 B2 ..
 
-    It is the program of m * n microbatches with n - 1 more forwards before the first backward, which is the backward of
-    the last slice. Bubble (p-1)(F+B)/n, where F and B are the times of a microbatch; rank r of 1F1B keeps min(m * n, p
-    - r + n - 1) slices. Raises ConfigurationError for a schedule with several stages per rank.
+    This is the program of m * n microbatches with n - 1 more forwards before the first backward, since backwards begin
+    with the last slice. Bubble (p-1)(F+B)/n, where F and B are the times of a microbatch; rank r of 1F1B keeps min(m *
+    n, p - r + n - 1) slices. Raises ConfigurationError for a schedule with several stages per rank.
     """
     if n > 1:
         refuse_unsliced(name)
@@ -56,8 +56,8 @@ def sliced(name: str, p: int, m: int, n: int) -> Program:
 
 @lru_cache
 def number_of_slices(name: str, p: int, m: int, most: int) -> int:
-    """The number of slices for "auto": of 1, 2, 4, ... up to `most`, the smallest number whose step is within 5 % of
-    the shortest, if a backward takes twice as long as a forward."""
+    """The number of slices for "auto": the smallest of 1, 2, 4, ... up to `most` whose step takes at most 5 % longer
+    than the shortest step, if a backward takes twice as long as a forward."""
     numbers = [2**k for k in range(max(1, most).bit_length())]
     times = {n: simulate(sliced(name, p, m, n), 1 / n, 2 / n).makespan for n in numbers}
     return next(n for n in numbers if times[n] <= NEAR * min(times.values()))

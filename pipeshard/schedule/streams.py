@@ -1,11 +1,11 @@
-"""Streams: the check that a program with messages on GPU streams terminates, and an order that always does.
+"""Streams: the check that a program with messages on GPU streams terminates, and an order of messages that always does.
 
-A host queues all actions of a step on its GPU and does not wait. With NCCL a message is a kernel on both ranks: the
-kernel waits on its communicator's stream for earlier messages, then for the kernel of the other rank. So ranks that
-post messages in different orders may deadlock, although no host waits. An operation that waits for the device
+A host queues all actions of a step on its GPU and does not wait. With NCCL, a message is a kernel on both ranks: the
+kernel waits on its communicator's stream for earlier messages, then for the kernel of the other rank. Ranks that post
+messages in different orders may therefore deadlock, although no host waits. An operation that waits for the device
 (`cudaFree`, a kernel that is loaded late, an autotuner) also waits for messages whose other ends may be posted only
-after it. torch.distributed.pipelining and Megatron-LM order messages by hand for each schedule. Here the waits of the
-GPUs form a graph, built from the program, and the program terminates if the graph has no cycle.
+after this operation. torch.distributed.pipelining and Megatron-LM order messages by hand for each schedule. Here the
+waits of the GPUs form a graph, built from the program, and the program terminates if the graph has no cycle.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Node = tuple[str, Action]  # "starts" or "ends"; both ends of a message end toge
 
 
 class Lanes(NamedTuple):
-    """The messages that share a communicator, and therefore a stream on each rank.
+    """The choice of the messages that share a communicator, and therefore a stream on each rank.
 
     Attributes:
         per: "edge" (messages from one rank to another), "pair" (messages between two ranks) or "world" (all).
@@ -62,8 +62,8 @@ PLAIN, WORST = Device(), Device(in_order=True, resident=1, synchronizes=True)
 
 
 def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> None:
-    """Raise DeadlockError if a program with messages deadlocks on streams, with the cycle of waits, or if the ends of
-    its messages do not match. The result does not depend on any durations."""
+    """Raise DeadlockError if a program with messages deadlocks on streams, or if the ends of its messages do not match.
+    For a deadlock, the error lists the cycle of waits. The result does not depend on any durations."""
     _check_ends(program, lanes)
     try:
         TopologicalSorter(_graph(program, lanes, device)).prepare()
@@ -73,13 +73,13 @@ def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> Non
 
 
 def add_ordered_communication(program: Program) -> Program:
-    """Add messages, both ends of each at the same position in a global order of all ranks' actions.
+    """Add messages, with both ends of each message at the same position in a global order of all ranks' actions.
 
-    Each rank runs its part of this order. So for all lanes, and even if an action waits for the device, the earliest
-    unfinished action can always complete. `add_communication` does not guarantee this: it posts receives early, so an
-    action that waits for the device also waits for these. Actions are ordered by time, with F = B = W and messages that
-    take no time: a receive is placed where its message is sent, after the rank's computation at that time. Rank 1 of
-    1F1B, p=3:
+    Each rank runs its part of this order. Therefore, for all lanes, and even if an action waits for the device, the
+    earliest unfinished action can always complete. `add_communication` does not guarantee this: it posts receives
+    early, so an action that waits for the device also waits for these receives. Actions are ordered by time, with F = B
+    = W and messages that take no time: a receive has the time at which its message is sent, and follows all
+    computations that its rank has started before. Rank 1 of 1F1B, p=3:
 
         RecvF0 F0 RecvF1 SendF0 F1 RecvF2 SendF1 RecvB0 B0 SendB0 F2 SendF2 RecvB1 B1 ...
 
@@ -142,7 +142,7 @@ def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[No
             if kind.is_compute:
                 if (kind, stage) in receive:
                     needs.append(("ends", Action(receive[kind, stage], i, stage).partner))
-                if device.synchronizes:  # (not for `in_order`: others wait for a result only through a later message)
+                if device.synchronizes:  # `in_order` adds none: other ranks wait for a result only by a later message
                     needs += [ends for _, ends in messages[synchronized:]]
                     synchronized = len(messages)
                 computed = [("ends", action)]
@@ -165,8 +165,8 @@ def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[No
 
 
 def _circle_lines(program: Program, circle: list[Node]) -> list[str]:
-    """A line for each wait in a cycle, in which a node comes after the node that it waits for. The end of a message has
-    no line, since it only waits for the start of both ends."""
+    """A line for each wait in a cycle, in which each node follows the node that it waits for. The end of a message has
+    no line, since it waits only for the start of both ends."""
     lines, place = [], program.placement
     for (what, before), (state, action) in pairwise(circle):
         if state == "starts" or action.kind.is_compute:

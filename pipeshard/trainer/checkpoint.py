@@ -1,8 +1,8 @@
 """Checkpoint: a pipeline's part of a Trainer's checkpoint-N folder, which any number of stages and replicas can load.
 
 checkpoint-7/config.json, model*.safetensors    a Hugging Face folder (for adapters, a peft folder)
-checkpoint-7/pipeline/                          the optimizer, the schedule, random states: this file
-checkpoint-7/manifest.json                      size and SHA-256 of all of these, as of every training state
+checkpoint-7/pipeline/                          the optimizer, the LR schedule, random states: written by this module
+checkpoint-7/manifest.json                      size and SHA-256 of all these files, as in every training state
 checkpoint-7/trainer_state.json, rng_state*     written by Trainer, last
 """
 
@@ -70,7 +70,7 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
     with together(grid.world):
         if grid.first:
             lock(folder.parent, model)
-            for old in (folder / STATE, *folder.glob(RANDOM)):  # Trainer writes new ones
+            for old in (folder / STATE, *folder.glob(RANDOM)):  # Trainer writes new files
                 old.unlink(missing_ok=True)
     with new_folder(folder / FOLDER, grid.world, mark=REST) as made:
         save_optimizer(optimizer, made / OPTIMIZER, shard=True)
@@ -81,8 +81,8 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 
 
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
-    """Restore weights, optimizer and schedule. Return this rank's saved random state or, if the sizes of the grid have
-    changed, the first rank's."""
+    """Restore the weights, the optimizer and the LR schedule. Return this rank's saved random state or, if the sizes of
+    the grid have changed, the first rank's."""
     grid = model.pipeline.grid
     load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
@@ -90,7 +90,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         rest = read_rest(folder / FOLDER / REST)
         restore_rest(model.pipeline, rest, lr_scheduler)
         if grid.first:
-            for file in folder.glob(RANDOM):  # no rank waits for their writes; they may be partial, and are not used
+            for file in folder.glob(RANDOM):  # these may be partial, as no rank waits for their writes; not used here
                 if not zipfile.is_zipfile(file):
                     file.unlink()
     same = rest["layout"] == [grid.dp_size, grid.pp_size, grid.tp_size]
@@ -107,8 +107,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
-    """The path of the newest complete, intact checkpoint in `folder`; others are skipped with a warning. Call it on all
-    ranks."""
+    """The path of the newest complete, intact checkpoint in `folder`; newer ones are skipped with a warning. Raises
+    CheckpointError if none is intact. Call it on all ranks."""
     found = {
         int(match[1]): path for path in folder.glob("checkpoint-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))
     }

@@ -1,9 +1,9 @@
-"""Kept: Python state of a Trainer and its callbacks, compared, restored, and sent to other ranks.
+"""Kept: the Python state of a Trainer and its callbacks, compared, restored, and sent to other ranks.
 
-compute_loss runs on the last stage. The state that it changes on the Trainer is found by difference, as for a model's
-code: everything reachable from the Trainer is recorded before the call and compared after it. Any attribute, list,
-deque, array or object therefore counts, however it is changed. Changes are sent as plain data that names classes, which
-other ranks look up among their imported classes; no code is sent.
+compute_loss runs on the last stage, and may change the Trainer's state. As for a model's code, the changes are found by
+comparison: everything reachable from the Trainer is recorded before the call and compared after it. This finds changes
+of any attribute, list, deque, array or object, however they are made. Changes are sent as plain data with the names of
+classes, which other ranks look up among their imported classes; no code is sent.
 """
 
 import io
@@ -39,7 +39,7 @@ from pipeshard.graph.places import (
 )
 from pipeshard.graph.snapshot import Change, Snapshot, undo
 
-# Attributes of a Trainer that compute_loss reads but keeps no state in.
+# Attributes of a Trainer that compute_loss reads, but in which it keeps no state.
 NOT_KEPT = frozenset(
     {"model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset"}
     | {"accelerator", "processing_class", "data_collator", "pipeline", "_stages", "_objective", "_loader", "_held"}
@@ -54,16 +54,17 @@ WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class KeptState(Snapshot):
-    """Everything reachable from a Trainer, its callbacks and its classes, except models, data and library objects.
+    """A snapshot of everything reachable from a Trainer, its callbacks and its classes, except models, data and library
+    objects.
 
-    With `copies`, tensors of any size can be restored; otherwise only those of up to SMALL_BYTES bytes.
+    With `copies`, tensors of any size can be restored; otherwise only tensors of up to SMALL_BYTES bytes.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
         self.trainer, self.copies = trainer, copies
         self.roots = _roots(trainer)
         self.marks: list[Any] = []  # one per tensor
-        self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large ones
+        self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large arrays
         self.files: list[tuple[Path, Any, int]] = []
         named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
         self._apart = {id(value): (PathStep("root", "trainer"), PathStep("attr", name)) for name, value in named}
@@ -74,7 +75,7 @@ class KeptState(Snapshot):
         ]
 
     def changes(self) -> Iterator[Change]:
-        """The current differences; raises UsageError for changes that cannot be restored or sent."""
+        """Yield the differences from the snapshot. Raises UsageError for changes that cannot be restored or sent."""
         for change in self.replaced():
             if not (change.holder is self.trainer and change.key in NOT_KEPT):
                 yield change
@@ -88,8 +89,8 @@ class KeptState(Snapshot):
             if _position(file) != at:
                 raise UsageError(
                     f"compute_loss reads or writes the open file {_place_name(path)}. In a step only the last stage "
-                    "calls compute_loss, and a trace cannot undo the write: append to a list instead, and write it to "
-                    "the file in log() or in a callback"
+                    "calls compute_loss, and a trace cannot undo the write: append to a list instead, and write the "
+                    "list to the file in log() or in a callback"
                 )
 
     def restore(self) -> None:
@@ -109,7 +110,7 @@ class KeptState(Snapshot):
                 change.now.data.copy_(mark)
 
     def _skips(self, path: Path, value: Any) -> bool:
-        """Whether the value is not walked. Also records large arrays and open files."""
+        """Whether the walk skips the value. Also records large arrays and open files."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST_ARRAY:
             self.arrays.append((path, value, _code(value)))
         elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:
@@ -131,7 +132,7 @@ class KeptState(Snapshot):
     # changes sent to other ranks
 
     def told(self) -> list[Any]:
-        """The changes, as plain data for `learn`; raises UsageError for changes that cannot be sent."""
+        """The changes, as plain data for `learn`. Raises UsageError for changes that cannot be sent."""
         if not (changes := list(self.changes())):
             return []
         writer, said = self._writer(), list[Any]()
@@ -165,7 +166,7 @@ class KeptState(Snapshot):
     def learn(trainer: Any, said: list[Any], device: torch.device) -> None:
         """Apply the changes received from another rank to this rank's state."""
         reader = ValueReader(_roots(trainer), device)
-        found = [reader.holder(how, path) for how, path, _ in said]  # as it is before anything is changed
+        found = [reader.holder(how, path) for how, path, _ in said]  # found before anything is changed
         values = [
             [reader.of(entry) for entry in content] if how == "content" else reader.of(content)
             for how, _, content in said
@@ -183,7 +184,7 @@ class KeptState(Snapshot):
 
 
 class ValueWriter:
-    """Converts values to plain data. `known` has the paths of objects that other ranks also have, by id."""
+    """Converts values to plain data. `known` maps ids of objects that other ranks also have to their paths."""
 
     def __init__(self, known: dict[int, Path], roots: dict[str, Any]) -> None:
         self.known, self.roots, self.numbers = known, roots, dict[int, int]()
@@ -200,8 +201,8 @@ class ValueWriter:
         return self.of(value, "", anew=True)
 
     def of(self, value: Any, where: str, anew: bool = False) -> Any:
-        """The value as plain data. Raises UsageError, which names the place `where`, for a value that cannot be
-        sent."""
+        """Convert a value to plain data. Raises UsageError for a value that cannot be sent; the error names its
+        location, `where`."""
         if value is MISSING:
             return ("missing",)
         if isinstance(value, PLAIN) and not isinstance(value, range | slice):
@@ -268,7 +269,7 @@ class ValueReader:
             where = _place_name(tuple(PathStep(*step) for step in path))
             raise UsageError(
                 f"compute_loss has changed {where} on the last stage, but this rank does not have it ({error}). "
-                "Create what it keeps in __init__ or in a callback, which run on every rank"
+                "Create it in __init__ or in a callback, which run on every rank"
             ) from error
 
     def of(self, said: Any) -> Any:
@@ -362,7 +363,7 @@ def _is_own(module: str | None) -> bool:
 
 
 def _is_apart(value: Any) -> bool:
-    """Whether a value is a dataset, loader or tokenizer, or belongs to a library, and is therefore not walked."""
+    """Whether a value is a dataset, loader or tokenizer, or belongs to a library, so that the walk skips it."""
     if isinstance(value, DATA):
         return True
     if isinstance(value, type | FunctionType):

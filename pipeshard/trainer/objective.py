@@ -1,12 +1,13 @@
 """Objective: a Trainer's own compute_loss as a criterion of the pipeline.
 
 Before a step, compute_loss is called on every rank to record the inputs that it passes to the model. In the step, the
-last stage calls it with the model's outputs in place of the model, as the pipeline's criterion. Its other effects (such
-as metrics) are sent to the other ranks. In a trace or a trial, only the loss is used, and other effects are discarded.
+last stage calls compute_loss as the pipeline's criterion, with a placeholder for the model that returns the pipeline's
+outputs. Other effects of compute_loss (such as metrics) are sent to the other ranks. In a trace or a trial, only the
+loss is used, and other effects are discarded.
 
 The loss of TRL's DPOTrainer includes a run of a second model, the reference, but a pipeline runs one model in a step.
 The reference's log-probabilities are therefore computed before the step (by the reference's own stages, or by the
-model's stages without adapters) and added to the batch under TRL's names for precomputed ones.
+model's stages without adapters) and added to the batch; compute_loss reads them as TRL's precomputed log-probabilities.
 """
 
 import copy
@@ -59,14 +60,15 @@ class Resized(TraceError):
 
 
 class Objective:
-    """Calls `trainer.compute_loss`. `num_items` is Trainer's `num_items_in_batch`, counted over a whole window."""
+    """A criterion that calls `trainer.compute_loss`. `num_items` is Trainer's `num_items_in_batch`, counted over a full
+    gradient accumulation window."""
 
     def __init__(self, trainer: ComputesLoss) -> None:
-        self._trainer = weakref.ref(trainer)  # the loss is not traced through it
+        self._trainer = weakref.ref(trainer)  # so that a trace of the loss does not enter the Trainer
         self.num_items: Any = None
         self.added: frozenset[str] = frozenset()  # the model inputs that compute_loss adds to the batch
         self._kept: KeptState | None = None  # the state before the window
-        self._random: dict[str, Any] = {}  # the generators' states, as compute_loss leaves them
+        self._random: dict[str, Any] = {}  # the generators' states after the last call of compute_loss
         self._failure: UsageError | None = None
         self._calls = 0  # the number of compute_loss calls in this step
         self._pipeline: Pipeline | None = None  # the pipeline whose step runs
@@ -95,7 +97,8 @@ class Objective:
     def stepping(self, pipeline: Pipeline) -> Iterator[None]:
         """Context manager for the step of a window. On exit, all ranks receive the changes that compute_loss has made.
 
-        Accelerate reports synchronized gradients only in the last call, as in one process.
+        In the step, the accelerator's `sync_gradients` is true only in the last call of compute_loss, as in one
+        process.
         """
         accelerator = self.trainer.accelerator
         self._pipeline, self._calls = pipeline, 0
@@ -106,7 +109,7 @@ class Objective:
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs that compute_loss passes to the model, and the rest of the batch under names with
+        """The inputs that compute_loss passes to the model, and the rest of the batch under names with the prefix
         FOR_CRITERION."""
         trainer, before = self.trainer, random_state()
         try:
@@ -148,8 +151,8 @@ class Objective:
         return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
 
     def _is_near(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a trace has derived these inputs from matching ones, and did not start with short inputs, whose
-        lengths may be equal by chance."""
+        """Whether a trace has derived these inputs from inputs with consistent sizes, instead of starting with shorter
+        inputs, whose lengths may match by coincidence."""
         sizes = self._sizes_of(inputs)
         if sizes.keys() != self._sizes.keys() or not self._reached:
             return False
@@ -159,8 +162,8 @@ class Objective:
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The loss in a step, on the last stage, with all other effects of compute_loss.
 
-        compute_loss uses the same random numbers as in one process. A UsageError is raised at the step's end, on every
-        rank.
+        compute_loss uses the same random numbers as in one process. A UsageError is raised at the end of the step, on
+        every rank.
         """
         if self._pipeline is None:
             return self(outputs, inputs)
@@ -174,7 +177,7 @@ class Objective:
             self._random = random_state()
             if muted is not None and not torch.allclose(muted, loss, rtol=1e-5, atol=1e-7, equal_nan=True):
                 raise UsageError(
-                    f"compute_loss returns {loss.item()}, but {muted.item()} without gathering from other ranks: "
+                    f"compute_loss returns {loss.item()}, or {muted.item()} without gathering from other ranks: "
                     "compute the loss from only the batch and the model's outputs"
                 )
             return loss
@@ -189,7 +192,8 @@ class Objective:
         """Does nothing. Passing it to a step sends the whole batch and all outputs to the last stage."""
 
     def _share(self, pipeline: Pipeline) -> None:
-        """Send the changes that compute_loss has made on the last stage to all ranks. If it failed, all ranks raise."""
+        """Send the changes that compute_loss has made on the last stage to all ranks. If compute_loss failed, every
+        rank raises UsageError."""
         kept, self._kept = self._kept, None
         is_last = dist.get_rank() == pipeline.last_rank
         said: list[Any] = []
@@ -249,8 +253,9 @@ class Objective:
 def evaluated_together(
     trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """The result of compute_loss, on every rank. If a rank lacks parameters that compute_loss reads, all ranks use the
-    last stage's result and state changes. Raises UsageError, on every rank, if the last stage also fails."""
+    """Call compute_loss on every rank, and return its result. If a rank lacks parameters that compute_loss reads, all
+    ranks use the last stage's result and state changes. Raises UsageError, on every rank, if the last stage also
+    fails."""
     world, failure, result = pipeline.grid.world, None, None
     is_last, kept = dist.get_rank() == pipeline.last_rank, KeptState(trainer)
     try:
@@ -290,8 +295,8 @@ class Asking(StandIn):
 class Answer(Asking):
     """A placeholder for the model that can be called once, with the batch, and returns the pipeline's outputs for it.
 
-    Inputs that compute_loss has `added` are compared with its earlier ones. In a trial only their sizes are compared,
-    since a trace that depended on values would have to be repeated for each batch.
+    Inputs that compute_loss has `added` to the batch are compared with those of its earlier call. In a trial, only
+    their sizes are compared, since a trace that depended on values would have to be repeated for each batch.
     """
 
     def __init__(
@@ -328,7 +333,7 @@ def _is_given_value(given: Any, known: Any) -> bool:
 
 
 def _is_equal(given: Any, known: Any) -> bool:
-    """Whether a recomputed value equals the earlier one."""
+    """Whether a recomputed value equals the earlier value; objects other than tensors and PLAIN_VALUES always do."""
     if not isinstance(given, Tensor) or not isinstance(known, Tensor):
         return _is_given_value(given, known) or not isinstance(given, PLAIN_VALUES)
     return given.shape == known.shape and torch.equal(given.detach().to(known), known.detach())
@@ -366,7 +371,7 @@ CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  
 
 
 class Preferences:
-    """Mixin for a DPOTrainer, which uses its public names `precompute_ref_logps`, `ref_model` and
+    """Mixin for a DPOTrainer. It uses the trainer's public names `precompute_ref_logps`, `ref_model` and
     `compute_ref_log_probs`."""
 
     pipeline: PipelinePlugin
@@ -381,8 +386,8 @@ class Preferences:
         super().__init__(**kwargs)
 
     def _on_disk(self, dataset: Any, folder: Path) -> Any:
-        """Move an in-memory dataset to files that all ranks share, since TRL adds log-probabilities on the first
-        rank."""
+        """Write an in-memory dataset to files that all ranks share, since TRL adds log-probabilities only on the first
+        rank. Returns the dataset loaded from these files; any other dataset is returned unchanged."""
         from datasets import Dataset  # which TRL needs, but transformers does not
 
         if isinstance(dataset, dict):
@@ -396,8 +401,8 @@ class Preferences:
         return Dataset.load_from_disk(folder)
 
     def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
-        """The batch with the reference's log-probabilities, one per row. Call it on all ranks. For a sample from which
-        the stages are traced, the log-probabilities are zeros."""
+        """The batch with the reference's log-probabilities, one per row. Call it on all ranks. With `is_sample` (the
+        batch is only traced), the log-probabilities are zeros unless the batch contains them."""
         if BOTH in inputs:
             return inputs
         inputs = dict(inputs)

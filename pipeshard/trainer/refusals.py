@@ -36,13 +36,13 @@ REFUSED = {
     "sync_ref_model": "it averages the full parameters of two models, which no rank holds: remove it",
     "accelerator_config.dispatch_batches": "every rank reads its own batches: remove it",
 }
-# By argument: which values are refused, if not all values that are true.
+# By argument: whether a value is refused. Without an entry here, every truthy value is.
 SOME: dict[str, Callable[[Any], bool]] = {
     "optim": lambda value: "lomo" in str(value).lower() or "layerwise" in str(value).lower(),
     "past_index": lambda value: value >= 0,
     "train_sampling_strategy": lambda value: value == "batch_rebalance",
 }
-# Arguments that a single process supports, since no other rank could differ.
+# Arguments that a single process supports, since there are no other ranks that could differ from it.
 OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches")
 
 
@@ -72,7 +72,7 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
 
 
 def refuse_split(model: nn.Module, name: str) -> None:
-    """Raise ConfigurationError for a model that was already split into stages, so this rank has only a part of it."""
+    """Raise ConfigurationError for a model that is already split into stages, so that this rank holds only a part."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"{name} got a {type(model).__name__} that another Trainer, or booster.boost, has already split: no rank "
@@ -85,7 +85,7 @@ OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrain
 
 
 def refuse_class(kind: type) -> None:
-    """Raise ConfigurationError for a TRL Trainer that is not in OF_TRL, even if it is a subclass of one that is."""
+    """Raise ConfigurationError for a TRL Trainer that is not in OF_TRL, even if one of its base classes is."""
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
     if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
@@ -96,7 +96,7 @@ def refuse_class(kind: type) -> None:
 
 def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
     """The PipelinePlugin arguments that split each of the `window` batches so that a window has the requested number of
-    microbatches in total."""
+    microbatches in total. Raises ConfigurationError if this number is not a multiple of `window`."""
     if config.microbatch_size is not None:
         return {"microbatch_size": config.microbatch_size, "num_microbatches": None}
     if config.is_ragged:

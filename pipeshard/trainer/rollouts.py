@@ -1,8 +1,8 @@
 """Rollouts: a Trainer that generates the completions that it trains on, as TRL's GRPOTrainer and RLOOTrainer do.
 
-TRL's own code generates, scores and buffers completions on every rank. This module overrides four things that differ
-from one process: TRL calls the stages of all ranks instead of a model, gathers from replicas instead of processes,
-computes the size of a generation batch from the number of replicas, and computes rewards once per replica.
+TRL's own code generates, scores and buffers completions on every rank. This module changes four things: TRL calls the
+stages of all ranks instead of a model, gathers from replicas instead of processes, computes the size of a generation
+batch from the number of replicas, and computes rewards once per replica.
 """
 
 import logging
@@ -34,7 +34,7 @@ CALLED = {"rollout_func": "rollout_func", "tools": "tools", "environment_factori
 
 
 class Rollouts:
-    """Mixin for a GRPOTrainer or RLOOTrainer. Its `reward_funcs` run on the first rank of each replica."""
+    """Mixin for a GRPOTrainer or RLOOTrainer. The `reward_funcs` run on the first rank of each replica."""
 
     args: Any
     model: Any
@@ -87,7 +87,8 @@ class Rollouts:
             )
 
     def boosted_model(self, model: Any) -> Any:
-        """The stages of a model. A reward model is not split, and is moved to the device where rewards are computed."""
+        """The stages of a model. A reward model is returned unsplit; ranks that compute rewards move it to their
+        device."""
         if any(model is one for one in self.reward_funcs):
             assert isinstance(model, nn.Module)
             return model.to(self.args.device) if self._computes_rewards else model
@@ -137,7 +138,7 @@ class Rollouts:
         return rewards.to(self.accelerator.device)
 
     def _of_replica(self, value: Any) -> Any:
-        """The value of the first rank of this rank's replica."""
+        """The value of the first rank of this rank's replica. Call it on all ranks of the replica."""
         grid = self.pipeline.grid
         own_progress().start("the rewards, which the first rank of the replica computes")
         for group in (grid.stages, grid.slices):
@@ -150,8 +151,8 @@ class Rollouts:
 def gathered_from_replicas(accelerator: PipelineAccelerator, kind: type) -> Iterator[None]:
     """Context manager in which the modules that define `kind` and its bases gather from replicas.
 
-    A PipelineAccelerator always does so, but these modules also import functions of accelerate.utils, which gather from
-    processes.
+    A PipelineAccelerator always gathers from replicas, but these modules also import functions of accelerate.utils,
+    which gather from processes.
     """
     modules = {one.__module__: sys.modules[one.__module__] for one in kind.__mro__}
     replaced = [

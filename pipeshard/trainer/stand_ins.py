@@ -1,9 +1,9 @@
 """Stand-ins: objects that a Trainer uses as its model and its Accelerator, backed by stages and replicas.
 
 A Trainer trains a model on windows of batches, and calls the model on a batch to evaluate it. It assumes that every
-process reads different data and holds the full model. In a pipeline, the stages of a replica read the same data.
-Accelerate must therefore distribute data among replicas, and gather from replicas, instead of processes; it wraps no
-model, scales no loss, and clips by the norm of the full model.
+process reads different data and holds the full model. In a pipeline, the stages of a replica read the same data. The
+PipelineAccelerator therefore distributes data among replicas, and gathers from replicas, instead of processes; it wraps
+no model, scales no loss, and clips by the norm of the full model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ class PipelineAccelerator(Accelerator):
     grid: Grid
     trainer: Boosts
     is_alone: bool
-    is_muted: bool  # nothing is gathered: results are not used, and are ones
+    is_muted: bool  # whether gathers return ones, which are not used, without communication
     is_last_call: bool  # whether this is the last call of compute_loss in a step
 
     @classmethod
@@ -57,7 +57,7 @@ class PipelineAccelerator(Accelerator):
         new.__dict__.update(vars(accelerator))
         new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
         new.is_last_call = True
-        new.scaler = None  # the pipeline scales the loss in fp16 itself
+        new.scaler = None  # the pipeline itself scales the loss in fp16
         return new
 
     @contextmanager
@@ -133,7 +133,7 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(combine, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather from replicas, without samples that were repeated at the end of an epoch; returns a list for
+        """Gather from replicas, omitting samples that were repeated at the end of an epoch; returns a list for
         objects."""
         if self.is_muted:
             return recursively_apply(_ones, input_data)
@@ -172,7 +172,7 @@ class PipelineAccelerator(Accelerator):
         return nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip by the norm of the full model, whichever parameters are passed, and return it; inf only computes it."""
+        """Clip by the norm of the full model, regardless of `parameters`, and return it; with inf, do not clip."""
         optimizer = self.trainer.boosted_optimizer(None)
         if max_norm == float("inf"):
             return optimizer.get_grad_norm(norm_type)
@@ -218,7 +218,7 @@ class Stages(StandIn):
         self.loss_only = False  # whether an evaluation needs only the loss
 
     def optimize(self, optimizer: Any) -> PipelineOptimizer:
-        """Boost an optimizer of the full model, so that it trains this rank's part of the model."""
+        """Boost an optimizer of the full model, and return the optimizer of this rank's part of the model."""
         _, made, *_ = self.plugin.configure(self.boosted, optimizer)
         assert made is not None
         self.optimizer = made
@@ -244,7 +244,7 @@ class Stages(StandIn):
         return loss.as_subclass(Tensor)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """The outputs of a batch, on every rank, without caches for generation."""
+        """The model's outputs for a batch, on every rank, without caches for generation."""
         if torch.is_grad_enabled():
             raise UsageError(
                 "model(...) cannot be called with gradients enabled: call it under torch.no_grad() to evaluate. In "
@@ -269,7 +269,7 @@ class Stages(StandIn):
         pipeline = self.boosted.pipeline
         short = pipeline.config.autocast and tensor.dtype in (torch.float16, torch.bfloat16)
         tensor = tensor.as_subclass(Tensor).to(pipeline.device)
-        return tensor.float() if short else tensor  # as accelerate converts the outputs of autocast
+        return tensor.float() if short else tensor  # as accelerate does for outputs of autocast
 
     def train(self, mode: bool = True) -> "Stages":
         self.module.train(mode)

@@ -1,9 +1,9 @@
 """PipelineTrainer: transformers' Trainer with steps that run in a pipeline.
 
     class                 purpose
-    Pipelined...          takes the plugin, and is what the user constructs
-    the user's Trainer    SFTTrainer, Seq2SeqTrainer, or a custom one: unchanged
-    Loop                  between it and transformers.Trainer: runs the steps on stages instead of a whole model
+    Pipelined...          the class that the user constructs: takes the plugin
+    the user's Trainer    SFTTrainer, Seq2SeqTrainer, or a custom class: unchanged
+    Loop                  between the user's class and transformers.Trainer: runs the steps on stages of the model
 
 Methods that the user's class overrides are therefore called as usual, and its `super()` calls reach the pipeline. The
 loop, callbacks, logs, schedules and files are still Trainer's. A gradient accumulation window is one pipeline step.
@@ -44,8 +44,8 @@ from pipeshard.trainer.refusals import cut, refuse, refuse_class, refuse_split
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
-# The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. Everything
-# else that this module uses of Trainer is documented.
+# The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. All other
+# names of Trainer that this module uses are documented.
 PRIVATE = (
     "_wrap_model",
     "_load_from_checkpoint",
@@ -58,7 +58,7 @@ PRIVATE = (
 
 
 class Written:
-    """Detects whether parameters or their gradients were written to, or replaced, since its creation."""
+    """Detects whether parameters or gradients were modified in place, or gradients replaced, since its creation."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._of = [(parameter, *self._state(parameter)) for parameter in parameters]
@@ -78,15 +78,15 @@ class Written:
 
 
 class Loop(Trainer):
-    """The parts of a Trainer's loop that stages run."""
+    """The methods of a Trainer that are overridden to run on stages."""
 
     pipeline: PipelinePlugin
     accelerator: PipelineAccelerator
     _stages: Stages | None = None
     _objective: Objective | None = None
     _loader: Any = None  # the latest dataloader, whose samples are used for the trace
-    _random: dict[str, Any] | None = None  # a checkpoint's state, until the loop reaches its step
-    _held: tuple[dict[str, Any], ...] = ()  # the batches of a window that is not complete yet
+    _random: dict[str, Any] | None = None  # a checkpoint's random state, until the loop reaches the checkpoint's step
+    _held: tuple[dict[str, Any], ...] = ()  # the batches of an incomplete window
     _left: Written | None = None  # the trained parameters after the latest batch
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -165,7 +165,7 @@ class Loop(Trainer):
         return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
 
     def boosted_model(self, model: Any) -> Any:
-        """The stages of the Trainer's model, or of another model of the user."""
+        """The stages of the Trainer's model, or of another model that the user's code prepares."""
         if isinstance(model, Stages):
             return model
         return self._own_stages() if model is self.model else self._boosted(model, None)
@@ -212,7 +212,7 @@ class Loop(Trainer):
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Keep the batch until its window is complete, then run one step on the whole window."""
+        """Keep the batch until its window is complete, then run one step on the full window."""
         assert self._stages is not None
         if self._held:
             self.refuse_written("between the batches of a window")
@@ -251,7 +251,7 @@ class Loop(Trainer):
         self._held += (self._given(inputs, num_items_in_batch),)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        if callable(getattr(self.optimizer, "train", None)):  # optimizers without a schedule
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         window, self._held = self._held, ()
         weight = self._weight(num_items_in_batch)
@@ -271,8 +271,8 @@ class Loop(Trainer):
         return {**inputs, ITEMS: torch.as_tensor(num_items)} if accepts else dict(inputs)
 
     def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
-        """The batch with the values that the loss reads from another model, if any. For a sample, only shapes
-        matter."""
+        """The batch with the values that the loss reads from another model, if any. For a sample, only the shapes of
+        these values matter."""
         return inputs
 
     def _weight(self, num_items: Any) -> float:
@@ -411,7 +411,7 @@ class Loop(Trainer):
         self._random = load_state(Path(checkpoint), stages.boosted, stages.optimizer, self.lr_scheduler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the random state that `load_state` returned, instead of Trainer's file for each rank."""
+        """Restore the random state that `load_state` returned, instead of the state in Trainer's file for this rank."""
         random, self._random = self._random, None
         if random is not None:
             set_random_state(random)
@@ -421,7 +421,7 @@ class Loop(Trainer):
 
 
 class Front:
-    """Takes the `pipeline` argument before it constructs the Trainer that it precedes in the MRO."""
+    """Mixin that takes the `pipeline` argument, then constructs the Trainer that follows it in the MRO."""
 
     def __init__(self, *args: Any, pipeline: PipelinePlugin, **kwargs: Any) -> None:
         if not isinstance(pipeline, PipelinePlugin):
@@ -445,7 +445,8 @@ class Front:
         put_adapters(model, config, put)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the training_step of the user's class, once per batch of a window; it must not write to parameters."""
+        """Call the training_step of the user's class, once per batch of a window. Raises UsageError if that method
+        changes parameters or gradients."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
         return loss

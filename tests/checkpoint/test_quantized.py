@@ -383,10 +383,10 @@ def loading(folder: Path) -> None:
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 DAMAGES = {  # tensors, and how many of their elements are left
     "weight": (WEIGHT, 767, r"has shape \(767, 1\), but \(768, 1\)"),
-    "scales": (f"{WEIGHT}.absmax", 23, "the packed .* cannot be read: ValueError: its scales are"),
-    "values": (f"{WEIGHT}.quant_map", 8, "the packed .* cannot be read: ValueError: its scales are"),
-    "description": (f"{WEIGHT}.quant_state.bitsandbytes__nf4", 20, "the packed .* cannot be read: JSONDecodeError"),
-    "none": (f"{WEIGHT}.absmax", 0, "the packed .* cannot be read: KeyError"),
+    "scales": (f"{WEIGHT}.absmax", 23, "the quantized .* cannot be read: ValueError: its scales are"),
+    "values": (f"{WEIGHT}.quant_map", 8, "the quantized .* cannot be read: ValueError: its scales are"),
+    "description": (f"{WEIGHT}.quant_state.bitsandbytes__nf4", 20, "the quantized .* cannot be read: JSONDecodeError"),
+    "none": (f"{WEIGHT}.absmax", 0, "the quantized .* cannot be read: KeyError"),
 }
 
 
@@ -412,7 +412,7 @@ def test_a_model_with_other_layers_than_a_packed_folder(pool: Pool, tmp_path: Pa
     config["quantization_config"]["llm_int8_skip_modules"] = ["down_proj", "lm_head"]
     (folder / "config.json").write_text(json.dumps(config))
     for error in pool.run_expecting(CheckpointError, loading, 2, folder):
-        assert f"{WEIGHT} is quantized, but not in the model" in error
+        assert f"{WEIGHT} is quantized, but the weight in the model is not" in error
 
 
 def test_a_folder_quantized_otherwise_is_refused(tmp_path: Path) -> None:
