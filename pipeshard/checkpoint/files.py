@@ -1,4 +1,4 @@
-"""Files: files and folders that all ranks write together and that replace the previous ones atomically."""
+"""Files: atomic writes of files and folders, by all ranks together or in the background."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Checkpoint IO: every stage writes and reads its own part of a plain Hugging Face folder."""
+"""Checkpoint IO: each stage's own part of a plain Hugging Face checkpoint, saved and loaded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -232,7 +232,7 @@ def refuse_packed(model: nn.Module) -> None:
 def _refuse_prefix(prefix: str | None) -> None:
     if prefix is not None:
         raise CheckpointError(
-            f"prefix={prefix!r} is not supported: omit it; parameters are saved under the architecture's own names"
+            f"prefix={prefix!r} is not supported, since parameters have the architecture's own names: omit it"
         )
 
 

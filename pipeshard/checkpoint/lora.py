@@ -21,7 +21,7 @@ from pipeshard.split.adapters import is_blank, put_adapters, stand_ins
 from pipeshard.split.ties import first_names
 
 if TYPE_CHECKING:
-    from peft import PeftModel  # takes a second to import, so only the functions that need it do
+    from peft import PeftModel  # the import takes a second, so only the functions that need peft import it
 
 
 def enable_lora(
@@ -31,12 +31,12 @@ def enable_lora(
     training. Call it before `model` is boosted.
 
     New adapters are initialized with torch's generator, whose seed must be the same on every rank. If the model is on
-    meta (`PipelinePlugin.from_pretrained`), the adapters receive the values that they would on the loaded model: each
-    stage computes adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded these weights.
+    meta (`PipelinePlugin.from_pretrained`), the adapters receive the same values as on a loaded model: each stage
+    computes adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded these weights.
 
     Raises UsageError if the model is boosted or has adapters, ConfigurationError for `bnb_quantization_config` and for
-    a `lora_config` that the model (or a model on meta) does not support, CheckpointError for a folder that does not
-    fit.
+    a `lora_config` that the model (or a model on meta) does not support, and CheckpointError for a folder that does not
+    fit the model.
     """
     from peft import get_peft_model
 

@@ -24,7 +24,7 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
 
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
-OLDER = "pipeshard optimizer 1"  # its files are the same; its folders had other files of torch.distributed.checkpoint
+OLDER = "pipeshard optimizer 1"  # same content in a file; folders had other files of torch.distributed.checkpoint
 VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its states
 INSIDE = "::"  # joins the key of a nested dict, as in bitsandbytes states, and a key in this dict
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->

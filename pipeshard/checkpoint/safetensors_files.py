@@ -342,7 +342,8 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:
-    """Whether the chunks cover the tensor exactly once. Torch derives its size from their ends, so none exceeds it."""
+    """Whether the chunks cover the tensor exactly once. Torch derives the tensor's size from the chunks' ends, so no
+    chunk exceeds it."""
     chunks, dims = stored.chunks, len(stored.size)
     if any(len(c.offsets) != dims or len(c.sizes) != dims or min(c.offsets, default=0) < 0 for c in chunks):
         return False

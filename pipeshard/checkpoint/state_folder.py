@@ -90,7 +90,7 @@ def flaw(folder: Path, step: int | None = None) -> str:
             if not is_inside(name):
                 return f"{MANIFEST} lists {short(name)}, which is not a file in its folder"
             if type(size) is not int or (folder / name).stat().st_size != size:
-                return f"the size of {short(name)} is not {short(size)} bytes, as listed in {MANIFEST}"
+                return f"the size of {short(name)} differs from the {short(size)} bytes that {MANIFEST} lists"
     except (OSError, ValueError) as error:
         return summary(error)
     return ""
@@ -205,8 +205,8 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 @dataclass
 class StateSave(Save):
-    """A save of a training state, planned by all ranks together, which count as its `stages`. Each rank copies the data
-    that it writes."""
+    """A save of a training state, planned by all ranks together: its `stages` are all ranks, and each rank copies the
+    data that it writes."""
 
     writing: Path  # the hidden folder
     model: FolderSave | None  # None on ranks that do not write the model

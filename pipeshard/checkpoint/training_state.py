@@ -52,7 +52,7 @@ def check_random_state(state: Any) -> None:
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.Generator("cuda").set_state(state["cuda"])
     random.Random().setstate(state["python"])
-    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # NumPy does not check it
+    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # NumPy does not check its position
         raise ValueError(f"NumPy's position is {state['numpy'][2]}")
     np.random.RandomState().set_state(state["numpy"])
 
@@ -212,7 +212,7 @@ def load_training_state(
             logger.warning(
                 "%s is skipped, because it is incomplete or damaged (%s): resuming from step %d", path, why, chosen
             )
-        for path in damaged:  # so that it is no longer the newest step, nor one of the last `keep` steps
+        for path in damaged:  # so that it does not count as the newest or as one of the last `keep` steps
             with suppress(OSError):
                 path.rename(path.with_name(f"{path.name}.damaged"))
     with together(pipeline.grid.world):
@@ -221,7 +221,7 @@ def load_training_state(
         saved = rest | {"optimizer": folder / OPTIMIZER if (folder / OPTIMIZER).exists() else None}
         missing = [name for name in given if given[name] is not None and saved.get(name) is None]
         if missing:
-            raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: do not pass them when loading it")
+            raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: do not pass these objects")
         if dataloader is not None:
             dataloader.load_state_dict(rest["dataloader"])
     io_of(model).load_model(model, str(folder / MODEL))
@@ -293,7 +293,9 @@ def _choose(parent: Path, step: int | None) -> list[int]:
         return [step]
     flaws = [f"; {path.name} is not complete ({why})" for path, why in _incomplete(parent)]
     what = "no complete step" if step is None else f"no complete step {step}, only {steps[::-1]}"
-    raise CheckpointError(f"{parent} contains {what}{''.join(flaws[-3:])}: pass the directory of save_training_state")
+    raise CheckpointError(
+        f"{parent} contains {what}{''.join(flaws[-3:])}: pass a directory that save_training_state wrote"
+    )
 
 
 def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: Any = None) -> dict[str, Any]:

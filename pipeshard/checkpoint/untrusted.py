@@ -230,7 +230,8 @@ def _cached(name: Path) -> Path:
         ) from None
 
 
-# The maximum opcodes in a pickle, and values that it builds: an optimizer state of 100,000 tensors has about as many.
+# The maximum number of opcodes in a pickle, and of values that it builds: an optimizer state of 100,000 tensors has
+# about as many.
 MOST_STEPS = 4_000_000
 MADE_OF = re.compile(
     r"collections (OrderedDict|Counter)|_codecs encode|torch Size|torch (\w+Storage|[a-z0-9_]+)"

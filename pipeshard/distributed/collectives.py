@@ -227,7 +227,7 @@ def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise UsageError if the ranks' `calls`, as (hash of the call's name, number of the call), are not all equal."""
+    """Raise UsageError unless all ranks have equal `calls`, as (hash of the call's name, number of the call)."""
     if len(set(calls)) > 1:
         names = gather_objects(own_progress().call, group)
         table = "; ".join(f"{named(r)}: {name} (call {calls[r][1]})" for r, name in enumerate(names))

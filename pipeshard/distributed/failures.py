@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pipeshard.distributed.progress import NOW, collective_of, main_stack
 from pipeshard.private import default_store
 
-RAISED, GONE, STALLED, ENDED, ORPHANED = "raised", "gone", "stalled", "ended", "orphaned"  # kinds
+RAISED, GONE, STALLED, ENDED, ORPHANED = "raised", "gone", "stalled", "ended", "orphaned"  # kinds of faults
 THROUGH = "its program being through"  # the message of a rank that ended without an error
 
 
@@ -161,7 +161,7 @@ def has_agents() -> bool:
 
 
 ANSWER_SECONDS = 2.0  # within which every live rank answers
-LIBRARY_FRAMES = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  # frames that are not the user's
+LIBRARY_FRAMES = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  # not the user's code
 
 
 class RollCall:
@@ -180,7 +180,7 @@ class RollCall:
             self.store.set(f"answer/{number}/{self.rank}", json.dumps(_process_state()))
 
     def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
-        """The fault with a message that uses the answers. If its kind is GONE, the message names the ranks that do not
+        """The fault with a message based on the answers. If its kind is GONE, the message names the ranks that do not
         respond; otherwise, it names the ranks at fault, and says what each rank is doing."""
         answers = self._collect(fault.number)
         silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
@@ -293,7 +293,7 @@ def _gives_up(backend: Any, other: int) -> bool:
 
 
 TEXT = 2000  # characters of an error's text that are sent to other ranks
-OURS = ("/torch/", "/pipeshard/")  # files in which the error of a lost connection is raised
+OURS = ("/torch/", "/pipeshard/")  # in the paths of code that raises the error of a lost connection
 LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
 
 

@@ -16,8 +16,8 @@ ERRORS_ARE_RAISED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON
 
 @contextmanager
 def raising_errors() -> Iterator[None]:
-    """Context manager in which groups are created whose NCCL failures do not abort the process. Environment variables
-    that the user has set are kept."""
+    """Context manager for creating groups whose NCCL failures do not abort the process. Environment variables that the
+    user has set are kept."""
     ours = {name: value for name, value in ERRORS_ARE_RAISED.items() if name not in os.environ}
     os.environ.update(ours)  # torch reads them when it creates a group
     try:

@@ -1,8 +1,8 @@
 """Peers: the processes of the other ranks on this host, and their states as the kernel reports them.
 
 The connections of a killed rank stay open if a child that it has forked lives on; those of a stopped rank always stay
-open. Neither rank can report its own state. The ranks of one host see each other's processes, and can detect this
-without a connection or a timeout.
+open. Neither rank can report its own state. The ranks of one host see each other's processes, and can detect both
+states without a connection or a timeout.
 """
 
 import ctypes

@@ -24,8 +24,8 @@ COMPUTES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 
 
 class Progress:
-    """The current activity of a rank, written by the training thread, at the cost of setting a few attributes, and read
-    by the watch.
+    """The current activity of a rank. The training thread writes it, which costs only a few assignments; the watch
+    reads it.
 
     Attributes:
         call: the current collective call of the user's program, such as `execute_pipeline`; "" between calls.

@@ -174,7 +174,7 @@ class Watch:
         return (OtherBatchError if is_of_batch else RankError)(self._met(fault), fault)
 
     def _met(self, fault: Fault) -> str:
-        """The text of a fault and, if the rank has reached the end of its program, the call that it did not make."""
+        """The text of a fault. If the faulty rank has reached the end of its program, names the call that it omits."""
         if fault.kind != ENDED or fault.message != THROUGH:
             return str(fault)
         return (
@@ -299,7 +299,7 @@ class Watch:
 
     def _find_out(self) -> Fault | None:
         """A fault that no rank reports, because a rank of this host, the store or the agent was killed or is stopped;
-        None if there is no such fault."""
+        None without such a fault."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"
             return Fault(ORPHANED, -1, "", message=agent)

@@ -94,7 +94,8 @@ def chunks_of(schedule: Schedule, p: int, v: int = 1) -> int:
 
 
 def is_v(placement: tuple[int, ...], p: int) -> bool:
-    """Whether the stages are placed down the ranks and back up, two on each rank."""
+    """Whether the placement is a V on several ranks: stages 0 to p-1 on ranks 0 to p-1, and stages p to 2p-1 on ranks
+    p-1 to 0."""
     return p > 1 and placement == (*range(p), *reversed(range(p)))
 
 

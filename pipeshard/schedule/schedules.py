@@ -124,8 +124,8 @@ def v_min(p: int, m: int, v: int = 2) -> Program:
 
 
 def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Program:
-    """A program in a V in which each microbatch repeats the steps of the previous one 6 units of time later, since a
-    rank has 6 actions per microbatch.
+    """A program in a V in which each microbatch repeats the steps of the previous microbatch 6 units of time later,
+    since a rank has 6 actions per microbatch.
 
     Each stage follows the previous stage after 1 unit down the ranks, and after `up` units on the way back. `turns`
     are the units from F to F on the last rank, from F to B on the first rank, and from B to B on the last rank. Each W

@@ -42,7 +42,7 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
     """Estimate the time of a step of m microbatches; returns the time of the slowest rank, and the sum of the squared
     times of all ranks.
 
-    A rank idles until its first input arrives; again, once its other work is done, until the input of a later stage or
+    A rank idles three times: until its first input arrives; after its other work, until the input of a later stage or
     the first gradient arrives; and from its last B to the end of the step. Memory limits this other work and the number
     of microbatches in flight: `tightness` is the memory that microbatches take, relative to a step in which nothing
     waits. If ranks have too little memory for one microbatch, the time is infinite, and the second number is the

@@ -139,7 +139,9 @@ def _collector_paused() -> Iterator[None]:
 def _per_stage(name: str, cost: ActionCost, num_stages: int) -> tuple[float, ...]:
     values = tuple(map(float, cost)) if isinstance(cost, Sequence) else (float(cost),) * num_stages
     if len(values) != num_stages:
-        raise ConfigurationError(f"{name} has {len(values)} costs for {num_stages} stages: pass one, or one per stage")
+        raise ConfigurationError(
+            f"{name} has {len(values)} costs for {num_stages} stages: pass one cost, or one per stage"
+        )
     if not all(0 <= value < math.inf for value in values):
         raise ConfigurationError(f"{name} must be finite and non-negative, got {cost}")
     return values
@@ -190,7 +192,8 @@ class _Run:
         self.routes = {kind: [self._route(kind, stage) for stage in stages] for kind in PARTNER}
 
     def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[StageStep, Times]], Times, list[float] | None]:
-        """For a step: the steps that it needs, with their times; its own times; its costs, or None for a message."""
+        """For a step, return the steps that it needs with their times, its own times, and its costs (None for a
+        message)."""
         needed = self.program.needs(kind, stage)
         if not self.has_communication:  # an input is available once it is computed
             needed = [(kind, at + PARTNER[k][1]) if k.is_receive else (k, at) for k, at in needed]
@@ -206,8 +209,8 @@ class _Run:
         return [(cost if (i, stage) in self.split else whole) * size for i, size in enumerate(self.sizes)]
 
     def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, StageStep, Times, float] | None:
-        """For one end of a message: its edge, the posts of this end and of the other end, the step of the other end,
-        the times of arrival, and the duration of a transfer. None if the other end is not on another rank."""
+        """For one end of a message, return its edge, the posts of this end and of the other end, the step of the other
+        end, the times of arrival, and the duration of a transfer. None if the other end is not on another rank."""
         if not self.program.crosses(kind, stage):
             return None
         other, at = PARTNER[kind][0], stage + PARTNER[kind][1]
@@ -230,7 +233,7 @@ class _Run:
         return None if left or any(waits) else tuple(map(tuple, self.spans))
 
     def stuck(self) -> list[str]:
-        """After `finish`: a line for each rank that waits, and for each message that only one end has posted."""
+        """After `finish`, return a line for each rank that waits, and for each message that only one end has posted."""
         stuck = [self._stuck(rank, *wait) for rank, wait in enumerate(self.waits) if wait]
         for edge in self.edges.values():
             for send, _ in edge.sends:

@@ -17,7 +17,7 @@ from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.simulate import simulate
 
-NEAR = 1.05  # relative to the shortest step: more slices are not worth their overhead
+NEAR = 1.05  # a step this close to the shortest is accepted, since more slices are not worth their overhead
 SLICED = ("1f1b", "gpipe", "zb-h1")  # schedules with one stage per rank
 
 

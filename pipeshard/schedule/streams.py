@@ -23,7 +23,7 @@ Node = tuple[str, Action]  # "starts" or "ends"; both ends of a message end toge
 
 
 class Lanes(NamedTuple):
-    """The choice of the messages that share a communicator, and therefore a stream on each rank.
+    """Which messages share a communicator, and therefore a stream on each rank.
 
     Attributes:
         per: "edge" (messages from one rank to another), "pair" (messages between two ranks) or "world" (all).
@@ -46,11 +46,11 @@ class Device(NamedTuple):
     """Additional waits of a GPU.
 
     Attributes:
-        in_order: kernels start in the order in which the host queued them, on all streams
+        in_order: whether kernels start in the order in which the host queued them, across all streams
             (CUDA_DEVICE_MAX_CONNECTIONS=1).
         resident: the number of message kernels that fit on the GPU at the same time; each kernel waits for the end of
             the kernel that is `resident` messages before it. None means any number.
-        synchronizes: the host waits for the whole device in each compute action.
+        synchronizes: whether the host waits for the whole device in each compute action.
     """
 
     in_order: bool = False
@@ -78,8 +78,8 @@ def add_ordered_communication(program: Program) -> Program:
     Each rank runs its part of this order. Therefore, for all lanes, and even if an action waits for the device, the
     earliest unfinished action can always complete. `add_communication` does not guarantee this: it posts receives
     early, so an action that waits for the device also waits for these receives. Actions are ordered by time, with F = B
-    = W and messages that take no time: a receive has the time at which its message is sent, and follows all
-    computations that its rank has started before. Rank 1 of 1F1B, p=3:
+    = W and messages that take no time: a receive has the time at which its message is sent, and follows the
+    computations that its rank has started before this time. Rank 1 of 1F1B, p=3:
 
         RecvF0 F0 RecvF1 SendF0 F1 RecvF2 SendF1 RecvB0 B0 SendB0 F2 SendF2 RecvB1 B1 ...
 

@@ -102,13 +102,13 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
         if why := gather_objects(flaw_of(folder), group)[0] or damage(folder, group):
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {folder}: it is not a complete PipelineTrainer checkpoint ({why}). "
-                "Pass a complete one, or resume_from_checkpoint=True for the newest complete checkpoint"
+                "Pass a complete checkpoint, or resume_from_checkpoint=True to use the newest complete checkpoint"
             )
 
 
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
-    """The path of the newest complete, intact checkpoint in `folder`; newer ones are skipped with a warning. Raises
-    CheckpointError if none is intact. Call it on all ranks."""
+    """The path of the newest complete, intact checkpoint in `folder`; a warning names newer checkpoints, which are
+    skipped. Raises CheckpointError if no checkpoint is intact. Call it on all ranks."""
     found = {
         int(match[1]): path for path in folder.glob("checkpoint-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))
     }

@@ -454,7 +454,7 @@ def _found(name: Any) -> Any:
 def _not_sent(where: str, value: Any) -> UsageError:
     what = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else f"a {type(value).__name__}"
     return UsageError(
-        f"compute_loss changes {where}, which holds {what}: the last stage runs compute_loss, and cannot send that to "
+        f"compute_loss changes {where}, which holds {what}: the last stage runs compute_loss, and cannot send this to "
         "the other ranks. Keep tensors, arrays, numbers, strings, collections of these, or objects of a class that "
         "every rank can import"
     )

@@ -371,7 +371,7 @@ CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  
 
 
 class Preferences:
-    """Mixin for a DPOTrainer. It uses the trainer's public names `precompute_ref_logps`, `ref_model` and
+    """Mixin for a DPOTrainer that uses the trainer's public names `precompute_ref_logps`, `ref_model` and
     `compute_ref_log_probs`."""
 
     pipeline: PipelinePlugin

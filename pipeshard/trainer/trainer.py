@@ -288,7 +288,7 @@ class Loop(Trainer):
     # evaluation
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate all data on every replica, batch by batch, as one process does."""
+        """Evaluate all data on every replica, batch by batch, as a single process does."""
         if getattr(dataloader, REPLICAS, 1) != 1:
             raise UsageError(
                 "this dataloader distributes its batches over replicas, but every replica must evaluate all batches: "

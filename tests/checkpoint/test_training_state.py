@@ -251,9 +251,9 @@ def wrong(folder: Path) -> list[str]:
 @pytest.mark.turns
 def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     expected = [
-        "none contains no complete step: pass the directory of save_training_state",
+        "none contains no complete step: pass a directory that save_training_state wrote",
         r"all contains no complete step 4, only \[5\]",
-        "was saved without optimizer, lr_scheduler, dataloader: do not pass them when loading it",
+        "was saved without optimizer, lr_scheduler, dataloader: do not pass these objects",
         "saved with {'batch_size': 4, 'samples': 14}, but this dataloader has {'batch_size': 3, 'samples': 14}",
         "this DataLoader has no state_dict with its position .*plugin.prepare_dataloader.*dataloader=None",
         "this LlamaForCausalLM was not boosted",
