@@ -223,7 +223,8 @@ def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | N
 
 
 def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tuple[str, str], Tensor]]:
-    """The description of the state of all ranks, and the tensors that this rank writes, by (parameter name, key)."""
+    """Gather the description of all ranks' states; returns it, and the tensors that this rank writes, by (parameter
+    name, key)."""
     with together(boosted.group):
         content = optimizer_content(boosted)
         _check_readable(on_meta(content))
@@ -290,7 +291,8 @@ def _in_files(tensors: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
 
 
 def _read_content(source: Path) -> Content:
-    """The description in a folder, or the content of a file; first checks that the files contain all declared data."""
+    """Read the description in a folder, or the content of a file, and check that the files contain all declared
+    data."""
     if not source.exists():
         raise CheckpointError(f"{source} cannot be read: it does not exist")
     described = source.is_dir()
@@ -326,7 +328,7 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
 
 
 def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]) -> States:
-    """The saved states of these parameters, as this rank's shards; no tensor shares memory with a mapped file."""
+    """Read the saved states of these parameters, as this rank's shards; no tensor shares memory with a mapped file."""
     states = {name: values for name, values in content["state"].items() if name in names}
     parameters = {name: optimizer.weights[name].parameter for name in states}
 

@@ -73,7 +73,7 @@ class Source:
                 del self.shapes[key]
 
     def read(self, key: str) -> Tensor:
-        """The tensor of this key, in its own storage."""
+        """Read the tensor of this key into its own storage."""
         file = self._files[key]
         if file in self._states:
             tensor = self._states[file][key].clone(memory_format=torch.contiguous_format)
@@ -188,7 +188,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
-    """All tensors of a GGUF file, which transformers converts together from llama.cpp's names and row order."""
+    """Read all tensors of a GGUF file, which transformers converts together from llama.cpp's names and row order."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     if model is not None and has_adapters(model):  # the names of a PeftModel's layers differ

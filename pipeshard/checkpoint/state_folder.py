@@ -97,8 +97,9 @@ def flaw(folder: Path, step: int | None = None) -> str:
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> str:
-    """A message that names the files of a complete state that have changed since the save, or "" if none has. Call it
-    on all ranks, since each rank checks some files. States from before 0.2 have no checksums, and are not checked."""
+    """Compare the files of a complete state with their checksums. Returns a message that names the files that have
+    changed since the save, or "" if none has. Call it on all ranks, since each rank checks some of the files. States
+    from before 0.2 have no checksums, and are not checked."""
     manifest = read_document(folder / MANIFEST)
     expected = manifest.get("sha256", {})
     names = sorted(manifest["files"].keys() & expected.keys())
@@ -109,7 +110,7 @@ def damage(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dict[str, str]:
-    """The SHA-256 of each file, or the error if the file cannot be read. Each rank reads some of the files."""
+    """Compute the SHA-256 of each file, or the error if the file cannot be read. Each rank reads some of the files."""
     own = {name: _file_sum(folder / name) for name in names[group.rank() :: group.size()]}
     return {name: value for of_rank in gather_objects(own, group) for name, value in of_rank.items()}
 

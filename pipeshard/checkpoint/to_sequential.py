@@ -83,7 +83,7 @@ class StageTensor(NamedTuple):
 
 
 def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
-    """A copy of this stage's model as it was before boost, in which all stages' parameters are allocated."""
+    """Copy this stage's model as it was before boost; in the copy, the parameters of all stages are allocated."""
     model, memo = pipeline.model, _memo(pipeline.model, device)
     with unsharded_classes(model):
         copied = copy.deepcopy(model, memo)

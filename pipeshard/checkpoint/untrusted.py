@@ -34,7 +34,7 @@ VALUES = 1_000_000  # in a JSON document; each takes up to 100 bytes of memory
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises OSError if the file cannot be read, and ValueError for other content, for more than 64 MiB (before the file
     is read) and for more than a million values (before they are built).
@@ -73,7 +73,8 @@ MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
-    """A model on meta in evaluation mode, whose weights are loaded after boost; see PipelinePlugin.from_pretrained."""
+    """Build a model on meta, in evaluation mode, for PipelinePlugin.from_pretrained; its weights are loaded after
+    boost."""
     path = path if path.is_dir() else _cached(path)
     if gguf_file is not None and not (path / gguf_file).is_file():
         raise CheckpointError(f"{path / gguf_file} does not exist: pass a folder that contains it")
@@ -100,7 +101,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
 
 
 def folder_config(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The config that `AutoConfig.from_pretrained` returns for a folder and these options, and the unused options.
+    """Return the config that `AutoConfig.from_pretrained` loads with these options, and the unused options.
 
     Raises CheckpointError if the folder has no valid model config, or one with implausible sizes.
     """
@@ -112,7 +113,7 @@ def folder_config(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def generation_config_of(folder: Path) -> Any:
-    """The GenerationConfig in a folder. Raises CheckpointError if it cannot be read."""
+    """Load the GenerationConfig in a folder. Raises CheckpointError if it cannot be read."""
     with _explaining(f"the generation_config.json of {folder} cannot be read"):
         return GenerationConfig.from_dict(read_document(folder / "generation_config.json"))
 

@@ -62,8 +62,8 @@ _on_cpu: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that can send CPU tensors, so that metadata neither uses a GPU nor waits for one:
-    `group` itself or, if it has only NCCL, a gloo group that is created on first use."""
+    """Return a group of the same ranks that can send CPU tensors, so that metadata neither uses nor waits for a GPU:
+    `group` itself or, if `group` has only NCCL, a gloo group that is created on first use."""
     if carrier(CPU, group):
         return group
     if group not in _on_cpu:
@@ -73,7 +73,7 @@ def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The `numbers` of every rank of `group`, stacked on the CPU: shape (ranks, *numbers.shape)."""
+    """Gather the `numbers` of every rank of `group`, stacked on the CPU: shape (ranks, *numbers.shape)."""
     group, sent = control(group), numbers.cpu()
     gathered = [torch.empty_like(sent) for _ in range(group.size())]
     own_progress().wait_in(group, dist.all_gather(gathered, sent, group=group, async_op=True))
@@ -96,7 +96,7 @@ def first_seed(group: dist.ProcessGroup) -> int:
 
 
 def _content(value: Any) -> tuple[bytes, bool]:
-    """(The encoded value, False), or (the reason why the value cannot be sent, True)."""
+    """Encode a value; returns (content, False), or (the reason why the value cannot be sent, True)."""
     try:
         return encode(value), False
     except MessageError as error:
@@ -104,7 +104,7 @@ def _content(value: Any) -> tuple[bytes, bool]:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The values of all ranks of `group`, in the group's order; no code from another rank is executed.
+    """Gather the values of all ranks of `group`, in the group's order; no code from another rank is executed.
 
     Raises MessageError, on every rank, if a value contains anything except tensors, numbers and strings.
     """
@@ -120,7 +120,8 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
-    """The value of global rank `source`, on every rank of `group`; its tensors are on the CPU, and no code is executed.
+    """Broadcast the value of global rank `source`, and return it on every rank of `group`; tensors are on the CPU, and
+    no code is executed.
 
     Raises MessageError, on every rank, if the value contains anything except tensors, numbers and strings.
     """
@@ -137,7 +138,8 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
 
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
-    """The scalar (or None) of global rank `source`, on every rank of `group`: on `device`, with the source's dtype."""
+    """Broadcast the scalar (or None) of global rank `source`, and return it on every rank of `group`: on `device`, with
+    the source's dtype."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
     message, group = torch.tensor(content, dtype=torch.float64), control(group)
     own_progress().wait_in(group, broadcast(message, source, group))
@@ -146,7 +148,7 @@ def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, de
 
 
 def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of a scalar over the ranks of `group`, accumulated in at least fp32 and returned in the scalar's
+    """Sum a scalar over the ranks of `group`. The sum is accumulated in at least fp32, and returned in the scalar's
     dtype."""
     total = value.detach().to(CPU, torch.promote_types(value.dtype, torch.float32), copy=True)
     group = control(group)
@@ -207,8 +209,7 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor, gathered from the ranks of its mesh: call it on all these ranks. Other tensors are
-    returned unchanged."""
+    """Gather the full tensor of a DTensor; call it on all ranks of its mesh. Other tensors are returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

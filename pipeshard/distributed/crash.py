@@ -43,7 +43,7 @@ def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None
 
 
 def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> dict[str, Any]:
-    """The content of a rank's report, as a JSON-serializable dict. `ago` is in seconds before now, memory in bytes."""
+    """The content of a rank's report, as a JSON-serializable dict. `ago` is in seconds, and memory is in bytes."""
     now, names = time.monotonic(), {thread.ident: thread.name for thread in threading.enumerate()}
     memory = {"resident": psutil.Process().memory_info().rss, "of the host": psutil.virtual_memory().total}
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -130,7 +130,7 @@ class ProcessGroupMesh:
     def create_group_along_axis(
         self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """The group of the ranks whose coordinates differ from this rank's only on `axis`; created if it is missing.
+        """Return the group of the ranks whose coordinates differ from this rank's only on `axis`, or create it.
 
         A collective: call it on every rank of the world, with the same `backend`. Axes and indices may differ between
         ranks.
@@ -324,7 +324,7 @@ _grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # of the curr
 
 
 def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:
-    """The Grid of these sizes, shared by all models of this world. Call it on all ranks.
+    """Return the Grid of these sizes, which all models of this world share. Call it on all ranks.
 
     torch keeps a process group, with its threads and NCCL's allocations, until the world is destroyed; a sweep that
     boosts one model after another would create more groups with each model. Models do not run at the same time, so
@@ -372,7 +372,7 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
 
 
 def own_device() -> torch.device:
-    """The device on which this process computes: a GPU, which becomes the current device, or the CPU without GPUs."""
+    """Return the device on which this process computes: a GPU, which becomes the current device, otherwise the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     bound = getattr(dist.group.WORLD, "bound_device_id", None)  # init_process_group(device_id=...)

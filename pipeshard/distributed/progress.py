@@ -148,8 +148,8 @@ def allowed(timeout: Timeout) -> float:
 
 
 def collective_of(frames: Sequence[FrameType]) -> FrameType | None:
-    """The innermost frame if it is a torch.distributed function, such as `barrier`, that waits for other ranks, or None
-    otherwise."""
+    """The innermost frame if it is a torch.distributed function, such as `barrier`, that waits for other ranks;
+    otherwise None."""
     return frames[-1] if frames and frames[-1].f_code.co_filename.endswith("/distributed_c10d.py") else None
 
 

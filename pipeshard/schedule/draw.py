@@ -21,8 +21,8 @@ _DIGIT = 0.078  # the width of a digit in inches
 
 
 def draw_text(program: Program | Simulation) -> str:
-    """One line per rank, with time running to the right in cells of equal length; `..` is idle and `--` continues the
-    last action.
+    """Draw a program as text: one line per rank, with time running to the right in cells of equal length; `..` is idle
+    time, and `--` continues the last action.
 
     A Program is drawn with F = B = W = 1 cell and messages that take no time. The times of a Simulation are rounded to
     multiples of its shortest span. If a rank holds several stages, each cell names its stage, as in `F0@3`. `simulate`

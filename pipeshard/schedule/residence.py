@@ -14,7 +14,7 @@ Holding = tuple[int, int]  # the activations of a microbatch on a stage
 
 class Residence(NamedTuple):
     """The activations on the device while an action runs: the action's own, and `next`, those of the next B or W (None
-    if their F has not run yet). With `stays`, the action's own stay on the device during the following action."""
+    if their F has not run yet). With `stays`, the action's own activations stay during the following action."""
 
     next: Holding | None
     stays: bool

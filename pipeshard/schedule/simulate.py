@@ -30,8 +30,8 @@ class Span(NamedTuple):
 class Simulation:
     """The result of a simulation. Times are in the unit of the costs; tuples have one entry per rank.
 
-    `spans` are the compute actions in order, `busy` the time spent in them, `bubble` the idle share of all rank-time
-    (0 to 1).
+    `spans` lists the compute actions in order, `busy` is the time spent in these actions, and `bubble` is the idle
+    share of all rank-time (0 to 1).
     """
 
     program: Program

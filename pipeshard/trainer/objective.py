@@ -109,8 +109,8 @@ class Objective:
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs that compute_loss passes to the model, and the rest of the batch under names with the prefix
-        FOR_CRITERION."""
+        """Call compute_loss until it calls the model. Returns the inputs of this call, and the rest of the batch under
+        names with the prefix FOR_CRITERION."""
         trainer, before = self.trainer, random_state()
         try:
             with self._undone():

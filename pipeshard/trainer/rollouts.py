@@ -87,7 +87,7 @@ class Rollouts:
             )
 
     def boosted_model(self, model: Any) -> Any:
-        """The stages of a model. A reward model is returned unsplit; ranks that compute rewards move it to their
+        """Return the stages of a model. A reward model is returned unsplit; ranks that compute rewards move it to their
         device."""
         if any(model is one for one in self.reward_funcs):
             assert isinstance(model, nn.Module)
@@ -100,7 +100,7 @@ class Rollouts:
         return grid.stage == grid.slice == 0
 
     def _boosted(self, model: nn.Module, objective: Any) -> Any:
-        """The stages of a model. The loss is traced only after the stages have generated the first completions."""
+        """Boost a model without its loss, which is traced only once the first completions exist."""
         return super()._boosted(model, None)  # type: ignore[misc]
 
     def _sample(self) -> None:
@@ -138,7 +138,7 @@ class Rollouts:
         return rewards.to(self.accelerator.device)
 
     def _of_replica(self, value: Any) -> Any:
-        """The value of the first rank of this rank's replica. Call it on all ranks of the replica."""
+        """Broadcast the value of the replica's first rank, and return it on all ranks of the replica."""
         grid = self.pipeline.grid
         own_progress().start("the rewards, which the first rank of the replica computes")
         for group in (grid.stages, grid.slices):

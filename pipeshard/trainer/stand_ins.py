@@ -52,7 +52,7 @@ class PipelineAccelerator(Accelerator):
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
-        """A PipelineAccelerator with all attributes of another accelerator."""
+        """Create a PipelineAccelerator with all attributes of another accelerator."""
         new = cls.__new__(cls)
         new.__dict__.update(vars(accelerator))
         new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
@@ -120,7 +120,7 @@ class PipelineAccelerator(Accelerator):
         return self._of_replicas(gathered, tensor)
 
     def gather_entries(self, values: list[Any]) -> list[Any]:
-        """The entries of every replica's list."""
+        """Gather the entries of every replica's list."""
         if self.num_processes == 1:
             return values
         return [entry for one in gather_objects(values, self.grid.replicas) for entry in one]

@@ -165,7 +165,7 @@ class Loop(Trainer):
         return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
 
     def boosted_model(self, model: Any) -> Any:
-        """The stages of the Trainer's model, or of another model that the user's code prepares."""
+        """Return the stages of the Trainer's model, or of another model that the user's code prepares."""
         if isinstance(model, Stages):
             return model
         return self._own_stages() if model is self.model else self._boosted(model, None)
