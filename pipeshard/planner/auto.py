@@ -18,20 +18,20 @@ from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, 
 from pipeshard.split.balance import balance
 from pipeshard.split.boundary import forbidden_cuts, live_values
 
-CHUNKS = 2, 3, 4  # stages of a rank, placed on the ranks in turn; two may also form a V
-TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # values of `estimate`'s `tightness`
-ESTIMATES = 1500  # changes of cuts per tightness
-RETRIES = 10  # attempts at a change of cuts, which may be impossible
-PLACEMENTS = 5, 2  # placements that are searched in the first and the second turn
-ACTIONS, TRIES = 1_500_000, 3000  # limits: actions scheduled in a turn, and changes of cuts or rules per placement
+CHUNKS = 2, 3, 4  # stages per rank, assigned to the ranks in a loop; two may also form a V
+TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # values of `tightness` for `estimate`
+ESTIMATES = 1500  # changes of cuts tried per tightness
+RETRIES = 10  # attempts to find a legal change of cuts
+PLACEMENTS = 5, 2  # number of placements searched in the first and the second round
+ACTIONS, TRIES = 1_500_000, 3000  # limits: actions scheduled per round, and changes tried per placement
 IDLE = Part(0, has_gradients=True, is_running=False)
-Edges = tuple[int, ...]  # the first call of each stage, and the number of calls
+Edges = tuple[int, ...]  # the first call of each stage, then the number of all calls
 Choice = tuple[Edges, Rule]
 Found = tuple[float, Choice, "Cutter"]  # time, choice, and the cutter of the choice
 
 
 class Cutter:
-    """Searches cuts of a model and rules for m microbatches, for one placement of stages on ranks."""
+    """Searches for the cuts of a model and the rule that schedules m microbatches, for one placement of stages."""
 
     def __init__(self, subject: Subject, m: int, placement: tuple[int, ...]) -> None:
         self.subject, self.m, self.placement = subject, m, placement
@@ -42,14 +42,14 @@ class Cutter:
         self.draws = random.Random(0)
 
     def initial(self) -> Edges:
-        """The cuts that named schedules have, balanced by cost."""
+        """The cuts of the named schedules, which balance the costs of the stages."""
         weights, forbidden = [sum(cost) for cost in self.subject.costs], forbidden_cuts(self.subject.flow)
         counts = balance(weights, len(self.placement), forbidden, ranks=self.placement)
         return (0, *itertools.accumulate(counts))
 
     def moved(self, edges: Edges) -> Edges:
-        """The `edges` with one or several consecutive cuts moved by one legal place; unchanged if no such move was
-        found."""
+        """Return `edges` with one or more consecutive cuts moved by one legal position; unchanged if no move was
+        possible."""
         if len(edges) < 3:
             return edges
         places = [self.starts.index(edge) for edge in edges]
@@ -63,8 +63,9 @@ class Cutter:
         return edges
 
     def _part(self, start: int, end: int) -> tuple[float, ...]:
-        """The costs of F, B and W of a stage, and its bytes: without activations, the additional bytes at the end of a
-        step, the activations of a microbatch (0 with offload), and the temporary memory of a backward."""
+        """A stage's costs of F, B and W, then four sizes in bytes: its memory without activations, the additional
+        memory at the end of a step, the activations of a microbatch (0 with offload), and the temporary memory of a
+        backward."""
         footprint = self.subject.footprint
         temporary, kept = footprint.temporary(start, end), footprint.activations(start, end)
         always = footprint.total(start, end, IDLE)
@@ -93,8 +94,8 @@ class Cutter:
 
     @cached_property
     def sent(self) -> list[tuple[int, int]]:
-        """For a cut before each call, the bytes that cross it and the bytes of gradients sent back, or 0 without
-        links."""
+        """For a cut before each call: the bytes that cross the cut, and the bytes of the gradients sent back. Without
+        links, both are 0."""
         flow, last = self.subject.flow, len(self.subject.costs)
         live = live_values(flow, range(last), last, flow.needed()) if self.subject.devices.links else [set()] * last
 
@@ -104,15 +105,15 @@ class Cutter:
         return [(size(each), size(each & flow.receiving)) for each in live]
 
     def cuts(self) -> set[Edges]:
-        """Cuts to start from: the cuts of named schedules and the cuts with the lowest estimates, if each rank has the
-        memory for a microbatch."""
+        """The cuts to start from: the initial cuts, and the cuts with the lowest estimate for each tightness. Cuts for
+        which a rank lacks the memory for one microbatch are omitted."""
         initial = self.initial()
         values = [partial(self.estimate, tightness) for tightness in TIGHTNESS]
         leasts = [climb(initial, value(initial), value, self.moved, ESTIMATES)[1] for value in values]
         return {edges for edges in (initial, *leasts) if self.estimate(1.0, edges)[0] < math.inf}
 
     def start(self) -> list[Found]:
-        """The best rule to start from, with its cuts, in a list; an empty list if no program fits."""
+        """A list with the fastest combination of starting cuts and starting rule; empty if no program fits."""
         best, found = math.inf, list[Found]()
         for edges in sorted(self.cuts()):
             for rule in rules(self.work(edges), self.m):
@@ -121,7 +122,8 @@ class Cutter:
         return found
 
     def search(self, start: Choice, time: float, actions: int) -> Found:
-        """The best choice that is found from `start` by scheduling at most this many actions."""
+        """Return the best choice found from `start`, whose step takes `time`, by scheduling at most `actions`
+        actions."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
         return *climb(start, time, self.time, self.change, tries), self
 
@@ -139,7 +141,7 @@ class Cutter:
 
 
 def placements(p: int) -> Iterator[tuple[int, ...]]:
-    """Yield the rank of each stage, with one stage per rank, two per rank in a V, and several per rank in turn."""
+    """Yield the rank of each stage, with one stage per rank, two per rank in a V, and several per rank in a loop."""
     yield tuple(range(p))
     yield (*range(p), *reversed(range(p)))
     for chunks in CHUNKS:
@@ -147,8 +149,8 @@ def placements(p: int) -> Iterator[tuple[int, ...]]:
 
 
 def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | None:
-    """Search the fastest program of m microbatches that fits in the memory of each rank. Returns the model cut for it
-    and its schedule, whose program is proven not to deadlock, or None if no program fits."""
+    """Search for the fastest program of m microbatches that fits in the memory of each rank. Returns the model cut for
+    this program and the schedule of the program, which cannot deadlock; None if no such program was found."""
     found: list[Found] = []
     for placement in placements(p):
         with suppress(PartitionError):  # the model has too few units

@@ -24,8 +24,8 @@ class Layout:
     """`dp_size` replicas of a pipeline with `pp_size` stages of `tp_size` ranks each. Together, the replicas read
     `global_batch` samples per step.
 
-    A step has the same microbatches under every layout, since no microbatch is split between replicas. Therefore, its
-    loss and gradients are the same sums in a different order, and dropout uses the same masks.
+    A step has the same microbatches under every layout, since no microbatch is split between replicas. Therefore, the
+    loss and the gradients are sums of the same terms in a different order, and dropout uses the same masks.
     """
 
     pp_size: int
@@ -62,7 +62,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ToldLayout(Layout):
-    """A layout of any class that another rank has chosen; `told` are its `arguments`, received from that rank."""
+    """A layout that another rank has chosen, of any subclass of Layout; `told` is its `arguments`, as received."""
 
     told: dict[str, Any]
 
@@ -74,7 +74,7 @@ class ToldLayout(Layout):
 def layouts(
     ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: int | None = None, tp_size: int = 1
 ) -> list[Layout]:
-    """Every legal layout of `ranks` with at most `pp_size` stages of `tp_size` ranks; those with most stages first.
+    """Every legal layout of `ranks` with at most `pp_size` stages of `tp_size` ranks each, with most stages first.
 
     Raises ConfigurationError if no layout is legal.
     """
@@ -107,7 +107,7 @@ def layouts(
 
 @dataclass(frozen=True)
 class Considered:
-    """A layout, and the planner's estimate for one schedule of it."""
+    """A layout and the planner's estimate for one schedule under this layout."""
 
     layout: Layout
     estimate: Estimate
@@ -124,12 +124,12 @@ class Considered:
 
 @dataclass(frozen=True)
 class AutoConfig(Layout):
-    """The layout and the schedule with the fastest step that fits in memory, returned by `AutoConfig.choose`.
+    """A layout and a schedule that fit in memory, with the fastest step or nearly so; returned by `AutoConfig.choose`.
 
     `partition` is the number of unit calls of each stage. `time` is the time of a step in `unit`: "seconds" if units
-    were measured or `tflops` was given, otherwise "relative", where 1 is a step without idle time on all ranks.
-    `considered` lists all layouts that were compared, with each schedule, the fastest first; layouts that cannot be cut
-    are last.
+    were measured or `tflops` was given, otherwise "relative", where 1 is a step in which no rank is ever idle.
+    `considered` lists every combination of layout and schedule that was compared, the fastest first; combinations that
+    cannot be cut are last.
     """
 
     schedule: str
@@ -170,26 +170,27 @@ class AutoConfig(Layout):
         link: str | Sequence[str] | None = None,
         device_speed: str | Sequence[float] | None = None,
     ) -> Self:
-        """Choose the layout and the schedule for `ranks`, by simulating steps of `global_batch` samples.
+        """Choose the layout and the schedule for `ranks` by simulating steps of `global_batch` samples.
 
-        The model and the other arguments are as for `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
-        or is None. Among steps that are at most 3 % slower than the fastest, the step with the fewest stages is chosen,
-        then the simplest schedule. Without `link`, messages take no time, and the reduction of gradients across
-        replicas is never counted: without `device_memory`, replicas of the whole model are fastest.
+        Arguments not listed here are the same as in `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
+        or is None. Of the combinations that are at most 3 % slower than the fastest, `choose` takes the one with the
+        fewest stages, then with the simplest schedule. Without `link`, messages take no time, and the time to reduce
+        gradients across replicas is never counted. Without `device_memory`, replicas of the unsplit model are therefore
+        the fastest.
 
         Args:
             microbatch_size: the number of samples in a microbatch, or several sizes to choose from. Only measured times
                 show the benefit of larger microbatches: `partition="profile"` times units at each size.
             schedules: the schedules to choose from.
             pp_size: the largest number of stages; by default the number of ranks.
-            device_memory: one value for all `ranks` or one per rank, like `device_speed`. A stage has the least memory
-                and speed of its ranks in all replicas, and the slowest of their links.
+            device_memory: one value for all `ranks`, or one per rank, as for `device_speed`. A stage counts with the
+                smallest memory, the lowest speed and the slowest link of its ranks in all replicas.
             tp_size: the number of ranks across which each stage is sharded; a layout divides `ranks / tp_size` into
                 stages and replicas.
             link: one link for all `ranks`, or a list of links, one from each rank to the next.
 
-        Raises ConfigurationError if no layout is legal, PartitionError if no layout can be cut or fits in
-        `device_memory`, and otherwise the errors of `pipeshard.plan`.
+        Raises ConfigurationError if no layout is legal, PartitionError if the model cannot be cut for any layout or no
+        layout fits in `device_memory`, and the other errors of `pipeshard.plan`.
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)

@@ -1,4 +1,4 @@
-"""Candidate: a model whose unit calls are metered, cut within a memory limit, and simulated for one schedule."""
+"""Candidate: a model cut for one schedule, with its memory and step time, estimated from metered unit calls."""
 
 import copy
 import heapq
@@ -45,10 +45,11 @@ def metered(
     cuts: Sequence[str] = (),
     before: Before | None = None,
 ) -> tuple[Dataflow, Meter]:
-    """Trace `model` for exactly the sizes of `microbatch`, and meter the trace; only shapes are computed.
+    """Trace `model` for exactly the sizes of `microbatch`, and meter its unit calls; only shapes are computed. Returns
+    the Dataflow and the meter.
 
-    The trace is of training mode, even if the model is in evaluation mode. Without `recompute`, recomputed units count
-    as ordinary units. Modules named in `cuts` are units. `before` is as for `preserving`.
+    The model is traced in training mode, even if it is in evaluation mode. With recompute=False, it is traced without
+    activation checkpointing. Modules named in `cuts` are units. `before` is the same as in `preserving`.
     """
     meter = meter or Meter()
     with preserving(model, criterion, before=before):
@@ -64,7 +65,8 @@ def metered(
 
 @dataclass
 class Capture:
-    """The arguments of a unit call. `made_up` are the indices of the leaves without values, which units compute."""
+    """The arguments of a unit call. `made_up` contains the indices of the tensors that depend on results of other
+    units, so the trace has no values for them."""
 
     leaves: list[Any]
     made_up: frozenset[int]
@@ -75,7 +77,7 @@ class Captures(Meter):
     """A Meter that also captures the arguments of each kind of unit call.
 
     Attributes:
-        calls: the capture of each unit call, the same object for calls of one kind.
+        calls: one Capture per unit call; calls of the same kind share a Capture.
     """
 
     def __init__(self) -> None:
@@ -102,7 +104,7 @@ def copied_argument(leaf: Any) -> Any:
 
 
 def unit_cost(unit: nn.Module, work: Work) -> Cost:
-    """The relative times of F, B and W of a call of `unit` with this much work."""
+    """The relative times of F, B and W of one call of `unit` with this Work."""
     layers = {path: layer for path, layer in unit.named_modules() if deferring_function(layer) is not None}
     waiting = {
         f"{path}.{name}".lstrip("."): parameter
@@ -127,7 +129,7 @@ def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 TRIES = 64
-# For each stage: parts (None: the end of a step), each with an upper bound of the stage's bytes in this part.
+# The limits of one stage: an upper bound of its bytes during each part (None: the end of a step).
 StageCaps = tuple[tuple[Part | None, float], ...]
 Caps = tuple[StageCaps, ...]
 FIRST = Part(1, has_gradients=False, is_running=True)
@@ -141,13 +143,13 @@ def fit(
     limits: Sequence[int],
     speeds: Sequence[float] | None = None,
 ) -> list[int] | None:
-    """The number of calls of each stage of `program`, or None if no partition was found that fits in the `limits` of
-    the ranks, in bytes. `speeds` is as for `balance`.
+    """Find a partition of the model for `program` that fits in the `limits` of the ranks (in bytes). Returns the number
+    of calls of each stage, or None if no such partition was found. `speeds` is the same as in `balance`.
 
     With one stage per rank, a rank's memory depends only on its own calls, and dynamic programming finds the best
-    partition. With several stages, the search is best-first: if a rank exceeds its limit, one of its stages must become
-    smaller, and the partitions for each choice of this stage are visited in the order of their cost. The search stops
-    after `TRIES` partitions.
+    partition. With several stages per rank, the search is best-first: if a rank exceeds its limit, one of its stages
+    must become smaller, so each choice of this stage gives a new partition. At most `TRIES` partitions are visited, in
+    the order of their cost.
     """
     order = itertools.count()
     num_stages = len(program.placement)
@@ -159,7 +161,7 @@ def fit(
 
     @cache
     def within(caps: StageCaps) -> Callable[[int, int], bool]:
-        """A function that says whether a stage can hold the calls from start to end."""
+        """A function that returns whether a stage with these limits can hold the calls from start to end."""
         return cache(lambda start, end: all(footprint.total(start, end, part) < cap for part, cap in caps))
 
     def look(caps: Caps) -> None:
@@ -189,15 +191,15 @@ def fit(
 
 
 def _alone(moments: Sequence[Moment]) -> list[Part]:
-    """The parts that each stage must fit in memory alone: all parts if the rank has one stage, otherwise FIRST."""
+    """The parts during which a stage alone must fit in memory: all if it is its rank's only stage, otherwise FIRST."""
     return [part for ((_, part),) in moments] if len(moments[0]) == 1 else [FIRST]
 
 
 def _heaviest(
     moments: Sequence[Sequence[Moment]], runs: Sequence[tuple[int, int]], footprint: Footprint, limits: Sequence[int]
 ) -> tuple[dict[int, tuple[Part | None, int]], int]:
-    """The moment at which a rank exceeds its limit most: for each stage of the rank, its part (None: the end of a step)
-    and its bytes, and the excess of the rank in bytes."""
+    """The moment at which a rank exceeds its limit the most: a dict from each stage of this rank to its part (None: the
+    end of a step) and its bytes, and the excess of the rank in bytes (at most 0 if all ranks fit)."""
     found = []
     for of_rank, limit in zip(moments, limits, strict=True):
         parts: list[dict[int, Part | None]] = [dict(moment) for moment in of_rank]
@@ -209,10 +211,10 @@ def _heaviest(
 
 @dataclass(eq=False)
 class Subject:
-    """The subject of a plan: the cost of each unit call, and the memory of runs of calls.
+    """The model of a plan, with the cost of each unit call and the memory of each run of calls.
 
-    `forms` are the forms of parameters in `training`. `in_seconds` says whether costs are in seconds, `recomputed`
-    whether any unit recomputes its activations. `devices` are the devices of the pipeline's ranks.
+    `forms` are the forms of the parameters under `training`. `in_seconds` is whether the costs are in seconds, and
+    `recomputed` whether any unit recomputes its activations. `devices` are the devices of the pipeline's ranks.
     """
 
     model: nn.Module
@@ -230,26 +232,26 @@ class Subject:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters, by their first name."""
+        """The model's parameters by name; a tied parameter has only its first name."""
         return dict(self.model.named_parameters())
 
     def takes(self, parameters: Sequence[nn.Parameter]) -> Memory:
-        """The memory of these parameters, with everything that training adds."""
+        """The memory of these parameters, with their gradients, optimizer states and fp32 values."""
         return self.training.takes(parameters, self.forms)
 
     def replicated(self, dp_size: int) -> "Subject":
-        """A copy of the subject with this many replicas, and the same policies."""
+        """A copy of the subject with this number of replicas, which shares its policies."""
         training = replace(self.training, dp_size=dp_size)
         return replace(self, training=training, footprint=self.footprint.trained(training))
 
     def on(self, devices: Devices) -> "Subject":
-        """A copy of the subject on these devices. If their speeds differ, a partition by cost considers them, too."""
+        """A copy for these devices. If their speeds differ, a partition by cost takes the speeds into account."""
         by_cost = self.partition == "auto" or is_profile(self.partition)
         partition = devices.partition if by_cost and len({*devices.speeds}) > 1 else self.partition
         return replace(self, devices=devices, partition=partition)
 
     def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:
-        """The policy for this partition and placement, which all schedules with the placement share."""
+        """The policy for this partition and placement. Schedules with the same placement share it."""
         key = str(partition), placement
         if key not in self.policies:
             ranks, costs = max(placement) + 1, [sum(cost) for cost in self.costs]
@@ -303,7 +305,7 @@ class Candidate:
             )
 
     def working(self, stage: int, part: Part) -> Memory:
-        """The memory of a stage during `part`, without its permanent memory."""
+        """The memory of a stage during `part` in addition to its permanent memory."""
         return self.subject.footprint.working(*self.runs[stage], part)
 
     @property

@@ -65,7 +65,8 @@ class Devices:
     """The devices of a pipeline's ranks.
 
     `memory` is the limit of each rank in bytes (empty: no limit), `speeds` the relative speed of each rank. `links`
-    contains one link for any two ranks, or one from each rank to the next; if it is empty, messages take no time.
+    contains a single link, between any two ranks, or one link from each rank to the next. Without links, messages take
+    no time.
     """
 
     memory: tuple[int, ...]
@@ -74,7 +75,7 @@ class Devices:
 
     @classmethod
     def parse(cls, ranks: int, memory: Any = None, speeds: Any = None, links: Any = None) -> Self:
-        """Parse these arguments of `plan`. Raises ConfigurationError for invalid values."""
+        """Parse the arguments of `plan` that describe devices. Raises ConfigurationError for invalid values."""
         return cls(
             () if memory is None else _each("device_memory", memory, ranks, parse_bytes),
             (1.0,) * ranks if speeds is None else _each("device_speed", speeds, ranks, _speed),
@@ -112,10 +113,11 @@ class Devices:
         return [each.total - limit for each, limit in zip(memory, self.memory or (0,) * len(memory), strict=True)]
 
     def transfers(self, placement: Sequence[int], sizes: Iterable[tuple[float, float]]) -> dict[str, list[float]]:
-        """The arguments of `simulate_parts` for messages, in seconds: `latency` for the message to each stage, and
-        `returned` for the message back, or {} without links.
+        """The durations of messages for `simulate_parts`, in seconds: `latency` of the message to each stage, and
+        `returned` of the gradients that it sends back; {} without links.
 
-        `sizes` contains the bytes of both messages of each stage. A message passes all links between its two ranks.
+        `sizes` contains the bytes of these two messages for each stage. A message takes all links between its two
+        ranks.
         """
         if not self.links:
             return {}
@@ -127,8 +129,9 @@ class Devices:
         return times
 
     def of_stages(self, pp_size: int, dp_size: int, tp_size: int) -> "Devices":
-        """The devices of a pipeline's stages, if these devices are all ranks of a job. A stage has the least memory and
-        speed of its ranks, and the lowest bandwidth and highest latency of their links to the next stage."""
+        """The devices of a pipeline's stages, given these devices of all ranks of a job. A stage has the smallest
+        memory and the lowest speed of its ranks, and the lowest bandwidth and highest latency of their links to the
+        next stage."""
         replicas = [
             [(d * pp_size + s) * tp_size + t for d in range(dp_size) for t in range(tp_size)] for s in range(pp_size)
         ]
@@ -167,6 +170,7 @@ def _links(given: Any, ranks: int) -> tuple[Link, ...]:
     links = tuple(map(Link.parse, [given] if isinstance(given, str) else given))
     if len(links) not in (1, ranks - 1):
         raise ConfigurationError(
-            f"link: {len(links)} links for {ranks} ranks: pass one for all ranks, or {ranks - 1}, one to each next rank"
+            f"link has {len(links)} links for {ranks} ranks: pass one for all ranks, or {ranks - 1}, one from each rank to "
+            "the next"
         )
     return links

@@ -1,4 +1,4 @@
-"""Memory: the memory of a run of unit calls on a device, and how much of it a rank's program keeps alive."""
+"""Memory: the memory that consecutive unit calls take on a device at each moment of a rank's program."""
 
 import bisect
 import copy
@@ -38,7 +38,7 @@ def parse_bytes(size: str | int, name: str = "device_memory") -> int:
 
 
 def format_bytes(size: float) -> str:
-    """The size with three digits and a decimal unit, such as 1.23 GB."""
+    """Format a size with three significant digits and a decimal unit, such as 1.23 GB."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while size >= 999.5 and len(units) > 1:
         size /= 1000
@@ -55,19 +55,20 @@ def check_positive(**sizes: Any) -> None:
 
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # states per parameter, each as large as its gradient
-IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1}  # states of bitsandbytes, with a scale per BLOCK of elements,
+IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1}  # states of bitsandbytes, with one scale per BLOCK elements,
 BLOCK, SMALL = 256, 4096  # but in fp32 for parameters of fewer than SMALL elements
 FULL = 4  # bytes of an fp32 element
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a device, by content.
+    """Bytes on a device, by purpose.
 
-    `values` are the fp32 values of 16-bit parameters, or the shards that a replica keeps with fsdp. During the backward
-    with the peak, microbatches keep `activations`, the backward allocates (or recomputes) `temporary` memory before it
-    has freed as much, and `absent` gradients do not exist yet. `update` is temporary memory at the end of a step, when
-    no activations exist, so `total` counts only the larger of the two. `host` is memory of the host, in addition.
+    `values` are the fp32 values of 16-bit parameters, or the shards that a replica keeps with fsdp. The peak is during
+    a backward: microbatches keep `activations`, the backward has allocated or recomputed `temporary` bytes more than it
+    has freed, and `absent` bytes of gradients do not exist yet. `update` is the temporary memory at the end of a step,
+    when no activations exist, so `total` counts only the larger of `backward` and `update`. `host` is host memory,
+    which `total` does not include.
     """
 
     parameters: int = 0
@@ -87,7 +88,7 @@ class Memory:
 
     @property
     def backward(self) -> int:
-        """The memory in addition to `always` during the backward with the peak."""
+        """The memory in addition to `always` at the peak, which is during a backward."""
         return self.activations + self.temporary - self.absent
 
     @property
@@ -101,29 +102,29 @@ class Memory:
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms of parameters on a rank: the parameters that are `lowered` to 16 bits, the number of elements on a rank
-    of each `sliced` parameter, and the layer of each `packed` (quantized) parameter."""
+    """The forms in which a rank holds parameters: `lowered` contains the parameters that are cast to 16 bits, `sliced`
+    the number of elements on a rank of each sharded parameter, and `packed` the layer of each quantized parameter."""
 
     lowered: Container[Tensor] = ()
     sliced: Mapping[nn.Parameter, int] = field(default_factory=dict)
     packed: Mapping[nn.Parameter, Packed] = field(default_factory=dict)
 
     def count(self, parameters: Iterable[nn.Parameter]) -> int:
-        """The number of elements of these parameters, unpacked and unsliced."""
+        """The number of elements of these parameters, counted unquantized and unsharded."""
         return sum(math.prod(self.packed[p].whole_shape) if p in self.packed else p.numel() for p in parameters)
 
 
 @dataclass(frozen=True)
 class Training:
-    """How parameters are trained, as far as it affects memory: the plugin's arguments of the same names, and the
-    optimizer. "adamw" and "adam" have two states per parameter, "sgd" (with momentum) has one, and "none" has none;
-    "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers.
+    """The settings of training that affect memory: arguments of the plugin with the same names, and the optimizer.
+    "adamw" and "adam" have two states per parameter, "sgd" (with momentum) has one, and "none" has none; "adamw_8bit"
+    and "lion_8bit" are bitsandbytes optimizers.
 
-    With `precision` "bf16" or "fp16", parameters have 16 bits, and gradients, values and states are fp32.
-    `zero_stage=1` shards the states and these values across `dp_size` replicas. `fsdp` shards the states and the values
-    (in fp32, the parameters); within a step, a stage's parameters and gradients are unsharded. Parameters in a
-    tensor-parallel plan are sharded across `tp_size` ranks, parameters of experts across `ep_size` ranks. With
-    `offload`, a rank keeps the activations of at most two microbatches on its device.
+    With `precision` "bf16" or "fp16", parameters are 16-bit, and gradients, values and states are fp32. `zero_stage=1`
+    shards the states and these values across `dp_size` replicas. `fsdp` shards the states and the values (in fp32, the
+    parameters); within a step, a stage's parameters and gradients are unsharded. Parameters in a tensor-parallel plan
+    are sharded across `tp_size` ranks, parameters of experts across `ep_size` ranks. With `offload`, a rank keeps the
+    activations of at most two microbatches on its device.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
     """
@@ -148,7 +149,7 @@ class Training:
 
     def __str__(self) -> str:
         low = "" if self.precision == "fp32" else f", precision {self.precision}"
-        divided = "zero_stage=1" if self.zero_stage else "fsdp" if self.fsdp else "each whole"
+        divided = "zero_stage=1" if self.zero_stage else "fsdp" if self.fsdp else "unsharded"
         replicas = f", {self.dp_size} replicas, {divided}" if self.dp_size > 1 else ""
         return (
             f"optimizer {self.optimizer}{low}{replicas}"
@@ -177,8 +178,8 @@ class Training:
         )
 
     def moments(self, actions: Sequence[Action]) -> list["Moment"]:
-        """The distinct moments of a rank: the parts of its stages while each of its B and W runs. A stage has gradients
-        once its first microbatch is complete."""
+        """The distinct moments of a rank: the parts of all its stages during each B and W of the rank. A stage has
+        gradients once its first microbatch is complete."""
         compute = [action for action in actions if action.kind.is_compute]
         last = {action[1:]: action for action in compute}
         stages, trained, found = sorted({action.stage for action in compute}), set[int](), dict[Moment, None]()
@@ -194,8 +195,8 @@ class Training:
         return list(found)
 
     def on_host(self, actions: Sequence[Action], sizes: Sequence[int]) -> int:
-        """The most bytes of a rank's activations on the host, given the `sizes` of its stages, or 0 without
-        `offload`."""
+        """The largest number of bytes that a rank's activations take on the host, given the activation bytes of a
+        microbatch on each stage; 0 without `offload`."""
         return most_on_host(actions, sizes) if self.offload else 0
 
     @property
@@ -233,9 +234,9 @@ class Training:
         return IN_8_BITS[self.optimizer] * each if trained else 0
 
     def update(self, gradients: int) -> int:
-        """The temporary memory at the end of a step with gradients of this size: the larger of the replicas' messages,
-        of which two are in flight, and the roots of all second moments, which torch's AdamW computes together on a GPU
-        (`foreach`)."""
+        """The temporary bytes at the end of a step, given the bytes of the gradients: the larger of the messages
+        between replicas (two are in flight) and the square roots of all second moments, which torch's AdamW computes
+        together on a GPU (`foreach`)."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
         return max(messages, gradients // self.parts if OPTIMIZERS.get(self.optimizer) == 2 else 0)
 
@@ -254,11 +255,11 @@ Moment = tuple[tuple[int, Part], ...]  # a rank's stages, each with its part
 
 
 class Footprint:
-    """The memory of each run of consecutive unit calls: its parameters in their `forms`, with everything that
-    `training` adds, and the activations of a microbatch.
+    """The memory of each run of consecutive unit calls: its parameters in their `forms`, with their gradients, states
+    and values under `training`, and the activations of a microbatch.
 
-    Memory that several calls share (tied parameters, masks, a result that two units keep) counts once in a run of
-    calls. `plain` is a meter of the same calls without recomputation, if any calls are recomputed.
+    Memory that several calls share (tied parameters, masks, a result that two units keep) counts once per run. `plain`
+    is a meter of the same calls without recomputation, if any calls are recomputed.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class Footprint:
         units = {call.unit: {first[p] for p in model.get_submodule(call.unit).parameters()} for call in flow.calls}
         held = [units[call.unit] | call.reads.parameters for call in flow.calls]
         held.append(set(flow.needed(outputs=True).parameters))
-        self.last = len(flow.calls)  # the glue after the last call counts as another call
+        self.last = len(flow.calls)  # the glue after the last call counts as one more call
         self._parameters, self._held, self._forms = named, held, forms
         self._count(training)
         kept = [dict(work.kept) for work in (*meter.works, meter.tail)]
@@ -284,7 +285,7 @@ class Footprint:
         for call, keys in enumerate(kept):
             for key in keys:
                 self._where[key].append(call)
-        self._entering = [  # for a cut before each call, the values that cross it and have gradients
+        self._entering = [  # for a cut before each call, the values that cross it and receive gradients
             {meter.same.get(value, value): tensor_bytes(flow.spec(value)) for value in values & flow.receiving}
             for values in live_values(flow, range(self.last), self.last + 1, flow.needed())
         ]
@@ -297,7 +298,7 @@ class Footprint:
         self._temporary = [w.temporary + a - b for w, a, b in zip(works[0], whole, left, strict=True)]
 
     def trained(self, training: Training) -> "Footprint":
-        """The footprint of the same calls under a different training."""
+        """The footprint of the same calls with other settings of training."""
         other = copy.copy(self)
         other._count(training)
         return other
@@ -320,11 +321,11 @@ class Footprint:
         return self._totals[key]
 
     def _update(self, start: int, end: int) -> int:
-        """Bytes that the optimizer's step takes."""
+        """The temporary bytes of a stage at the end of a step."""
         return self.training.update(self.gradients(start, end))
 
     def working(self, start: int, end: int, part: Part) -> Memory:
-        """The memory of a stage during `part`, without its permanent memory."""
+        """The memory of a stage during `part` in addition to its permanent memory."""
         return Memory(
             activations=part.alive * self.activations(start, end) + part.pending * self.waiting(start, end),
             temporary=self.temporary(start, end, not part.has_gradients) if part.is_running else 0,
@@ -346,8 +347,8 @@ class Footprint:
         return self._kept.total(start, end) + entered
 
     def waiting(self, start: int, end: int) -> int:
-        """The bytes that a microbatch keeps from B to W, minus the bytes that it keeps before B. B recomputes the
-        inputs of trained weights, and frees the activations of frozen units."""
+        """The bytes that a microbatch keeps between B and W, minus the bytes that it keeps before B. The two differ
+        because B recomputes the inputs of trained weights, and frees the activations of frozen units."""
         return sum(self._waiting[start : self._end(end)])
 
     def temporary(self, start: int, end: int, first: bool = False) -> int:
@@ -377,7 +378,7 @@ class _Union:
 
     def __init__(self, per_call: Sequence[Mapping[Hashable, int]]) -> None:
         previous: dict[Hashable, int] = {}
-        self.entries: list[list[tuple[int, int]]] = []  # for each key of a call: its previous call (or -1), its size
+        self.entries: list[list[tuple[int, int]]] = []  # per call: previous call with the key (or -1), size
         for call, sizes in enumerate(per_call):
             self.entries.append([(previous.get(key, -1), size) for key, size in sizes.items()])
             previous.update(dict.fromkeys(sizes, call))

@@ -44,11 +44,11 @@ def build(
 ) -> nn.Module:
     """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
 
-    `fields` are config fields as `key=value`, with JSON or plain text values. `dtype` is "bf16", "fp16" or "fp32"; by
-    default, it is the dtype of the config, or bf16. With `lora`, the rank of adapters on all linear layers, only the
-    adapters are trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with
-    `quantization_config` of from_pretrained. Raises ConfigurationError for a missing or unknown model, and for invalid
-    arguments.
+    `fields` are config fields as `key=value`, with JSON or plain text values. `dtype` is "bf16", "fp16" or "fp32"; the
+    default is the config's dtype or, if the config has none, bf16. A positive `lora` is the rank of adapters on all
+    linear layers; only the adapters are then trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are
+    quantized as with the `quantization_config` of `from_pretrained`. Raises ConfigurationError for a missing or unknown
+    model, and for invalid arguments.
     """
     config = _config(source, dict(map(_field, fields)))
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -116,13 +116,13 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
 
 
 def _reads(config: Any, key: str) -> bool:
-    """Whether the model's code reads a field that its config may lack, as Qwen3-MoE reads head_dim."""
+    """Whether the model's code reads this config field, which the config may lack, as Qwen3-MoE reads head_dim."""
     code = inspect.getsource(sys.modules[_class_of(config).__module__])
     return re.search(rf"""config\.{key}\b|["']{key}["']""", code) is not None
 
 
 def _of_hub(name: str) -> Path:
-    """The config.json of the model `name` in the Hugging Face Hub cache; raises ConfigurationError if it is missing."""
+    """The path of a model's config.json in the Hugging Face Hub cache; raises ConfigurationError if it is missing."""
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     except (OSError, ValueError):
@@ -155,7 +155,7 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _class_of(config: Any) -> Any:
-    """The class of the architecture in the config, or else the config's class for the first task that has one."""
+    """The model class that the config names, or the class for the first task that supports the config."""
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -172,7 +172,7 @@ def _class_of(config: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager that suppresses warnings, and transformers' log messages except errors."""
+    """Context manager that suppresses warnings, and transformers' log messages below the level ERROR."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Plan: a description of how a model would run as a pipeline, as data."""
+"""Plan: a dataclass that describes how a model would run as a pipeline."""
 
 import json
 import math
@@ -40,14 +40,14 @@ def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage, which is one chunk of a rank if ranks have several.
+    """The plan of one stage. If ranks have several chunks, each chunk is a stage.
 
     `units` abbreviates the names of its `calls` unit calls; `parameters` is the number of its parameters' elements.
-    `forward`, `backward` and `weight` are the times of F, B and W of one microbatch; in a schedule without W, B takes
-    the time of both. `memory` is the stage's part of its rank's peak, in which `alive` microbatches keep `kept` bytes
-    each; a parameter that an earlier stage of the rank also holds counts only in that stage. `enters` are the values
-    from the previous stage: a message of `received` bytes, for which `returned` bytes of gradients are sent back. Both
-    are 0 if the previous stage is on the same rank.
+    `forward`, `backward` and `weight` are the times of F, B and W of one microbatch; in a schedule without W, a B takes
+    `backward` + `weight`. `memory` is the stage's part of its rank's peak, at which `alive` microbatches keep `kept`
+    bytes each; a parameter that an earlier stage of the rank also holds counts only in the earlier stage. `enters` are
+    the values that the stage receives from the previous stage, in a message of `received` bytes; it sends back
+    `returned` bytes of gradients. Both numbers are 0 if the previous stage is on the same rank.
     """
 
     stage: int
@@ -66,7 +66,7 @@ class StagePlan:
     returned: int
 
 
-SHOWN_UNITS = 5  # the most names in the short form of a stage's units
+SHOWN_UNITS = 5  # the largest number of names that `in_short` lists
 
 
 def in_short(names: Sequence[str]) -> str:
@@ -99,9 +99,9 @@ UNUSABLE = "cannot be cut this way"  # shown for an estimate with a problem
 class Estimate:
     """The estimate of one schedule: the time of a step, the idle share of all ranks' time, and the memory of each rank.
 
-    `counts` are the numbers of unit calls of the stages. `fits` says whether every rank stays within its limit (None:
-    no limit). `problem` says why the model cannot be cut for this schedule; then the fields from `time` to `fits` are
-    not set.
+    `counts` is the number of unit calls of each stage. `fits` is whether every rank stays within its memory limit
+    (None: no limit). If the model cannot be cut for this schedule, `problem` is the reason, and the fields from `time`
+    to `fits` are not set.
     """
 
     schedule: str
@@ -154,7 +154,7 @@ class Plan:
     "relative", where 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a step
     without idle time takes `num_microbatches`. `stages` are the stages of `schedule`, which is the `recommended`
     schedule (for the `reason` given) unless another schedule was requested. `counts` can be passed to the plugin as
-    `partition`. `training` determines the memory in addition to the parameters; `devices` are the ranks and their
+    `partition`. `training` has the other settings that determine the memory; `devices` are the ranks' devices and their
     links. `searched` is the schedule if it was found by a search, otherwise None.
     """
 
@@ -197,7 +197,7 @@ class Plan:
         return math.prod(shape) * self.num_microbatches * self.training.dp_size
 
     def transfers(self, n: int = 1) -> dict[str, list[float]]:
-        """The arguments of `simulate_parts` for messages, if each microbatch is split into `n` slices."""
+        """The durations of messages for `simulate_parts`, if each microbatch is split into `n` slices."""
         sizes = ((stage.received / n, stage.returned / n) for stage in self.stages)
         return self.devices.transfers([stage.rank for stage in self.stages], sizes)
 
@@ -209,7 +209,7 @@ class Plan:
         return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), **self.transfers())
 
     def in_slices(self) -> list[InSlices]:
-        """Estimates of `schedule` with 1 to 16 slices. Raises ConfigurationError if it does not support slices."""
+        """Estimate `schedule` with 1 to 16 slices. Raises ConfigurationError if it does not support slices."""
         costs = list(zip(*((stage.forward, stage.backward, stage.weight) for stage in self.stages), strict=True))
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         found = []

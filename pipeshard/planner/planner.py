@@ -1,4 +1,4 @@
-"""Planner: schedules compared for a model, and one of them recommended."""
+"""Planner: the comparison of schedules for a model, and the recommendation of one of them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,14 +35,15 @@ from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from pipeshard.split.ties import tie_on_meta
 
-# The simplest schedule first: the fewest risks and messages, the least memory.
+# The simplest schedule, with the fewest risks and messages and the least memory, first.
 SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved", "v-half", "v-min", AUTO)
 NEAR = 0.03  # the fraction by which a simpler schedule may be slower
 
 
 def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tuple[Estimate, str]:
-    """The fastest schedule that fits, or a simpler one that is nearly as fast, and the reason in one sentence. If no
-    schedule fits, all are compared."""
+    """Return the estimate of the recommended schedule, and the reason as one sentence. The recommendation is the
+    fastest schedule that fits, or a simpler one that is nearly as fast; if no schedule fits, all schedules are
+    compared."""
     possible = [e for e in estimates if not e.problem]
     fitting = [e for e in possible if e.fits is not False] or possible
     fastest = min(fitting, key=lambda e: (e.time, SIMPLEST.index(e.schedule), e.num_model_chunks))
@@ -80,7 +81,7 @@ def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
     return ", ".join([*hints, f"more stages than {p}{needs}"])
 
 
-LENGTH = 2048  # the most tokens in a created sample
+LENGTH = 2048  # the largest number of tokens in a created sample
 
 
 @collector_paused()
@@ -114,9 +115,10 @@ def plan(
 ) -> Plan:
     """Estimate how `model` would train on `pp_size` ranks with each schedule, and recommend a schedule. Needs no
     process group and no GPU, and accepts any model that `pipeshard.trace` accepts, also on meta: only shapes are
-    computed. `batch` has the real sizes, and is split by `num_microbatches` or `microbatch_size` (pass only one) as in
-    the plugin. Without a batch, one is created from `num_microbatches` microbatches of `microbatch_size` samples (by
-    default 1) with `seq_len` tokens each (by default as many as the model accepts, at most 2048).
+    computed. `batch` must have the sizes of the training batches; it is split by `num_microbatches` or
+    `microbatch_size` (pass only one) as in the plugin. Without a batch, the plan is for `num_microbatches` microbatches
+    of `microbatch_size` samples (by default 1) with `seq_len` tokens each (by default as many as the model accepts, at
+    most 2048).
 
     Args:
         schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended one.
@@ -124,7 +126,7 @@ def plan(
             1F1B). If a known schedule is as fast, it is shown instead.
         partition: same as in `PipelinePlugin`. A partition given by name is changed if a rank would exceed
             `device_memory`.
-        device_memory: the memory of all ranks, such as "80GB" or a number of bytes, or of each rank: "24GB,12GB".
+        device_memory: one value for all ranks, such as "80GB" or a number of bytes, or one value per rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (one, with momentum) or "none"; a state is as large as the
             parameter's gradient. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers.
         precision: same as in `PipelinePlugin`: "bf16" and "fp16" need fp32 gradients, values and states in addition to
@@ -132,27 +134,28 @@ def plan(
         dp_size: same as in `PipelinePlugin`.
         zero_stage: same as in `PipelinePlugin`. 1 shards the optimizer's state across the replicas.
         fsdp: same as in `PipelinePlugin`. True shards the persistent memory of each unit across the replicas.
-        tp_size: same as in `PipelinePlugin`. Of sharded parameters, their gradients and states, only one rank's shards
-            count; times and activations are estimated for unsharded units.
+        tp_size: same as in `PipelinePlugin`. The memory counts only one rank's shards of parameters, gradients and
+            states; times and activations are estimated for unsharded units.
         tp_plan: same as in `PipelinePlugin`.
         ep_size: same as in `PipelinePlugin`. The experts' parameters count as with `tp_size`.
         ep_plan: same as in `PipelinePlugin`.
         offload: same as in `PipelinePlugin`. Copies to the host and back are assumed to take no time.
-        profile: measured times of units (a Profile or its file), instead of estimates. `partition="profile"` measures
-            them now; "profile:PATH" reads the file if it exists, and otherwise measures them and writes it.
+        profile: measured times of units (a Profile or its file), instead of estimates. With `partition="profile"`,
+            `plan` measures the times; with "profile:PATH", it reads the file or, if the file does not exist, measures
+            the times and writes the file.
         policy: same as in `PipelinePlugin`.
         criterion: same as in `PipelinePlugin`.
-        tflops: the 10^12 operations per second that a device sustains on such a model (not the data sheet's value).
-            Times are then in seconds.
+        tflops: the speed that a device sustains on such a model, in 10^12 operations per second (not the data sheet's
+            value). Times are then in seconds.
         link: bandwidth and latency between two ranks, such as "50GB/s,10us" or "10Gbit/s", or a list of links, one from
             each rank to the next. Without `link`, messages take no time. Requires times in seconds.
         device_speed: the relative speed of each rank, such as "1.0,0.6"; measured and estimated times refer to speed 1.
             With `partition="auto"` or "profile", stages are balanced by the speeds. By default, the speeds in
             `partition="speed:1.0,0.6"`, otherwise 1.
 
-    Raises PartitionError if the requested schedule, or every schedule, is impossible or needs more than
-    `device_memory`; ConfigurationError for invalid arguments; UsageError if the model returns no loss; TraceError for a
-    model that cannot be cut.
+    Raises PartitionError if the requested schedule (by default, every schedule) is impossible or needs more than
+    `device_memory`; ConfigurationError for invalid arguments; UsageError if the model returns no loss; TraceError if
+    the model cannot be traced.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
         raise ConfigurationError(f"pp_size, the number of stages, must be a positive integer, got {pp_size!r}")
@@ -209,7 +212,8 @@ def plan(
 
 
 class Automatic(NamedTuple):
-    """The fastest candidate, searched or known; its schedule; the fastest known candidate (None if none fits)."""
+    """The fastest candidate, with a searched or a known schedule; its schedule; and the fastest candidate with a known
+    schedule (None if none fits)."""
 
     candidate: Candidate
     schedule: Schedule
@@ -235,8 +239,8 @@ def automatic(subject: Subject, p: int, m: int) -> Automatic:
     found: list[tuple[Candidate, Schedule]] = [each for each in (known, searched) if each]
     if not found:
         raise PartitionError(
-            f"schedule={AUTO!r}: no program that fits in {subject.devices.limits} on each of {p} ranks was found. Use "
-            "more memory, more stages, or activation recompute"
+            f"schedule={AUTO!r} found no program that fits in {subject.devices.limits} on each of {p} ranks. Use more "
+            "memory, more stages, or activation recompute"
         )
     return Automatic(*min(found, key=_time), known and known[0])
 
@@ -256,7 +260,7 @@ def study(
     tp_plan: Mapping[str, str] | None = None,
     ep_plan: Mapping[str, str] | None = None,
 ) -> Subject:
-    """Trace the model and find the cost and memory of its unit calls; arguments and errors are as for `plan`."""
+    """Trace the model and find the cost and memory of its unit calls. Arguments and errors are as in `plan`."""
     tie_on_meta(model)
     refuse_sharded_packing(model, training.fsdp, training.slices)
     cuts = named_modules_of(partition)
@@ -297,7 +301,8 @@ def study(
 
 
 def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
-    """The subject, in seconds if `tflops` is given. Raises ConfigurationError for a `link` without times in seconds."""
+    """Convert the subject's costs to seconds if `tflops` is given. Raises ConfigurationError for an invalid `tflops`, a
+    `tflops` in addition to a profile, and a `link` without times in seconds."""
     if tflops is not None:
         if isinstance(tflops, bool) or not isinstance(tflops, int | float) or not 0 < tflops < math.inf:
             raise ConfigurationError(f"tflops must be a positive number, got {tflops!r}")
@@ -319,7 +324,8 @@ def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | 
 
 
 def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) -> list[tuple[str, int]]:
-    """Every known schedule with its chunks per rank: "interleaved" with two, and with the requested number."""
+    """Every known schedule with its chunks per rank; "interleaved" is listed with two, and with the requested
+    number."""
     wanted = {2, num_model_chunks} - {1} | ({chosen[1]} if chosen and chosen[0] == "interleaved" else set())
     names = [(name, v) for name in SCHEDULES for v in (sorted(wanted) if name == "interleaved" else [1])]
     return [(name, num_chunks(name, v)) for name, v in names]
@@ -354,7 +360,7 @@ def _profile(
     microbatch: Batch,
     criterion: Criterion | None,
 ) -> Profile | None:
-    """The measured times of units, or None if they are not requested."""
+    """Load or measure the times of units; None if no measured times are requested."""
     if profile is None and is_profile(partition):
         path = partition.partition(":")[2]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

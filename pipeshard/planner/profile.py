@@ -33,8 +33,8 @@ from pipeshard.private import reparametrized, tree_map_only, tree_tensors, tree_
 from pipeshard.split.partition import Cost
 
 SPREAD = 0.02  # the standard deviation of random parameters
-# Runs that are not counted. The first allocates the gradients to which later runs add, and the next few may still
-# allocate memory from the system: the run of an embedding then takes five times as long.
+# Warm-up runs are not counted. The first allocates the gradients that later runs accumulate into, and the next few may
+# still allocate memory from the system; the run of an embedding then takes five times as long.
 WARM_UPS = 3
 COLD = 64 * 2**20  # bytes written before F and B to clear the caches, as other units do in a step
 
@@ -81,7 +81,7 @@ class Stopwatch:
         return Cost(forward, middle - start, _now(self.device) - middle)
 
     def _placed(self, leaf: Any, made_up: bool) -> Any:
-        """The argument `leaf` on the device, with random values if a unit would have computed its values."""
+        """Copy an argument to the device, with random values if it is a float tensor that other units compute."""
         if isinstance(leaf, MutableMapping):
             placed = copy.copy(leaf)
             placed.update(tree_map_only(Tensor, lambda t: self._placed(t, True), dict(leaf)))
@@ -98,11 +98,11 @@ class Stopwatch:
 def _tail_time(
     model: nn.Module, flow: Dataflow, microbatch: Batch, criterion: Criterion | None, device: torch.device, repeats: int
 ) -> Cost:
-    """Median seconds of the forward and backward after the last unit call: of the loss, in the model's own code or the
-    criterion. `flow` must be traced for this microbatch. Units return random values; the times are 0 if the model fails
-    on these values."""
+    """Median seconds of the forward and backward after the last unit call, in which the model's own code or the
+    criterion computes the loss. `flow` must be traced for this microbatch. Units return random values; if the model
+    fails on these values, the times are 0."""
     runs: list[Cost] = []
-    with contextlib.suppress(Exception):  # a model may raise anything on random values
+    with contextlib.suppress(Exception):  # a model may raise any error on random values
         for _ in range(1 + repeats):
             runs.append(_run_tail(model, flow, microbatch.to(device), criterion, device))
     return _median(runs[1:] or [Cost(0.0, 0.0, 0.0)])
@@ -124,7 +124,7 @@ def _run_tail(
             start = _now(device)
         return result
 
-    with handled(units, reply), torch.enable_grad(), Taint(device):  # Taint runs glue that reads weights on meta
+    with handled(units, reply), torch.enable_grad(), Taint(device):  # Taint supports glue that reads weights on meta
         loss = loss_of(batch.call(model), criterion, batch)
     middle = _now(device)
     if loss is not None and loss.requires_grad:
@@ -137,7 +137,7 @@ def _made_up(spec: TensorSpec, device: torch.device, made: list[Tensor]) -> Tens
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     tensor = torch.randn(spec.shape, dtype=spec.dtype, device=device).requires_grad_(spec.requires_grad)
     made += [tensor] if spec.requires_grad else []
-    return tensor.view_as(tensor)  # a view, which may be modified in place
+    return tensor.view_as(tensor)  # a view: unlike a leaf, it may be modified in place
 
 
 def _now(device: torch.device) -> float:
@@ -166,12 +166,13 @@ class Profile:
     estimated: tuple[str, ...] = ()
 
     def costs(self, flow: Dataflow) -> list[float]:
-        """Seconds of each unit call of `flow`, forward and backward. Raises ConfigurationError for other unit calls."""
+        """Seconds of each unit call of `flow` (F, B and W together). Raises ConfigurationError if its calls differ."""
         self._refuse("unit calls", self.units, tuple(call.unit for call in flow.calls))
         return [sum(cost) for cost in self.times]
 
     def check(self, model: nn.Module, flow: Dataflow, microbatch: Batch) -> None:
-        """Raise ConfigurationError if the profile is of a different model, or of microbatches of different sizes."""
+        """Raise ConfigurationError if the profile is of a different model class, of different unit calls, or of
+        microbatches of different sizes."""
         self._refuse("model classes", (self.model,), (type(model).__name__,))
         self.costs(flow)
         self._refuse("microbatches", self.microbatch, shapes_of(microbatch))
@@ -219,10 +220,10 @@ def profile_units(
     """Time the unit calls of `flow` on `device`, for a microbatch like `batch`.
 
     Each kind of unit runs alone in training mode, forward and backward, three times to warm up and `repeats` times for
-    the median. Its inputs are random values in the shapes of the trace, with masks and positions as the model computes
-    them; parameters that are not on `device` are also random. If a kind fails on such values, its time is estimated
-    from the times of the other units, with a warning. Only one unit is on the device at a time. The time of the last
-    call includes the loss, which is the model's own or that of `criterion`.
+    the median. Inputs that other units compute are random values in the shapes of the trace; masks and positions are as
+    the model computes them. Parameters that are not on `device` are also random. If a unit fails on these values, its
+    time is estimated from the times of the other units, with a warning. Only one unit is on the device at a time. The
+    time of the last call includes the loss, which the model or `criterion` computes.
 
     Raises ConfigurationError if the batch leads to unit calls that differ from `flow`, UsageError if no unit could be
     timed.
@@ -262,7 +263,8 @@ def profile_units(
 def find_profile(
     file: str, model: nn.Module, flow: Dataflow, microbatch: Batch, device: torch.device, criterion: Criterion | None
 ) -> Profile:
-    """The profile in `file` if it exists, otherwise a new one. Raises ConfigurationError if it does not match."""
+    """Load the profile in `file` or, if the file does not exist, measure one. Raises ConfigurationError if the profile
+    does not match the model or the microbatch."""
     known = bool(file) and Path(file).exists()
     profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device, criterion=criterion)
     profile.check(model, flow, microbatch)
@@ -272,7 +274,7 @@ def find_profile(
 def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
     try:
         return stopwatch.median(repeats)
-    except Exception as error:  # a unit may raise anything on such values
+    except Exception as error:  # a unit may raise any error on random values
         name = next(name for name, module in model.named_modules() if module is stopwatch.unit)
         warnings.warn(
             f"unit {name} ({type(stopwatch.unit).__name__}) failed on synthetic inputs, so its time is estimated from "
@@ -323,9 +325,9 @@ def measured_costs(
 ) -> list[float]:
     """Seconds of each unit call: the median of the measurements of all ranks of `group`. Call it on these ranks.
 
-    `partition` is "profile" or "profile:PATH": an existing file is read, otherwise the first rank writes it. `cut` is
-    the number of microbatches in `batch` and the number of samples in each; one of the two is None. Raises the errors
-    of `profile_units` and `Profile.load`.
+    `partition` is "profile" or "profile:PATH": an existing file is read; otherwise the first rank writes the file.
+    `cut` is the number of microbatches in `batch` and the number of samples in each; one of the two is None. Raises the
+    errors of `find_profile`.
     """
     file = partition.partition(":")[2]
     profile = find_profile(file, model, flow, batch.split(*cut)[0], device, criterion)

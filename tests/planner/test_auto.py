@@ -107,7 +107,7 @@ def test_what_a_search_does_not_support_is_refused(options: dict[str, Any], word
 
 
 def test_a_limit_that_nothing_fits_in_is_named() -> None:
-    with pytest.raises(PartitionError, match=r"no program that fits in 1\.00 kB on each of 2 ranks was found"):
+    with pytest.raises(PartitionError, match=r"found no program that fits in 1\.00 kB on each of 2 ranks"):
         automatic(subject().on(Devices.parse(2, 1000)), 2, M)
 
 

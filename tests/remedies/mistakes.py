@@ -346,7 +346,7 @@ BOOSTS = {
     ),
     "a limit that is too low": Remedy(
         (ERRORS + "`PartitionError`: a `memory_limit` in which no program fits",),
-        "no program that fits in 1.00 kB on each of 2 ranks was found. Use more memory",
+        "found no program that fits in 1.00 kB on each of 2 ranks. Use more memory",
         Training(options={"schedule": "auto", "memory_limit": 1000}),
         (Training(options={"schedule": "auto", "memory_limit": "1GB"}),),
     ),
