@@ -58,7 +58,7 @@ _MODULES = {
     "trace": "pipeshard.graph.trace",
 }
 
-# bitsandbytes, which peft imports if it is installed, logs at import that it has no fast 4-bit kernel for CPUs.
+# peft imports bitsandbytes if it is installed, and bitsandbytes logs that it has no fast 4-bit kernel for CPUs.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in record.msg)
 
 __all__ = [*_MODULES]

@@ -57,7 +57,7 @@ def boost_model(
     dataloader: Any,
     kind: type[PipelineModel] = PipelineModel,
 ) -> tuple[PipelineModel, Criterion | None]:
-    """Split a model; returns this rank's stages and the criterion. A boosted model is returned unchanged."""
+    """Split a model; returns this rank's stages and the criterion. An already boosted model is returned unchanged."""
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:
@@ -68,7 +68,7 @@ def boost_model(
     model = plain(model, warns=grid.first)
     refuse_released(model)
     refuse_criterion(criterion, model)
-    # A criterion of only the outputs is called by the script, as with ColossalAI, or passed to execute_pipeline.
+    # The script calls a criterion that takes only outputs, as with ColossalAI, or passes it to execute_pipeline.
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
     refuse_lowered_begin(model, config)
@@ -117,7 +117,7 @@ def boost_model(
 def _searched(
     config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch
 ) -> PipelineConfig:
-    """Search a schedule and cuts for this model; returns the config with them, the same on every rank."""
+    """Search for a schedule and cuts for this model; returns the config with both, the same on every rank."""
     p, m = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
     precision = config.precision if config.lowers else "fp32"
     training = Training(
@@ -140,7 +140,8 @@ def _searched(
 
 
 def _texts(model: nn.Module) -> dict[str, list[str]]:
-    """What ranks compare: the model's class, its parameters with shapes and dtypes, and which of them are trained."""
+    """The texts that ranks compare, by title: the model's class, and its parameters' shapes, dtypes and
+    requires_grad."""
     named = list(model.named_parameters())
     return {
         "the model's class": [type(model).__qualname__],
@@ -165,7 +166,7 @@ def _warn_of_16_bits(model: nn.Module) -> None:
 
 
 def _warn_of_uneven(policy: Policy) -> None:
-    """Warn if one stage holds so much of the model that splitting it hardly saves memory."""
+    """Warn if one stage holds so much of the model that the split hardly saves memory."""
     sizes = [parameter.numel() * parameter.element_size() for parameter in policy.model.parameters()]
     shares = policy.shares()
     if sum(sizes) < LARGE or max(shares) <= UNEVEN:
@@ -195,7 +196,7 @@ def _warn_of_uneven(policy: Policy) -> None:
 def boost_optimizer(
     model: PipelineModel, optimizer: Any, kind: type[PipelineOptimizer] = PipelineOptimizer
 ) -> PipelineOptimizer | None:
-    """Restrict an optimizer to the parameters that this rank holds. An optimizer that is already boosted is checked."""
+    """Restrict an optimizer to the parameters that this rank holds. A boosted optimizer is only checked."""
     pipeline = model.pipeline
     if optimizer is None:
         return None

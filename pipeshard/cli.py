@@ -16,7 +16,7 @@ from pipeshard.errors import PipeshardError
 from pipeshard.recipe import TRAINERS
 from pipeshard.schedule.schedules import SCHEDULES
 
-# Arguments and options of several commands.
+# Arguments and options that several commands share.
 MODEL = click.argument("model")
 FIELDS = click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
 MICROBATCHES = click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches per step.")
@@ -35,7 +35,7 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Return an output path. Raises BadParameter, before the work starts, if the file cannot be written."""
+    """Check an output path before the work starts, and return it. Raises BadParameter if the file cannot be written."""
     folder = os.path.dirname(path or "") or "."
     if path in (None, "-"):
         return path
@@ -93,7 +93,7 @@ def main() -> None:
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard each stage.")
 @click.option("--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard the experts.")
 @click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass.")
-@click.option("--offload", help="activations: keep at most 2 microbatches' on the device, others on the host.")
+@click.option("--offload", help="activations: keep those of at most 2 microbatches on the device, others on the host.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="Train only LoRA adapters of this rank.")
 @click.option("--quantize", help="Quantize the base weights (requires --lora): nf4 | fp4 | int8.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices); uses 1F1B without --schedule.")
@@ -376,7 +376,7 @@ def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
 
 
 def _partition(text: str) -> str | list[int] | list[str]:
-    """Parse a comma-separated list of unit calls or of units to cut after; other values are returned unchanged."""
+    """Parse a comma-separated list of numbers of unit calls, or of units to cut after; other values are unchanged."""
     entries = [entry.strip() for entry in text.split(",")]
     if all(entry.isdigit() for entry in entries):
         return [int(entry) for entry in entries]

@@ -83,7 +83,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    """One row per stage: its units, times, and messages, whose sizes are in the unit of the largest."""
+    """One row per stage: its units, times and messages; all sizes are in the unit of the largest message."""
     crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
     table = _table(f"Times of the stages in {_TIMES[plan.unit]}, messages in {crossing}")
     table.add_column("stage", justify="right", no_wrap=True)
@@ -198,7 +198,7 @@ def prove_model(
     """Boost a model with random weights (see `planner.models.build`) with `make_booster(batch)`; returns the proof."""
     model = build(source, fields, dtype)
     data = drawn_batch(model, 10, seq_len)
-    store = dist.HashStore()  # type: ignore[attr-defined]  # a file would be gone when the ranks' watch ends
+    store = dist.HashStore()  # type: ignore[attr-defined]  # a FileStore's file would be gone when the watchdog ends
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with alone():
@@ -211,7 +211,7 @@ def prove_model(
 
 
 def drawn_batch(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
-    """A batch of random samples; if labels are per token, samples have different numbers of labels."""
+    """A batch of random samples; if labels are per token, the samples have different numbers of valid labels."""
     config = config_of(model)
     generator = torch.Generator().manual_seed(0)
     text = text_config(model)

@@ -79,7 +79,7 @@ class PipelineStageManager:
         """Whether this is the first virtual stage; with `ignore_chunk`, whether this is the first rank.
 
         Raises:
-            UsageError: if the chunks are interleaved, and `switch_model_chunk_id` has selected none.
+            UsageError: if `enable_interleave` is True, `ignore_chunk` is False, and no chunk is selected.
         """
         return (ignore_chunk or self._chunk() == 0) and self.stage == 0
 
@@ -89,7 +89,7 @@ class PipelineStageManager:
         With `ignore_chunk`: whether this is the last rank.
 
         Raises:
-            UsageError: if the chunks are interleaved, and `switch_model_chunk_id` has selected none.
+            UsageError: if `enable_interleave` is True, `ignore_chunk` is False, and no chunk is selected.
         """
         end = 0 if self.use_zbv and not ignore_chunk else self.num_stages - 1
         return (ignore_chunk or self._chunk() == self.num_model_chunks - 1) and self.stage == end
@@ -99,11 +99,11 @@ class PipelineStageManager:
         return dist.get_rank()
 
     def get_prev_rank(self) -> int:
-        """The world rank of the previous stage; on the first stage, the rank of the last."""
+        """The world rank of the previous stage; on the first stage, the rank of the last stage."""
         return self.prev_rank
 
     def get_next_rank(self) -> int:
-        """The world rank of the next stage; on the last stage, the rank of the first."""
+        """The world rank of the next stage; on the last stage, the rank of the first stage."""
         return self.next_rank
 
     def get_p2p_process_group(self) -> dist.ProcessGroup | None:
@@ -111,7 +111,7 @@ class PipelineStageManager:
         return self.p2p_group
 
     def init_process_group_by_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The process group of these stages of the pipeline, or None if this process has none of these stages.
+        """The process group of these stages of the pipeline, or None if this process's stage is not among them.
 
         The first call is a collective: see `ProcessGroupMesh.get_group_along_axis`.
         """
@@ -131,8 +131,8 @@ class PipelineStageManager:
     ) -> list[int]:
         """The number of layers of each of the p·v virtual stages, in the model's order.
 
-        If the layers do not divide evenly, the middle stages have one more, since the first and the last stage also
-        hold the embedding and the head.
+        If the layers do not divide evenly, the middle stages have one more layer, since the first and the last stage
+        also hold the embedding and the head.
 
         Raises:
             ConfigurationError: if `num_layers` is not the sum of `num_layers_per_stage`.
@@ -215,7 +215,7 @@ _SEQUENCES = "sequences are not sharded across ranks: use pp_size, dp_size, tp_s
 _SCALE = "with precision='fp16', the loss scale is halved when a gradient overflows, and doubled after 1000 steps "
 _SCALE += "without overflow, between 1 and 2**32: set only its initial value, with initial_scale"
 _POLICY = "pass the class as policy=..., or register it with pipeshard.register_policy"
-# Unsupported arguments: ColossalAI's default, which is accepted, and what to use instead.
+# Unsupported arguments: ColossalAI's default, which is accepted, and the advice for any other value.
 INSTEAD: dict[str, tuple[Any, str]] = {
     "backoff_factor": (0.5, _SCALE),
     "cpu_offload": (False, "optimizer states stay on the device: zero_stage=1, fsdp=True or recompute=... save memory"),
@@ -259,8 +259,8 @@ def refuse_positional(values: Collection[Any]) -> None:
 
 
 def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collection[str], warns: bool) -> Schedule:
-    """Return the schedule, which `pp_style` may also name. Raises ConfigurationError for `foreign` arguments that are
-    unknown or not supported, and warns about those that are ignored."""
+    """Return `schedule`, or the schedule that `pp_style` names. Raises ConfigurationError if both are set and differ,
+    and for `foreign` arguments that are unknown or not supported. With `warns`, it warns about ignored arguments."""
     style: Schedule = foreign.get("pp_style", schedule)
     if schedule not in ("1f1b", style):
         raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r} differ: pass only one of the two")
@@ -315,7 +315,7 @@ def register_plugin(plugin: type) -> None:
 
 
 def wrapper(kind: type[T], interface: str) -> type[T]:
-    """`kind` or, if ColossalAI is imported, a subclass that also inherits its ModelWrapper or OptimizerWrapper."""
+    """`kind` or, if ColossalAI is imported, a subclass of `kind` and of ColossalAI's class `interface`."""
     base = getattr(sys.modules.get(INTERFACE), interface, None)
     return kind if base is None else _also(kind, base)  # type: ignore[arg-type]
 

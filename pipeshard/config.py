@@ -26,7 +26,7 @@ from pipeshard.split.route import Recompute
 REDUCTIONS = ("token", "batch", "microbatch")
 CUTS = "num_microbatches", "microbatch_size", "microbatch_tokens"
 POSITIVE = "a positive integer"
-LEAST_OF_SLICE = 256  # least positions per slice with num_slices="auto"
+LEAST_OF_SLICE = 256  # the smallest number of positions per slice with num_slices="auto"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTO = "auto"  # search for a schedule
 OFFLOADED = ("activations",)
@@ -49,7 +49,7 @@ class PipelineHints:
 
 
 class Settled(NamedTuple):
-    """The values to use for a model: the user's arguments, or the model's hints for those not set."""
+    """The values to use for a model: the user's arguments, or the model's hints for arguments that are not set."""
 
     partition: Cuts
     recompute: Recompute
@@ -70,17 +70,19 @@ class PipelineConfig:
         microbatch_size: alternatively, the number of samples per microbatch.
         microbatch_tokens: alternatively, the maximum number of tokens per microbatch, including padding. Samples of
             similar length are grouped, and each microbatch is padded only to its own longest sample. With pp_size=1 and
-            for a PipelineTrainer, all three may be omitted.
+            for a PipelineTrainer, all three arguments may be omitted.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
-            gradients of linear and embedding layers are computed separately, when a stage would otherwise wait. Or a
-            `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one: the program runs as given, with
-            messages added. "auto" searches for the cuts, the chunks of each rank and the order of all actions that
-            minimize this model's step time within `memory_limit`, using the costs of partition="auto" or "profile".
+            gradients of linear and embedding layers are computed separately, when a stage would otherwise wait.
+            Alternatively, a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one: the program runs
+            as given, with messages added. "auto" searches for the cuts, the chunks of each rank and the order of all
+            actions that minimize this model's step time within `memory_limit`, using the costs of partition="auto" or
+            "profile".
         memory_limit: the memory per rank for schedule="auto", such as "80GB", including AdamW's states; by default the
             memory that "1f1b" needs on its fullest rank.
         num_slices: the number of slices into which each microbatch is split along its sequence in training, so that
-            stages wait less for long sequences. "auto" uses more slices while they shorten the step, with at least 256
-            positions each. Requires a transformers decoder with a cache, and "1f1b", "gpipe" or "zb-h1".
+            stages wait less for long sequences. "auto" uses the smallest power of two that nearly minimizes the step
+            time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and "1f1b",
+            "gpipe" or "zb-h1".
         num_model_chunks: v, the model chunks per process: 2 (the default) or more for "interleaved", always 2 for the V
             schedules ("zbv", "v-half", "v-min"), and 1 for all others.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
@@ -92,7 +94,7 @@ class PipelineConfig:
         init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
             initialized. True uses the architecture's own rule, False leaves it to `booster.load_model`; a function is
             called as `fn(module)` or `fn(module, name)` for every module with such tensors. The values depend only on
-            the seed (`torch.manual_seed`, of the first stage) and on names, not on `pp_size`.
+            the first stage's seed (`torch.manual_seed`) and on names, not on `pp_size`.
         dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates one of `size`
             samples; by default the first samples of the dataloader.
         shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")],
@@ -101,7 +103,7 @@ class PipelineConfig:
             clipping.
         loss_reduction: "token" gives the loss of the whole batch, the mean over its valid labels; "batch" does this for
             each replica's batch separately, and averages the replicas' losses, as DistributedDataParallel does;
-            "microbatch" averages the unweighted losses of the microbatches.
+            "microbatch" is the unweighted mean of the microbatches' losses.
         dp_size: the number of replicas; by default as many as the world size allows.
         tp_size: the number of ranks that shard each stage, using the architecture's own `tp_plan` (transformers 5) or
             its policy's.
@@ -113,9 +115,9 @@ class PipelineConfig:
         zero_stage: 1 shards the optimizer state across the replicas, without splitting any parameter's state.
         fsdp: True shards the parameters, gradients and optimizer state of each held unit across the replicas, with
             torch's `fully_shard`; parameters are gathered once per step.
-        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16", parameters have 16 bits, while
-            gradients are accumulated, and updates applied, in fp32. "fp16" scales the loss, and all ranks skip a step
-            if a gradient overflowed.
+        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16", parameters are 16-bit, while
+            gradients are accumulated and updates applied in fp32. "fp16" scales the loss, and all ranks skip a step if
+            a gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast with `precision`.
         initial_scale: the initial loss scale, with "fp16".
         compile: True, or a dict of torch.compile options: each held unit is compiled separately, but only once per
@@ -126,7 +128,7 @@ class PipelineConfig:
             stage's units in [0, 1] (repeated layers first), or a list of shares, one per stage (p·v).
         offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all others
             to the host until their backward. On a CPU nothing is copied.
-        activation_checkpoint_interval: alternatively, recompute every k-th unit call of the model, with k > 0.
+        activation_checkpoint_interval: instead of `recompute`, k > 0: recompute every k-th unit call of the model.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long outside a
             step) before all ranks abort with a table of each rank's current activity, or None for no limit. "adaptive"
             is 20 times the longest action so far, and at least 30 seconds. Or a dict of these values: for a "step", for
@@ -137,12 +139,12 @@ class PipelineConfig:
         check_finite: check the loss, and the tensors that each stage sends or reduces. A non-finite value raises
             NonFiniteError, which names the stage and the parameter. With "fp16", gradients are not checked, since they
             may overflow.
-        verify: prove, before the model is cut, that it trains the same split as unsplit: in the first process, all
-            stages and the unsplit model take two steps on samples of the batch that is used for tracing. "auto" does
-            this for models that docs/parity.md does not list, if it takes less than 5 seconds and a tenth of the free
+        verify: prove, before the model is cut, that it trains the same when split: in the first process, all stages and
+            the unsplit model take two steps on samples of the batch that is used for tracing. "auto" does this for
+            models that docs/parity.md does not list, if the proof takes less than 5 seconds and a tenth of the free
             memory. A large model is represented by a smaller copy. A difference raises VerificationError.
         deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
-            instead of once per microbatch. Not with `compile`.
+            instead of once per microbatch. Not supported with `compile`.
 
     Raises ConfigurationError for invalid arguments and combinations.
     """
@@ -256,7 +258,7 @@ class PipelineConfig:
         return self.microbatch_tokens is not None
 
     def slices_of(self, totals: Sequence[int]) -> int:
-        """The number of slices per microbatch; `totals` has the number of positions of each microbatch of the step."""
+        """The number of slices per microbatch; `totals` is the number of positions of each microbatch."""
         if isinstance(self.num_slices, int):
             return self.num_slices
         return number_of_slices(str(self.schedule), self.pp_size, len(totals), min(totals) // LEAST_OF_SLICE)
@@ -284,8 +286,8 @@ class PipelineConfig:
         return Recompute.of(self.recompute, self.activation_checkpoint_interval, self.num_stages)
 
     def program(self, num_microbatches: int = 1, num_slices: int = 1) -> Program:
-        """The program of a training step, without messages; raises ConfigurationError if the schedule
-        does not support these numbers."""
+        """The program of a training step, without messages; raises ConfigurationError if the schedule does not support
+        these numbers."""
         if num_slices > 1:
             program = sliced(str(self.schedule), self.pp_size, num_microbatches, num_slices)
             check_slices(program, num_slices)
@@ -298,9 +300,9 @@ class PipelineConfig:
         return split_backwards(program) if num_slices > 1 else shorten_cooldown(program)
 
     def settled(self, hints: PipelineHints | None, criterion: Criterion | None) -> Settled:
-        """The user's arguments and criterion, with the model's hints for those not set.
+        """The user's arguments and criterion, or the model's hints for arguments that are not set.
 
-        Raises ConfigurationError for a model that requires another number of stages.
+        Raises ConfigurationError for a model that requires a different number of stages.
         """
         hints = hints or PipelineHints()
         if hints.num_stages not in (None, self.num_stages):

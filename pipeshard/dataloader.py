@@ -31,7 +31,8 @@ logger = logging.getLogger("pipeshard")
 
 
 class Batches(Iterator[Any]):
-    """An iterator over one epoch's batches that counts them in `place`. It holds no loader, see LoaderPlace."""
+    """An iterator over one epoch's batches that counts them in `place`. It does not hold the loader, see
+    LoaderPlace."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Batches(Iterator[Any]):
 
     @property
     def is_counted(self) -> bool:
-        """Whether the loader has created no other iterator since."""
+        """Whether this is the loader's newest iterator."""
         return self.number == self.place.iterators
 
     def is_over(self) -> bool:
@@ -69,7 +70,7 @@ class Batches(Iterator[Any]):
         return batch
 
 
-WORKERS = 1_000_003  # distance between the worker seeds of two replicas, which then augment differently
+WORKERS = 1_000_003  # distance between the worker seeds of two replicas, so that they augment differently
 
 
 class ResumableDataLoader(DataLoader[Any]):
@@ -78,8 +79,8 @@ class ResumableDataLoader(DataLoader[Any]):
     With `num_replicas` n, the replicas together read `batch_size` x n consecutive samples of that order per step, and
     this loader loads block `replica` of the n blocks. Concatenated, the replicas' batches equal the batches of one
     process with n times the batch size. If fewer samples are left for the last step, they are divided evenly; the first
-    replicas receive one more if necessary. If there are fewer samples than replicas, they are omitted with a warning;
-    with `drop_last`, an incomplete last step is always omitted. So every replica has the same number of batches. Your
+    replicas read one more if necessary. If fewer samples than replicas are left, they are omitted with a warning; with
+    `drop_last`, an incomplete last step is always omitted. Every replica therefore has the same number of batches. Your
     own `sampler` defines the order for all replicas. From a `batch_sampler`, or with batch_size=None, each replica
     loads every n-th batch. Every replica reads all of a stream (an IterableDataset) and keeps its own share; with
     workers, each worker does so with its copy of the stream.
@@ -89,12 +90,12 @@ class ResumableDataLoader(DataLoader[Any]):
     continues with the next batch. It loads no earlier batches, except from an IterableDataset, which must be read up to
     that position.
 
-    Every random generator that a sampler holds, however deeply samplers are nested, is seeded before each epoch, and
-    the process's generators are seeded for the sampler alone. `set_epoch` is called on every sampler (and dataset) that
+    Every random generator that a sampler holds, however deeply samplers are nested, is seeded before each epoch. While
+    samplers run, the process's generators are also seeded. `set_epoch` is called on every sampler (and dataset) that
     has it. State that a sampler keeps from one epoch to the next is saved with the position: its `state_dict()` or,
     without one, its changed attributes with plain values. The random numbers of the dataset and the collator depend
     only on seed, epoch, batch and replica, with any number of workers; those of a stream depend on seed, epoch, worker
-    and the position in the stream. The process's generators have the same state after a batch as before.
+    and the position in the stream. Loading a batch does not change the state of the process's generators.
     `dataloader.sampler` has `set_epoch` and `set_start_index`.
 
     Args:
@@ -176,8 +177,8 @@ class ResumableDataLoader(DataLoader[Any]):
         return len(self) - self.batches
 
     def __len__(self) -> int:
-        """The number of batches of an epoch. For a stream with several workers, it is an estimate that assumes
-        equal parts until one epoch has been read completely."""
+        """The number of batches of an epoch. For a stream with several workers, the number is an estimate that assumes
+        equal parts, until one epoch has been read completely."""
         if self._sampler is not None:
             return super().__len__()
         samples, workers = len(self.dataset), max(1, self.num_workers)  # type: ignore[arg-type]
@@ -213,7 +214,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Context manager in which DataLoader creates iterators whose random numbers depend on the position."""
+        """Context manager in which DataLoader creates iterators whose random numbers depend only on the position."""
         parts = ("dataset", "collate_fn", "sampler", "batch_sampler")
         own = {name: self.__dict__[name] for name in parts}
         new = dict(own)
@@ -254,7 +255,7 @@ class ResumableDataLoader(DataLoader[Any]):
         return self.batches == length
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch, the same on every replica: numbers, and the state of samplers that keep one.
+        """The position of the next batch, the same on every replica: numbers, and the states that samplers keep.
 
         If the length is unknown, this may load the next batch to find out whether the epoch is over.
         """
@@ -266,9 +267,9 @@ class ResumableDataLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iterator at a saved position. The number of replicas may differ if all replicas together read
-        as many samples per step.
+        the same number of samples per step.
 
-        Raises CheckpointError if the data, the sampler, that number of samples or the workers of a stream have
+        Raises CheckpointError if the data, the sampler, the number of samples per step or the workers of a stream have
         changed.
         """
         sizes = self._sizes()
@@ -284,7 +285,7 @@ class ResumableDataLoader(DataLoader[Any]):
         self._order.load_state(state.get("order", {}))
         self.place.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
         self.place.set(epoch, batches)
-        if batches and batches == self._length:  # another number of replicas omitted fewer samples
+        if batches and batches == self._length:  # a different number of replicas omitted fewer samples
             if self._sampler is not None and "order" in state:
                 self._order.set_epoch(epoch)
                 self._order.seed(self.seed, epoch)
@@ -300,7 +301,7 @@ class ResumableDataLoader(DataLoader[Any]):
         else:
             sizes = {"batch_size": self.batch_size * n, "samples": self._samples}
         if self._sampler is None:
-            sizes["workers"] = max(1, self.num_workers)  # each reads a part, and their batches alternate
+            sizes["workers"] = max(1, self.num_workers)  # each worker reads a part, and their batches alternate
         return sizes
 
 

@@ -31,8 +31,8 @@ LEFT = 128 + signal.SIGTERM  # exit status of ranks after SIGTERM
 
 
 class PreemptibleJob:
-    """A training job that saves its state in a folder, also when it receives a termination signal, such as Slurm's
-    before it preempts the machines.
+    """A training job that saves its state in a folder, regularly and when it receives a termination signal, such as
+    Slurm's before preemption.
 
     `resume` continues from the newest state in `directory`, and `step_done`, called after each step, saves the state
     there every `every` steps. If any rank receives SIGUSR1 or SIGTERM, the state is saved at the next step boundary;
@@ -59,7 +59,7 @@ class PreemptibleJob:
         self.step = 0  # completed steps
         self._parts: tuple[Any, Any, Any, Any] | None = None
         self._saved = -1  # the step of the newest state
-        self._wishes: deque[int] = deque()  # append and popleft are atomic: signals may arrive any time
+        self._wishes: deque[int] = deque()  # append and popleft are atomic: signals may arrive at any time
         self._listen()
 
     @together_in("job.resume")
@@ -73,7 +73,7 @@ class PreemptibleJob:
         """Load the newest state into the objects that `booster.boost` returned; returns the number of completed steps,
         0 for a new job.
 
-        Raises CheckpointError, on every rank, for a state that does not match them.
+        Raises CheckpointError, on every rank, for a state that does not match these objects.
         """
         self._parts = (model, optimizer, lr_scheduler, dataloader)
         if getattr(dataloader, "num_workers", 0):
@@ -118,11 +118,12 @@ class PreemptibleJob:
         if threading.current_thread() is not threading.main_thread():
             kind = type(self).__name__
             raise UsageError(
-                f"a {kind} was created outside the main thread, but only that thread handles signals: create it there"
+                f"a {kind} was created outside the main thread, but only that thread handles signals: create it in the "
+                "main thread"
             )
         for number in WISHES:
             signal.signal(number, lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # also delivers those received during startup
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # also delivers signals received during startup
 
 
 class ElasticJob(PreemptibleJob):
@@ -179,7 +180,7 @@ class ElasticJob(PreemptibleJob):
 class Deaf:
     """A DataLoader `worker_init_fn` that makes workers ignore SIGTERM, which an agent also sends to them.
 
-    `resume` sets it on its dataloader: if a worker exited, the step would fail, and so would the save.
+    `resume` installs it in its dataloader: if a worker exited, the step and therefore the save would fail.
     """
 
     then: Callable[[int], None] | None = None

@@ -70,8 +70,8 @@ def initialize(
 
 
 def join() -> None:
-    """Initialize the process group from torchrun's environment, unless that is done. It uses NCCL if this host has a
-    GPU for each of its processes, otherwise gloo."""
+    """Initialize the process group from torchrun's environment, unless it exists. The backend is NCCL if this host has
+    a GPU for each of its processes, otherwise gloo."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -86,14 +86,15 @@ def join() -> None:
 
 
 class Engine:
-    """Runs a model with a PipelinePlugin, without ColossalAI. Its methods have the names and arguments of Booster's.
+    """Runs a model with a PipelinePlugin, without ColossalAI; its methods have Booster's names and arguments.
 
     Attributes:
         plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and more.
         checkpoint_io: saves and loads checkpoints.
-        model: the model that the last `boost` returned, like the next four. Iterating over the engine yields all five.
+        model: the model that the last `boost` returned, or None before the first. Iterating over the engine yields this
+            and the next four attributes.
         optimizer: the optimizer of this process's part of the model.
-        criterion: the given criterion, or the one of the model's hints.
+        criterion: the given criterion, or the criterion in the model's hints.
         dataloader: the given dataloader.
         lr_scheduler: the given scheduler.
     """
@@ -119,7 +120,7 @@ class Engine:
         return 5
 
     def __getitem__(self, index: Any) -> Any:
-        """Index the five objects as a tuple, like the one that `boost` returns."""
+        """Index the five objects like the tuple that `boost` returns."""
         return (*self,)[index]
 
     def boost(

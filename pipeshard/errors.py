@@ -15,7 +15,7 @@ class ConfigurationError(PipeshardError, ValueError):
 
 
 class TraceError(PipeshardError, RuntimeError):
-    """The model's forward cannot be traced, or a later run of it deviated from the trace."""
+    """The model's forward cannot be traced, or a later forward deviated from the trace."""
 
 
 class PartitionError(PipeshardError, ValueError):
@@ -79,8 +79,8 @@ def summary(error: BaseException) -> str:
 
 @contextmanager
 def explained(explain: Callable[[Exception], Exception], but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Context manager around third-party code that replaces an exception by the result of `explain`. Exceptions of the
-    classes in `but` are not replaced."""
+    """Context manager around third-party code that replaces an exception with the result of `explain`, except for
+    exceptions of the classes in `but`."""
     try:
         yield
     except but:
@@ -90,7 +90,7 @@ def explained(explain: Callable[[Exception], Exception], but: tuple[type[Excepti
 
 
 def listed(problems: Sequence[str], shown: int = 8) -> str:
-    """Join the first `shown` problems in one line, with how many more there are."""
+    """Join the first `shown` problems in one line, followed by the number of the remaining ones."""
     more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
     return "; ".join(problems[:shown]) + more
 

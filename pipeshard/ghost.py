@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from pipeshard.errors import UsageError
 from pipeshard.private import DisableTorchFunctionSubclass
 
-# Functions and attributes that neither read nor write values, in addition to all that are named `is_...`.
+# Functions and attributes that neither read nor write values, in addition to all whose names start with `is_`.
 HARMLESS = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
 HARMLESS |= {"__dir__", "_post_accumulate_grad_hooks", "device", "dim", "dtype", "element_size", "get_device", "grad"}
 HARMLESS |= {
@@ -75,8 +75,9 @@ def inside_pipeshard() -> Iterator[None]:
 class Ghost(nn.Parameter):
     """A released parameter: it keeps its names, shape, dtype and device, but is frozen and has no values.
 
-    Reading or writing its values, copying or pickling it raises a UsageError that names it. Under `inside_pipeshard`,
-    where glue may use it as long as no result depends on it, its values read as NaN, and writes are discarded.
+    Reading or writing its values, copying or pickling it raises a UsageError with its `label`. Under
+    `inside_pipeshard`, glue may use it as long as no result depends on it: its values read as NaN, and writes are
+    discarded.
 
     Attributes:
         pipeshard_trainable: whether the parameter is trained, on the stages that hold it.
@@ -153,7 +154,8 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
 
 
 class Guarded:
-    """Replaces a method of a module with ghosts: raises UsageError before the method writes or changes anything."""
+    """A wrapper for a method of a module that contains ghosts: raises UsageError, before the method changes anything,
+    if the call needs the values of a ghost."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
@@ -199,7 +201,8 @@ def _ghosts(values: Iterable[Any]) -> Iterator[Ghost]:
 
 
 def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    """Run an in-place function on targets that are not ghosts. Raises UsageError if it writes ghosts to parameters."""
+    """Run an in-place function on the targets that are not ghosts. Raises UsageError if it writes a ghost to a
+    parameter."""
     targets = kwargs.get("out", next(iter((*args, *kwargs.values()))))
     if isinstance(targets, Ghost):
         return targets

@@ -1,9 +1,9 @@
 """HF: the naming conventions of transformers and peft that pipeshard relies on.
 
-A trace finds most of what a pipeline needs to know about a model, but not the meaning of values: which leaf contains
-labels, which token represents an image, which leaves have the decoder's positions. transformers expresses this only by
-names. All of these names are here and nowhere else, and none belongs to a single architecture. `tests/test_hf.py` tests
-each name against transformers and peft: if a release renames something, these tests fail.
+A trace finds most facts that a pipeline needs about a model, but not the meaning of values: which leaf contains labels,
+which token represents an image, which leaves have the decoder's positions. transformers expresses these meanings only
+by names. All of these names are here and nowhere else, and no name belongs to a single architecture. `tests/test_hf.py`
+tests each name against transformers and peft: if a release renames something, these tests fail.
 """
 
 import inspect
@@ -30,7 +30,7 @@ SIZES = "_thw", "_sizes", "_shapes", "_hws"  # suffixes of leaves that have one 
 HEADS = "num_attention_heads", "num_key_value_heads", "decoder_attention_heads"
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout", "dropout_rate")
 
-# Integer config fields that define a model's size: a smaller copy of a model has other values for them.
+# Integer config fields that define a model's size: a smaller copy of a model has different values for them.
 LAYER_COUNTS = re.compile(r"(num_(hidden_|encoder_|decoder_)?layers|n_layers?|(encoder|decoder)_layers|^depth)$")
 HEAD_COUNTS = re.compile(r"(attention_heads|key_value_heads|kv_heads|n_heads?|num_heads|n_groups)$")
 WIDTHS = re.compile(r"(hidden_size|d_model|n_embd|embed_dim|^dim|hidden_dim|model_dim|embedding_size)$")
@@ -45,7 +45,7 @@ VOCABULARIES = re.compile(r"vocab_size")
 LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last since transformers 5.24
 CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
-GUESSING = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"  # read several positions' logits
+GUESSING = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"  # need the logits of several positions
 
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft saved
 
@@ -56,7 +56,7 @@ def is_target(path: str) -> bool:
 
 
 def targets(paths: Iterable[str]) -> list[str]:
-    """The paths of those leaves that are targets."""
+    """The `paths` of leaves that are targets."""
     return [path for path in paths if is_target(path)]
 
 
@@ -66,7 +66,7 @@ def is_ids(path: str) -> bool:
 
 
 def is_token(name: str) -> bool:
-    """Whether a config field contains a token id, or several."""
+    """Whether a config field contains one or several token ids."""
     return name.endswith(("token_id", "token_ids", "token_index"))
 
 
@@ -117,8 +117,8 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def placeholder_token(model: nn.Module, kind: str) -> int | None:
-    """The id of the token that represents each patch, frame or item of this kind of media, or None if not
-    configured."""
+    """The id of the token that represents each patch, frame or item of this kind of media, or None if the config has
+    none."""
     config = config_of(model)
     parts = config, getattr(config, "text_config", None), getattr(config, "thinker_config", None)
     tokens = (getattr(part, f"{kind}_token_{end}", None) for part in parts for end in ("id", "index"))
@@ -194,7 +194,8 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 def is_new(name: str, value: Any, is_decoder: bool) -> bool:
-    """Whether a forward's argument has the tokens or embeddings of the positions that the forward adds to its cache."""
+    """Whether a forward's argument contains the tokens or embeddings of positions that the forward adds to its
+    cache."""
     names = (IDS, "inputs_embeds")
     return isinstance(value, Tensor) and name in ([f"decoder_{end}" for end in names] if is_decoder else names)
 
@@ -221,7 +222,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
-    """The prefix of the base model's names in `model`, and the base model (of a PeftModel, the model that it wraps)."""
+    """The prefix of the base model's names in `model`, and the base model (for a PeftModel, the model it wraps)."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     path = next(name for name, module in model.named_modules() if module is base)
     return f"{path}." if path else "", base

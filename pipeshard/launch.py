@@ -1,7 +1,7 @@
 """Launch: torchrun's elastic agent, with defaults for pipelines that continue when ranks are lost or join.
 
 Run `pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...` once per machine (or several times on one).
-It takes torchrun's flags.
+The command takes torchrun's flags.
 """
 
 import argparse
@@ -40,7 +40,7 @@ QUIET = {
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-ALIKE, WITHIN = 3, 60.0  # stop after so many attempts in a row with the same error, each within so many seconds
+ALIKE, WITHIN = 3, 60.0  # stop after this many attempts in a row with the same error, each within this many seconds
 HELP = f"""\
 usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
 
@@ -174,7 +174,7 @@ def _exit_text(code: int) -> str:
 
 
 def _clean_up() -> None:
-    """Kill the processes that torch has not terminated because of a second Ctrl-C."""
+    """Kill the processes that torch left running because a second Ctrl-C interrupted it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     workers = psutil.Process().children(recursive=True)
@@ -194,7 +194,8 @@ def _leave_process(folder: Path, status: int) -> NoReturn:
 
 
 def _end_if_in_vain(folder: Path) -> list[str]:
-    """Terminate this agent if attempts keep ending with the same error, whose class is then in the returned list."""
+    """Start a thread that terminates this agent if attempts keep ending with the same error. Returns a list, to which
+    the thread then adds the class of the error."""
     found: list[str] = []
 
     def look() -> None:

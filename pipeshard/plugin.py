@@ -250,8 +250,9 @@ class PipelinePlugin:
         - A function `fn(output, microbatch)`, called under no_grad right after each forward of the last stage: the list
           of its results, one per microbatch, in order.
 
-        With `num_batches` k, the next k batches are run as one step, so the pipeline fills once. Losses and gradients
-        are the sums over k calls, multiplied by `weight`. Each batch has its own loss and shapes.
+        With `num_batches` k, the next k batches are run as one step, so the pipeline fills once. Loss and gradients are
+        the sums over the k batches, multiplied by `weight`. The loss of each batch is computed separately, and shapes
+        may differ.
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
         train = torch.is_grad_enabled() and optimizer is not None

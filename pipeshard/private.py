@@ -1,6 +1,6 @@
 """Private: torch's private names that pipeshard needs.
 
-A release of torch may rename these silently. Private functions and classes are therefore imported only here, under
+A release of torch may rename them silently. Private functions and classes are therefore imported only here, under
 public names, and private attributes are listed in `ATTRIBUTES`, by class. `tests/test_private.py` tests the behavior
 that pipeshard relies on, and rejects any other private name in the package: an upgrade of torch breaks at most one
 file.
@@ -64,8 +64,8 @@ class DispatchMode(TorchDispatchMode):
 
 
 def enter_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
-    """Enter modes below the active modes, which may then be exited before or after the new ones. The new modes do not
-    affect code that is compiled meanwhile."""
+    """Enter modes below the active modes; the active modes may then be exited before or after the new modes. The new
+    modes do not affect code that is compiled meanwhile."""
     for mode in modes:
         _rearrange(mode, is_entered=True)
 

@@ -26,7 +26,7 @@ TRAINERS = {
     "reward": ("Reward", "Train a reward model on pairs of a preferred and a rejected answer."),
     "grpo": ("GRPO", "Train a model by reinforcement learning: reward functions score its own answers."),
 }
-# The columns that TRL trains on: any of these sets.
+# The columns that TRL requires: one of these sets.
 COLUMNS = {
     "sft": [["messages"], ["prompt", "completion"], ["text"], ["input_ids"]],
     "dpo": [["chosen", "rejected"]],
@@ -61,7 +61,7 @@ class PipelineArguments:
     resume: bool = setting(False, "Resume from the newest checkpoint in output_dir, if there is one.")
     prompt: str | None = setting(None, "Prompt that the trained model answers. By default, the first one in the data.")
     nnodes: int = setting(1, "Number of machines. Start the same command on each.")
-    rdzv_endpoint: str = setting("", "HOST:PORT where the machines meet; HOST is one of them.")
+    rdzv_endpoint: str = setting("", "HOST:PORT of the rendezvous; HOST is one of the machines.")
     max_restarts: int = setting(0, "Maximum number of restarts from the newest checkpoint after a failure.")
     dry_run: bool = setting(False, "Print the plan and exit: stages, memory of each rank, idle time.")
     device_memory: str | None = setting(
@@ -82,7 +82,7 @@ ALIASES |= dict.fromkeys(("batch_size", "micro_batch_size"), "per_device_train_b
 ALIASES |= dict.fromkeys(("stages", "pipeline_stages"), "pp") | dict.fromkeys(("output", "out"), "output_dir")
 ALIASES |= dict.fromkeys(("seq_len", "sequence_len", "max_seq_length"), "max_length")
 ALIASES |= {"epochs": "num_train_epochs", "lr": "learning_rate"}
-# What errors of the planner advise, in these settings.
+# The advice in the planner's errors, and the same advice for these settings.
 ADVICE = {
     "shorter or fewer samples in a microbatch": "a smaller max_length or per_device_train_batch_size",
     "--recompute, or model.gradient_checkpointing_enable()": "gradient_checkpointing, or recompute=1",
@@ -329,7 +329,7 @@ def config_of(settings: Namespace) -> list[str]:
 
 
 def model_of(kind: str, settings: Namespace) -> Any:
-    """The model without weights; each stage loads its own, so that no rank holds the whole model."""
+    """The model without weights; each stage loads its own weights, so no rank holds the whole model."""
     import transformers
 
     from pipeshard.plugin import PipelinePlugin

@@ -1,4 +1,4 @@
-"""Script: runs a training script for `pipeshard launch`, so that an error of several ranks is printed once.
+"""Script: runs a training script for `pipeshard launch`, so that an error that several ranks raise is printed once.
 
 `python -m pipeshard.script train.py ...` is like `python train.py ...`, except for the output of an error. The module
 imports little, so it also works for a script whose first import fails.
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An exception hook that prints an error, unless another rank of this agent has raised it first in this attempt,
-    and records it."""
+    """An exception hook that records an error, and prints it unless another rank of this agent has recorded the same
+    error in this attempt."""
     if issubclass(kind, KeyboardInterrupt):
         return
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):

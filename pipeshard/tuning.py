@@ -63,7 +63,7 @@ def check_sources(kind: str, settings: Namespace) -> None:
 
     folder = folder_of(settings)
     if not settings.datasets:
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error contains what the readers log
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error contains the readers' log messages
         refuse_columns(kind, settings, rows(settings)[0])
     if kind == "sft":
         refuse_small(Namespace(**vars(settings) | {"model_name_or_path": str(folder), "device_memory": None}))
@@ -84,7 +84,7 @@ def refuse_small(settings: Namespace) -> None:
 
 
 def remarks(settings: Namespace) -> Iterator[str]:
-    """Yield what a user may have overlooked in the settings."""
+    """Yield notes on settings that the user may have overlooked."""
     name = settings.dataset_name or ""
     if not settings.datasets and Path(name).suffix in READERS and not Path(name).is_file():
         yield f"dataset_name={name} does not exist; training requires it"
@@ -174,7 +174,7 @@ def blank(settings: Namespace) -> Any:
         quantize_blank(model, packing)
     fuse_head(model)
     adapters = trl().get_peft_config(given)
-    put = partial(get_peft_model, low_cpu_mem_usage=True)  # adapters on meta, whose initial values a plan does not need
+    put = partial(get_peft_model, low_cpu_mem_usage=True)  # adapters on meta: a plan does not need their values
     return model if adapters is None else put_adapters(model, adapters, put)
 
 
@@ -197,7 +197,7 @@ def fuse_head(model: Any) -> None:
 @contextmanager
 def folding_once() -> Iterator[None]:
     """Context manager in which TRL's chunked loss runs its operators only for the first tile of each shape. A plan does
-    not need the values, the other tiles take the same memory, and 64k tokens have 64 tiles of 134 million numbers."""
+    not need the values, the other tiles take the same memory, and 64k tokens have 64 tiles of 134 million elements."""
     kernels = sys.modules.get(TILES)  # which trl.trainer.utils has imported, in versions that have it
     if not hasattr(kernels, FOLD):
         yield
@@ -292,7 +292,7 @@ def train(kind: str, settings: Namespace) -> None:
 
 def line(restarts: bool) -> Any:
     """A callback that prints one line per log and for the last step; on a terminal, each line replaces the previous
-    one. If the run `restarts`, it first prints the step."""
+    one. If the run `restarts`, it first prints the step to resume from."""
     from transformers import TrainerCallback
 
     class Line(TrainerCallback):
@@ -307,7 +307,7 @@ def line(restarts: bool) -> Any:
             self.loss: Any = 0.0
 
         def watching(self, step: Callable[..., Any]) -> Callable[..., Any]:
-            """The Trainer's `step` on a batch; the loss that it returns is a part of the step's."""
+            """Wrap the Trainer's training_step, to sum the losses of the batches of one optimizer step."""
 
             def watched(*args: Any, **kwargs: Any) -> Any:
                 loss = step(*args, **kwargs)
@@ -351,7 +351,7 @@ def answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
 
 
 def question(row: Mapping[str, Any]) -> Any:
-    """The prompt of a sample: the turns of a chat up to the last user turn, or text (of plain text, 8 words)."""
+    """The prompt of a sample: a chat up to its last user turn, or text (of plain text, the first 8 words)."""
     asked = next((row[name] for name in ("prompt", "messages", "chosen", "text") if name in row), "")
     if isinstance(asked, str):
         return asked if "prompt" in row else " ".join(asked.split()[:8])

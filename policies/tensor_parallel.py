@@ -29,7 +29,7 @@ TP_PLANS = {
         "h.*.mlp.c_fc": "conv1d_colwise",
         "h.*.mlp.c_proj": "conv1d_rowwise",
     },
-    # Only the MLPs: the attentions share a position bias of all heads, which is sent to the next stage.
+    # Only the MLPs are sharded: the attentions share a position bias of all heads, which is sent to later stages.
     "t5": {
         **_layers("encoder.block.*.layer.*.DenseReluDense", colwise="wi wi_0 wi_1", rowwise="wo"),
         **_layers("decoder.block.*.layer.*.DenseReluDense", colwise="wi wi_0 wi_1", rowwise="wo"),

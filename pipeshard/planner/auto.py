@@ -48,8 +48,8 @@ class Cutter:
         return (0, *itertools.accumulate(counts))
 
     def moved(self, edges: Edges) -> Edges:
-        """Return `edges` with one or more consecutive cuts moved by one legal position; unchanged if no move was
-        possible."""
+        """Return `edges` with one or more consecutive cuts moved by one legal position; unchanged if no legal move
+        was found."""
         if len(edges) < 3:
             return edges
         places = [self.starts.index(edge) for edge in edges]

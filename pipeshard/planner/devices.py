@@ -170,7 +170,7 @@ def _links(given: Any, ranks: int) -> tuple[Link, ...]:
     links = tuple(map(Link.parse, [given] if isinstance(given, str) else given))
     if len(links) not in (1, ranks - 1):
         raise ConfigurationError(
-            f"link has {len(links)} links for {ranks} ranks: pass one for all ranks, or {ranks - 1}, one from each rank to "
-            "the next"
+            f"link has {len(links)} links for {ranks} ranks: pass one for all ranks, or {ranks - 1}, one from each "
+            "rank to the next"
         )
     return links
