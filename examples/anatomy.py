@@ -1,7 +1,7 @@
 """Anatomy: how a small llama and a small T5 are cut into two stages; the worked example of docs/design.md.
 
 For each model, `python examples/anatomy.py` prints the unit calls, the values that each call reads, the stage that runs
-it, and the values that cross the cut; `--draw docs/anatomy.svg` draws the same.
+the call, and the values that cross the cut; `--draw docs/anatomy.svg` also draws them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "size": 7}
 
 
 def llama() -> tuple[nn.Module, dict[str, Any], int]:
-    """A model, a batch, and the number of unit calls before the cut."""
+    """Return a model, a batch, and the number of unit calls before the cut."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}

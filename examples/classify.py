@@ -1,8 +1,8 @@
 """Classify: a timm vision transformer learns handwritten digits with mixup, layer decay and averaged weights.
 
 `python classify.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes.
-It writes `training.png` and the averaged weights to `classify/` under --output. A timm model of the same name loads the
-weights, `average.pt`.
+It writes `training.png` and the averaged weights to `classify/` under --output. A timm model of the same name can load
+the weights from `average.pt`.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if args.dp * args.batch_size > IMAGES - HELD_OUT:
         parser.error(f"argument --batch-size: {args.dp * args.batch_size} is more than the {IMAGES - HELD_OUT} images")
     if args.batch_size % 2:
-        parser.error(f"argument --batch-size: mixup pairs the samples, and {args.batch_size} is odd")
+        parser.error(f"argument --batch-size: mixup pairs the samples, but {args.batch_size} is odd")
     if args.mixup < 0:
         parser.error(f"argument --mixup: {args.mixup} is less than 0")
     for name in ("layer_decay", "decay"):
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 class Mixed:
-    """Collate samples into a batch: timm's mixup adds to each image and label a share of another image and label."""
+    """Collates samples into a batch, in which timm's mixup blends each image and label with another image and label."""
 
     def __init__(self, alpha: float) -> None:
         from timm.data import Mixup
@@ -209,7 +209,7 @@ def accuracy(engine: Any, model: "nn.Module", images: Mapping[str, "Tensor"]) ->
 
 
 def follow(average: Any, model: Any, decay: float) -> None:
-    """Move the average towards the model; each rank updates the parameters of its own stage."""
+    """Move the average towards the model's weights; each rank updates the parameters of its own stage."""
     import torch
 
     from pipeshard.split.materialize import is_released

@@ -2,9 +2,9 @@
 
 `python finetune.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes.
 It trains SmolLM2-135M on the docstrings of Python's standard library, or --model on the text of --data. It trains all
-weights or, with --lora 8, adapters of rank 8. It prints a sample before and after training. Under --output, it writes
-`loss.png`, `timeline.png` (when each stage ran which pass), and `model/`, a Hugging Face folder, or `adapter/`, which
-peft reads.
+weights or, with --lora 8, adapters of rank 8, and prints a sample before and after training. Under --output, it writes
+`loss.png`, `timeline.png` (the passes of each stage over time), and `model/`, a Hugging Face folder, or `adapter/`,
+which peft can load.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if args.microbatches > args.batch_size:
         parser.error(f"argument --microbatches: {args.microbatches} is more than the batch's {args.batch_size} samples")
     if args.sequence_length < 2:
-        parser.error("argument --sequence-length: a sample of 1 token has no next token to predict, give 2 or more")
+        parser.error("argument --sequence-length: a sample of 1 token has no next token to predict; use 2 or more")
     return args
 
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     rows: Any = samples(tokenizer, [args.data.read_text()] if args.data else docstrings(), args.sequence_length)
     held_out, training = rows[: 2 * args.batch_size], rows[2 * args.batch_size :]
     if len(training) < args.dp * args.batch_size:
-        raise ValueError(f"--data has {len(rows)} samples, too few for --batch-size: give more text or shorter samples")
+        raise ValueError(f"--data has {len(rows)} samples, too few for --batch-size: use more text or shorter samples")
     dataloader = plugin.prepare_dataloader(
         StackDataset(input_ids=training, labels=training), batch_size=args.batch_size, shuffle=True, seed=0
     )
@@ -159,7 +159,7 @@ def source(model: str) -> tuple[Path, str | None]:
 
 
 def samples(tokenizer: Any, documents: Iterable[str], length: int) -> "Tensor":
-    """Return the documents' tokens in rows of `length` (int64), with an end token after each document.
+    """Return the documents' tokens as an int64 tensor of shape (rows, length), with an end token after each document.
 
     An incomplete last row is omitted. The order of the rows is random, and the same on every rank.
     """

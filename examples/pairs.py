@@ -1,8 +1,8 @@
 """Pairs: transformers' Trainer fine-tunes MiniLM, a BERT, to tell whether a sentence describes a function.
 
-The pairs come from the standard library: the first paragraph of a function's docstring, and the name and parameters of
-the same function or of a different one. In half of the pairs, both belong to the same function. The held-out pairs come
-from modules that training never sees.
+A pair, from the standard library, is the first paragraph of a function's docstring, and the name and parameters of a
+function: in half of the pairs the same function, otherwise a different one. The held-out pairs come from modules that
+training never sees.
 
 `python pairs.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the processes. It
 writes `training.png` and `model/` (a Hugging Face folder) to `pairs/` under --output.
@@ -124,13 +124,13 @@ def tokenized(pair: Pair, tokenizer: Any) -> dict[str, Any]:
 
 
 def pairs() -> tuple[list[Pair], list[Pair]]:
-    """Return the training pairs, and `HELD_OUT` pairs from other modules; the result is always the same."""
+    """Return the training pairs, and `HELD_OUT` pairs from other modules. The result is the same in every call."""
     generator = random.Random(0)
     modules = [set(_functions(path)) for path in _sources()]
     generator.shuffle(modules)
     held_out = len(modules) // HELD_OUT_MODULES
     seen = set().union(*modules[held_out:])
-    unseen = set().union(*modules[:held_out]) - seen  # some modules contain the same functions
+    unseen = set().union(*modules[:held_out]) - seen  # different modules may contain the same function
     return _paired(seen, generator), _paired(unseen, generator)[:HELD_OUT]
 
 
@@ -147,7 +147,7 @@ def _paired(described: set[tuple[str, str]], generator: random.Random) -> list[P
 
 
 def _functions(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield, for each documented function, the first paragraph of the docstring, and the name with the parameters."""
+    """Yield, for each documented function, the first paragraph of its docstring, and its name with its parameters."""
     with tokenize.open(path) as file:  # honours the encoding that the file declares
         tree = ast.parse(file.read())
     for node in ast.walk(tree):

@@ -3,8 +3,8 @@
 `python sft.py --model MODEL --data chats.jsonl --pp 2` starts its own processes, one per stage; under torchrun, the
 script is one of the processes. MODEL is a Hugging Face folder or a model id on the Hub. The data is a `datasets`
 folder, a dataset id on the Hub, or a file with one chat per line: {"messages": [{"role": "user", "content": "..."},
-{"role": "assistant", "content": "..."}]} (or "prompt" and "completion", or "text"). To `sft/` under --output, it writes
-checkpoints, from which --resume continues, logs for tensorboard, and `model/`: a Hugging Face folder with a tokenizer,
+{"role": "assistant", "content": "..."}]} (or "prompt" and "completion", or "text"). It writes to `sft/` under --output:
+checkpoints, from which --resume continues; logs for tensorboard; and `model/`, a Hugging Face folder with a tokenizer,
 or adapters. With --quantize, it also writes `memory.png`: the memory that each rank used, and the planned memory with
 and without quantization.
 """
@@ -74,7 +74,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             f"argument --batch-size: {args.batch_size} is not a multiple of --microbatches, {args.microbatches}"
         )
     if args.quantize and not args.lora:
-        parser.error("--quantize freezes the base weights: give adapters a rank by --lora")
+        parser.error("--quantize freezes the base weights: add adapters with --lora RANK")
     return args
 
 

@@ -97,14 +97,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def exact_match(prediction: Any) -> dict[str, float]:
-    """Return the share of completely correct answers; generated answers begin with the decoder's start token."""
+    """Return the share of fully correct answers. Generated answers begin with the decoder's start token."""
     written, labels = prediction.predictions[:, 1 : 1 + DIGITS], prediction.label_ids[:, :DIGITS]
     right = (written == labels) | (labels == NO_LABEL)
     return {"exact_match": float(right.all(1).mean())}
 
 
 def written_numbers() -> list[dict[str, list[int]]]:
-    """Return random distinct numbers below a million (always the same): words as `input_ids`, digits as `labels`."""
+    """Return distinct random numbers below a million, always the same: words as `input_ids`, digits as `labels`."""
     ids = {token: k for k, token in enumerate(TOKENS)}
     numbers = random.Random(0).sample(range(1_000_000), NUMBERS)
     questions = [[*(ids[word] for word in words(number)), END] for number in numbers]

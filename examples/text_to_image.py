@@ -2,8 +2,8 @@
 
 First, all weights of a base model are trained once: the base model learns to draw circles, squares and triangles in six
 colors. Then the base model is frozen, and peft adapters learn that a "sks" is a star, from stars in four of the colors.
-The training data also contains the other shapes, so that the model does not forget them, like the prior preservation of
-the script.
+The training data also contains the other shapes, so that the model does not forget them, as with the script's prior
+preservation.
 
 `python text_to_image.py --pp 2` starts its own processes, one per stage; under torchrun, the script is one of the
 processes. It writes `images.png`, `training.png` and the adapters, which `FluxPipeline.load_lora_weights` reads, to
@@ -136,12 +136,13 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def based(args: argparse.Namespace, console: Console, path: Path) -> "Step":
-    """Return the model that draws circles, squares and triangles; trained once, and saved in the file `path`."""
+    """Return the model that draws circles, squares and triangles: load it from `path` or, if the file is missing, train
+    and save it."""
     model = Step()
     if path.exists():
         model.load_state_dict(torch.load(path))
         return model
-    console.print(f"the base learns circles, squares and triangles: {args.base_steps} steps, kept in {path}")
+    console.print(f"training the base on circles, squares and triangles: {args.base_steps} steps, saved in {path}")
     model, _ = train(args, console, model, KNOWN, args.base_steps)
     if not console.quiet:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,10 +213,10 @@ class Autoencoder(nn.Module):
 
 
 class Step(nn.Module):
-    """The step of train_dreambooth_lora_flux.py: a frozen autoencoder and text encoder, and the Flux to train.
+    """The step of train_dreambooth_lora_flux.py: a frozen autoencoder and text encoder, and a Flux to train.
 
-    The random values that the script draws in its loop, the noise and its share, are inputs, so that every stage uses
-    the same values.
+    The random values that the script draws in its loop (noise and its share) are inputs, so that every stage uses the
+    same values.
     """
 
     def __init__(self) -> None:
@@ -279,7 +280,7 @@ class Step(nn.Module):
 
 @torch.no_grad()
 def imagined(model: Step, captions: Sequence[Caption]) -> list[Image.Image]:
-    """Return an image for each caption: start from the same noise each time, and follow the predicted velocity."""
+    """Return an image for each caption: start from noise, the same in every call, and follow the predicted velocity."""
     latents = torch.randn(len(captions), *LATENTS, generator=torch.Generator().manual_seed(1))
     input_ids = torch.stack([caption.ids() for caption in captions])
     model.eval()
@@ -295,7 +296,7 @@ def imagined(model: Step, captions: Sequence[Caption]) -> list[Image.Image]:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Shapes with the random values that the script draws for each: noise, and sigma, the share of the noise.
+    """Images with captions, and the random values that the script draws for each: noise, and sigma, its share.
 
     Each sample is computed when it is read, with its index as the seed.
     """
@@ -333,7 +334,7 @@ def drawn(caption: Caption, chance: random.Random) -> Image.Image:
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
-    """Return the corners of a shape centered at (0, 0), with the farthest corner at distance 1."""
+    """Return the corners of a shape centered at (0, 0); the farthest corner is at distance 1."""
     count, first = {"square": (4, math.pi / 4), "triangle": (3, 0.0), "sks": (10, 0.0)}[shape]
     turns = [first + 2 * math.pi * k / count for k in range(count)]
     far = [0.42 if shape == "sks" and k % 2 else 1.0 for k in range(count)]
@@ -344,7 +345,7 @@ def outline(shape: str) -> list[tuple[float, float]]:
 
 
 def show(captions: Sequence[Caption], rows: Mapping[str, Sequence[Image.Image]], path: Path) -> None:
-    """Draw a column for each caption, with one image per row: before and after training."""
+    """Draw a column for each caption, with one image per entry of `rows`: before and after training."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1.5 * len(captions), 1.7 * len(rows)), layout="constrained")

@@ -45,7 +45,7 @@ from pipeshard.split.ties import share_weights, tie_on_meta
 from pipeshard.verify.decide import prove_at_boost
 
 logger = logging.getLogger("pipeshard")
-LARGE, UNEVEN, BETTER = 2**26, 0.8, 0.1  # thresholds: bytes of a model, one stage's share, reduction worth advising
+LARGE, UNEVEN, BETTER = 2**26, 0.8, 0.1  # thresholds: bytes of a model, share of a stage, reduction worth a hint
 
 
 def boost_model(

@@ -126,13 +126,13 @@ class PipelineConfig:
             inputs), or to None for a leaf that every microbatch receives unsplit. An ambiguous leaf is an error.
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
             stage's units in [0, 1] (repeated layers first), or a list of shares, one per stage (p·v).
-        offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all others
-            to the host until their backward. On a CPU nothing is copied.
+        offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all other
+            activations to the host until their backward. On a CPU, nothing is copied.
         activation_checkpoint_interval: instead of `recompute`, k > 0: recompute every k-th unit call of the model.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long outside a
             step) before all ranks abort with a table of each rank's current activity, or None for no limit. "adaptive"
-            is 20 times the longest action so far, and at least 30 seconds. Or a dict of these values: for a "step", for
-            any "other" call (a save, a load, a boost), and for waits of the script itself "between" two calls.
+            is 20 times the longest action so far, and at least 30 seconds. A dict sets separate values for a "step",
+            for any "other" call (a save, a load, a boost), and for waits of the script itself "between" two calls.
         watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
             faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures
             then appear as the backend's errors.

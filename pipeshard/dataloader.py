@@ -214,7 +214,8 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Context manager in which DataLoader creates iterators whose random numbers depend only on the position."""
+        """Context manager in which DataLoader creates iterators whose random numbers depend only on seed, position and
+        replica."""
         parts = ("dataset", "collate_fn", "sampler", "batch_sampler")
         own = {name: self.__dict__[name] for name in parts}
         new = dict(own)
@@ -273,7 +274,7 @@ class ResumableDataLoader(DataLoader[Any]):
         changed.
         """
         sizes = self._sizes()
-        # older states lack these: they are of one replica, and a stream's number of workers is not known
+        # older states lack these keys: they are of one replica, and do not record a stream's number of workers
         complete = {"batches_at_once": 1, "workers": sizes.get("workers"), **state}
         saved = {name: complete.get(name) for name in sizes}
         if saved != sizes:

@@ -153,7 +153,7 @@ def has_label_per_sample(model: nn.Module) -> bool:
 
 
 def disable_caches(model: nn.Module) -> list[Any]:
-    """Turn key-value caches off in every (sub-)config that has them on, and return those configs.
+    """Turn key-value caches off in every (sub-)config in which they are on, and return these configs.
 
     Caches are for generation. Units that fill caches would pass values between stages that pipeshard does not send.
     """
@@ -177,7 +177,7 @@ def is_cache(value: Any) -> bool:
 
 
 def is_output_class(kind: Any) -> bool:
-    """Whether this is a class of model outputs in transformers."""
+    """Whether this is one of transformers' classes of model outputs."""
     return isinstance(kind, type) and any(base.__name__ == "ModelOutput" for base in kind.__mro__)
 
 

@@ -229,7 +229,7 @@ def _forward(number: signal.Signals) -> None:
 
 
 def _end_if_stuck(endpoint: str) -> None:
-    """Start a thread that exits this agent if all of its workers have exited and the agent has not noticed for a while.
+    """Start a thread that ends this agent if all of its workers have exited and the agent has not noticed for a while.
 
     The agent polls the rendezvous store. If its machine has lost the connection, it waits for an answer until the
     kernel closes the connection, a quarter of an hour later.

@@ -1,6 +1,6 @@
 """Recipe: the settings from a config file and from options, and the model and data that they name.
 
-The settings are TRL's own for the model, the data and the Trainer, and those of PipelineArguments.
+The settings are TRL's settings for the model, the data and the Trainer, and the fields of PipelineArguments.
 """
 
 import json
@@ -52,7 +52,7 @@ class PipelineArguments:
     tp: int = setting(1, "Number of tensor-parallel ranks per stage.")
     schedule: str = setting("1f1b", "Order of the forward and backward passes.", SCHEDULES)
     chunks: int = setting(1, "Model chunks per rank; the interleaved schedule has 2 unless you set more.")
-    microbatches: int | None = setting(None, "Microbatches per step. By default, each accumulation step is one.")
+    microbatches: int | None = setting(None, "Microbatches per step. By default, one per gradient accumulation step.")
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
     partition: str = setting("auto", "auto, uniform, parameters, type:REGEX, or speed:1.0,0.6.")
     precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16", "fp32"))
@@ -224,7 +224,7 @@ def folder_of(settings: Namespace) -> Path:
 
 def named(settings: Namespace, which: str) -> str:
     if not (name := getattr(settings, which)):
-        raise ConfigurationError(f"{which} is not set: set it to a path on this machine, or to a model ID on the Hub")
+        raise ConfigurationError(f"{which} is not set: set it to a path on this machine, or to an ID on the Hub")
     return str(name)
 
 

@@ -77,7 +77,7 @@ def notes() -> Path | None:
 
 
 def note(folder: Path, kind: str, text: str) -> bool:
-    """Record an error; returns whether this rank is the first with it. Each rank adds a byte to the error's file."""
+    """Record an error; returns whether this rank is the first to do so. Each rank adds a byte to the error's file."""
     digest = hashlib.blake2b(_DIFFERS.sub("", text).encode(), digest_size=8).hexdigest()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:

@@ -144,7 +144,7 @@ def refused(example: ModuleType, arguments: list[str], message: str, capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch-size", "33"], "argument --batch-size: mixup pairs the samples, and 33 is odd"),
+        (["--batch-size", "33"], "argument --batch-size: mixup pairs the samples, but 33 is odd"),
         (["--mixup", "-1"], "argument --mixup: -1.0 is less than 0"),
         (["--layer-decay", "0"], "argument --layer-decay: 0.0 is not between 0 and 1"),
         (["--decay", "1.5"], "argument --decay: 1.5 is not between 0 and 1"),

@@ -150,7 +150,8 @@ def placements(p: int) -> Iterator[tuple[int, ...]]:
 
 def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | None:
     """Search for the fastest program of m microbatches that fits in the memory of each rank. Returns the model cut for
-    this program and the schedule of the program, which cannot deadlock; None if no such program was found."""
+    this program and the program's schedule; None if no such program was found. The program is checked not to
+    deadlock."""
     found: list[Found] = []
     for placement in placements(p):
         with suppress(PartitionError):  # the model has too few units

@@ -183,11 +183,11 @@ class AutoConfig(Layout):
                 show the benefit of larger microbatches: `partition="profile"` times units at each size.
             schedules: the schedules to choose from.
             pp_size: the largest number of stages; by default the number of ranks.
-            device_memory: one value for all `ranks`, or one per rank, as for `device_speed`. A stage counts with the
-                smallest memory, the lowest speed and the slowest link of its ranks in all replicas.
+            device_memory: one value for all `ranks`, or one per rank, as for `device_speed`. A stage is assumed to have
+                the smallest memory, the lowest speed and the slowest link of its ranks in all replicas.
             tp_size: the number of ranks across which each stage is sharded; a layout divides `ranks / tp_size` into
                 stages and replicas.
-            link: one link for all `ranks`, or a list of links, one from each rank to the next.
+            link: one link between any two ranks, or a list of links, one from each rank to the next.
 
         Raises ConfigurationError if no layout is legal, PartitionError if the model cannot be cut for any layout or no
         layout fits in `device_memory`, and the other errors of `pipeshard.plan`.

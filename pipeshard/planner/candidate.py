@@ -232,7 +232,7 @@ class Subject:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name; a tied parameter has only its first name."""
+        """The model's parameters by name; a tied parameter is listed once, by its first name."""
         return dict(self.model.named_parameters())
 
     def takes(self, parameters: Sequence[nn.Parameter]) -> Memory:

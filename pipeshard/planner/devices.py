@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two ranks: bytes per second in each direction, and the latency of a message in seconds."""
+    """A connection between two ranks: `bandwidth` in bytes per second in each direction, `latency` of a message in
+    seconds."""
 
     bandwidth: float
     latency: float = 0.0
@@ -116,8 +117,8 @@ class Devices:
         """The durations of messages for `simulate_parts`, in seconds: `latency` of the message to each stage, and
         `returned` of the gradients that it sends back; {} without links.
 
-        `sizes` contains the bytes of these two messages for each stage. A message takes all links between its two
-        ranks.
+        `sizes` contains the bytes of these two messages for each stage. A message passes through all links between its
+        two ranks.
         """
         if not self.links:
             return {}
@@ -147,7 +148,7 @@ class Devices:
 
 
 def _each(name: str, given: Any, ranks: int, parse: Callable[[Any], T]) -> tuple[T, ...]:
-    """The parsed value of each rank."""
+    """The value of each rank, parsed from one value for all ranks or one value per rank."""
     values = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
     if len(values) not in (1, ranks):
         raise ConfigurationError(

@@ -121,10 +121,10 @@ class Training:
     and "lion_8bit" are bitsandbytes optimizers.
 
     With `precision` "bf16" or "fp16", parameters are 16-bit, and gradients, values and states are fp32. `zero_stage=1`
-    shards the states and these values across `dp_size` replicas. `fsdp` shards the states and the values (in fp32, the
-    parameters); within a step, a stage's parameters and gradients are unsharded. Parameters in a tensor-parallel plan
-    are sharded across `tp_size` ranks, parameters of experts across `ep_size` ranks. With `offload`, a rank keeps the
-    activations of at most two microbatches on its device.
+    shards the states and these values across `dp_size` replicas. `fsdp` shards the states and the values (with "fp32",
+    the parameters themselves); within a step, a stage's parameters and gradients are unsharded. Parameters in a
+    tensor-parallel plan are sharded across `tp_size` ranks, parameters of experts across `ep_size` ranks. With
+    `offload`, a rank keeps the activations of at most two microbatches on its device.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
     """
@@ -162,7 +162,7 @@ class Training:
         self, schedule: Schedule, pp_size: int, num_microbatches: int, num_model_chunks: int = 1
     ) -> PipelineConfig:
         """The plugin's configuration for this training and a schedule; raises ConfigurationError if the plugin refuses
-        it."""
+        them."""
         return PipelineConfig(
             pp_size=pp_size,
             num_microbatches=num_microbatches,
@@ -352,8 +352,8 @@ class Footprint:
         return sum(self._waiting[start : self._end(end)])
 
     def temporary(self, start: int, end: int, first: bool = False) -> int:
-        """The peak of the bytes that a backward of this stage has allocated, minus the activations that it has freed.
-        The `first` backward also allocates the gradients."""
+        """The peak, during a backward of this stage, of the bytes that it has allocated minus the activations that it
+        has freed. The `first` backward also allocates the gradients."""
         end = self._end(end)
         if (start, first) not in self._peaks:
             made = (

@@ -145,7 +145,7 @@ def plan(
             the times and writes the file.
         policy: same as in `PipelinePlugin`.
         criterion: same as in `PipelinePlugin`.
-        tflops: the speed that a device sustains on such a model, in 10^12 operations per second (not the data sheet's
+        tflops: the sustained speed of a device on this model, in 10^12 operations per second (not the data sheet's
             value). Times are then in seconds.
         link: bandwidth and latency between two ranks, such as "50GB/s,10us" or "10Gbit/s", or a list of links, one from
             each rank to the next. Without `link`, messages take no time. Requires times in seconds.

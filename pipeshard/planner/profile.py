@@ -166,7 +166,8 @@ class Profile:
     estimated: tuple[str, ...] = ()
 
     def costs(self, flow: Dataflow) -> list[float]:
-        """Seconds of each unit call of `flow` (F, B and W together). Raises ConfigurationError if its calls differ."""
+        """Seconds of each unit call of `flow` (F, B and W together). Raises ConfigurationError if its unit calls differ
+        from the profile's."""
         self._refuse("unit calls", self.units, tuple(call.unit for call in flow.calls))
         return [sum(cost) for cost in self.times]
 
