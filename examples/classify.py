@@ -68,7 +68,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--batch-size", type=count, default=64, help="samples in a batch")
     add("--lr", type=float, default=4e-3, help="highest learning rate")
     add("--mixup", type=float, default=0.2, help="alpha of mixup; 0 disables mixup")
-    add("--layer-decay", type=float, default=0.8, help="factor of the learning rate per layer, towards the input")
+    add("--layer-decay", type=float, default=0.8, help="learning-rate factor per layer, towards the input")
     add("--decay", type=float, default=0.97, help="decay of the average of the weights per step")
     add("--output", type=Path, default=Path("outputs"), help="folder for all output")
     args = parser.parse_args(arguments)

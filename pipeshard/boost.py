@@ -178,8 +178,8 @@ def _warn_of_uneven(policy: Policy) -> None:
     elif several:
         remedy = (
             f"{len(several)} parameters (first: {next(iter(several))}) are held by several stages, because their "
-            "modules are called on several stages. Fewer stages and more data-parallel replicas (dp_size) use as "
-            "much memory and take less time"
+            "modules are called on several stages. Fewer stages and more data-parallel replicas (dp_size) need the "
+            "same memory and take less time"
         )
     else:
         remedy = "A single unit is this large: mark cuts inside the unit with pipeshard.CutPoint, or use fewer stages"

@@ -28,7 +28,8 @@ WIDTH = 80
 
 
 def show(plan: Plan, console: Console | None = None, slices: bool = False) -> None:
-    """Print a plan: its stages, schedules and recommendation and, with `slices`, the effect of slices on the step."""
+    """Print a plan: its stages, schedules and recommendation; with `slices`, also the effect of the number of
+    slices."""
     console = console or Console(width=WIDTH, highlight=False)
     for part in render(plan, slices):
         console.print(part)
@@ -170,7 +171,7 @@ CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # exit codes of the co
 
 
 def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> Proven:
-    """Run a training script up to its booster.boost, in one process for all ranks; returns the proof."""
+    """Run a training script up to its booster.boost, in one process that replaces all ranks; returns the proof."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

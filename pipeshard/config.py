@@ -120,15 +120,15 @@ class PipelineConfig:
             a gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast with `precision`.
         initial_scale: the initial loss scale, with "fp16".
-        compile: True, or a dict of torch.compile options: each held unit is compiled separately, but only once per
-            class. Not supported with schedules that split the backward.
+        compile: True, or a dict of torch.compile options: each held unit is compiled separately; units of one class are
+            compiled only once. Not supported with schedules that split the backward.
         batch_dims: a dict from paths of batch leaves to the batch dimension, if it is not the first (time-major
             inputs), or to None for a leaf that every microbatch receives unsplit. An ambiguous leaf is an error.
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
             stage's units in [0, 1] (repeated layers first), or a list of shares, one per stage (p·v).
         offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all other
             activations to the host until their backward. On a CPU, nothing is copied.
-        activation_checkpoint_interval: instead of `recompute`, k > 0: recompute every k-th unit call of the model.
+        activation_checkpoint_interval: k > 0 recomputes every k-th unit call of the model, instead of `recompute`.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long outside a
             step) before all ranks abort with a table of each rank's current activity, or None for no limit. "adaptive"
             is 20 times the longest action so far, and at least 30 seconds. A dict sets separate values for a "step",

@@ -170,7 +170,7 @@ class PipelinePlugin:
     control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> PipelineCheckpointIO:
-        """The checkpoint IO of this plugin, always the same object, since it tracks the save in the background."""
+        """The checkpoint IO of this plugin, always the same object, since it tracks the background save."""
         return self._checkpoint_io
 
     def supported_devices(self) -> list[str]:

@@ -185,7 +185,7 @@ def checked_config(settings: Namespace) -> None:
 
 @contextmanager
 def in_settings() -> Iterator[None]:
-    """Context manager that names these settings in errors, instead of the arguments of the plugin and the planner."""
+    """Context manager that replaces the arguments of the plugin and the planner in errors with these settings."""
     try:
         yield
     except (ConfigurationError, PartitionError) as error:

@@ -58,7 +58,7 @@ def _spawn(function: Callable[..., None], arguments: tuple[Any, ...], size: int)
 
 
 def _meet(rank: int, size: int, folder: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which ends its processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which terminates its processes
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
 
