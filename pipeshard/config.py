@@ -65,7 +65,7 @@ class PipelineConfig:
     disables "auto".
 
     Args:
-        pp_size: p, the number of stages.
+        pp_size: p, the number of ranks in a pipeline.
         num_microbatches: the number of microbatches into which each batch is split along its samples.
         microbatch_size: alternatively, the number of samples per microbatch.
         microbatch_tokens: alternatively, the maximum number of tokens per microbatch, including padding. Samples of

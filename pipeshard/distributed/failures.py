@@ -237,7 +237,8 @@ def _silent(silent: list[int], named: Callable[[int], str], fault: Fault) -> str
     if not silent:
         return f"rank {fault.told_by} lost a connection in {fault.where}, but all ranks respond: check the network"
     names = ", ".join(map(named, silent))
-    return f"{names} is gone: it was killed, has crashed, or is offline (seen by rank {fault.told_by} in {fault.where})"
+    are = "is" if len(silent) == 1 else "are"
+    return f"{names} {are} gone (killed, crashed or offline), seen by rank {fault.told_by} in {fault.where}"
 
 
 TAG = 7919  # the tag of a message that no rank sends

@@ -15,7 +15,7 @@ class Places:
 
     def __init__(self, model: nn.Module, parameters: bool) -> None:
         self._kept = [
-            (name, module, dict(module._modules), dict(module._parameters) if parameters else {})
+            (name, module, dict(module._modules), dict(module._parameters) if parameters else None)
             for name, module in model.named_modules()
         ]
 
@@ -23,7 +23,9 @@ class Places:
         """Raise UsageError if a recorded module or parameter was replaced or removed, or if a module with parameters or
         a parameter was added."""
         for name, module, children, parameters in self._kept:
-            key = _changed(module._modules, children) or (parameters and _changed(module._parameters, parameters))
+            key = _changed(module._modules, children)
+            if not key and parameters is not None:
+                key = _changed(module._parameters, parameters)
             if key:
                 raise UsageError(
                     f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} was added, replaced or removed "

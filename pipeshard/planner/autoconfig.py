@@ -97,8 +97,8 @@ def layouts(
     if not legal:
         tried = ", ".join(f"{ranks // p} of {p} stages" for p in stages)
         raise ConfigurationError(
-            f"{ranks} ranks cannot train with pp_size={most} or less: the {microbatches} microbatches of a step "
-            f"(global_batch={global_batch}, microbatch_size={microbatch_size}) are not divisible by the number of "
+            f"{sizes['ranks']} ranks cannot train with pp_size={most} or less: the {microbatches} microbatches of a "
+            f"step (global_batch={global_batch}, microbatch_size={microbatch_size}) are not divisible by the number of "
             f"replicas ({tried}). "
             "Choose a global_batch with more divisors, such as 12 or 24 microbatches, or a different number of ranks"
         )

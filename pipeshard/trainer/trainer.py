@@ -172,7 +172,9 @@ class Loop(Trainer):
 
     def boosted_optimizer(self, optimizer: Any) -> PipelineOptimizer:
         made = None if self._stages is None else self._stages.optimizer
-        if made is None or (optimizer is not None and optimizer not in (made, made.optim)):
+        if made is None:
+            raise UsageError("the optimizer is split across stages when training starts: call this in or after train()")
+        if optimizer is not None and optimizer not in (made, made.optim):
             raise UsageError(f"this {type(optimizer).__name__} is not the optimizer of the trained model")
         return made
 

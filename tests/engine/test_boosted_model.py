@@ -101,6 +101,14 @@ def replaces_its_head() -> None:
     assert all(map(torch.equal, before, held))
 
 
+def adds_a_parameter() -> None:
+    sides = Sides({})
+    sides.train(sides.batches(0))
+    sides.model.layers.register_parameter("scale", nn.Parameter(torch.ones(())))
+    with pytest.raises(UsageError, match=r"layers.scale of this ModuleList was added, replaced or removed"):
+        sides.split_loss(sides.batches(1))
+
+
 def loads_keys_of_a_model() -> None:
     sides = Sides({})
     torch.manual_seed(1)
@@ -120,6 +128,7 @@ def test_what_is_set_on_a_boosted_model_is_set_on_the_model(pool: Pool, size: in
     did not see them: it trained on with what was there before."""
     assert pool.run(sets_attributes, size, timeout=120) == [[]] * size
     pool.run(replaces_its_head, size, timeout=120)
+    pool.run(adds_a_parameter, size, timeout=120)  # was not noticed on a module without parameters of its own
 
 
 @pytest.mark.turns
