@@ -216,8 +216,8 @@ def check_optimizer(optimizer: Any, pipeline: Pipeline) -> None:
     """Raise UsageError for an optimizer that does not belong to this boosted model."""
     if not isinstance(optimizer, PipelineOptimizer):
         raise UsageError(
-            f"this {type(optimizer).__name__} was not passed to boost, so it cannot clip, unscale or synchronize "
-            "gradients across stages: pass the optimizer that booster.boost(model, optimizer) returned. For an "
+            f"this {type(optimizer).__name__} is not an optimizer that booster.boost returned, so it cannot clip, "
+            "unscale or synchronize gradients across stages: pass the optimizer that booster.boost returned. For an "
             "optimizer created after boost, call boost again with the boosted model and this optimizer"
         )
     if optimizer.gradients is not pipeline.gradients:

@@ -297,8 +297,8 @@ def verify(
 ) -> None:
     """Verify that a model split into stages trains exactly like the unsplit model. Runs in one process.
 
-    Runs SCRIPT (a .py file for torchrun) with its ARGUMENTS up to booster.boost, and verifies the script's model with
-    the script's samples, criterion, optimizer and plugin. MODEL is as in `pipeshard plan`, with KEY=VALUE as
+    Runs SCRIPT (a .py file for torchrun) with its ARGUMENTS until it calls booster.boost, and verifies the script's
+    model with the script's samples, criterion, optimizer and plugin. MODEL is as in `pipeshard plan`, with KEY=VALUE as
     ARGUMENTS; its weights are random. Exit codes: 0 exact, 1 different, 2 not fully compared.
 
     \b

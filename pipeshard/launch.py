@@ -215,7 +215,7 @@ def _end_if_in_vain(folder: Path) -> list[str]:
 def _forward(number: signal.Signals) -> None:
     """Start a thread that forwards a signal to the workers.
 
-    Workers inherit the blocked signal, so that it does not kill a worker that has not yet installed its handler.
+    Workers inherit the signal mask, so the signal does not kill a worker that has not yet installed a handler.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 

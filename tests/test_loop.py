@@ -187,7 +187,7 @@ def frozen() -> None:
     model = seeded()
     engine = boost(model, sgd(model.parameters()))
     engine.model.requires_grad_(False)
-    with pytest.raises(UsageError, match=r"every parameter was frozen .* after the model was boosted"):
+    with pytest.raises(UsageError, match=r"every trainable parameter was frozen .* after the model was boosted"):
         engine.execute_pipeline(iter([data(0)]))
     with torch.no_grad():
         engine.execute_pipeline(iter([data(0)]))

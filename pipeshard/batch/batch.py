@@ -387,7 +387,7 @@ def _count_rows(
 
 
 def check_declared(declared: Any) -> None:
-    """Raise ConfigurationError for anything but a mapping of paths to dimensions or None."""
+    """Raise ConfigurationError unless `declared` is None or maps paths to dimensions, or to None."""
     good = declared is None or (
         isinstance(declared, Mapping)
         and all(isinstance(path, str) for path in declared)

@@ -56,7 +56,7 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
 
 
 def _costs(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost) -> list[np.ndarray]:
-    """For each end of a run of samples, the times of the runs that end there and fit the limit, longest run first."""
+    """For each sample, the times of the runs of samples that end with it and fit the limit, longest run first."""
     table = np.array(lengths, dtype=np.int64)
     found = []
     for end in range(1, len(table) + 1):

@@ -309,5 +309,10 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
         if names and pipeline.grid.first:
             some = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
             logger.warning(
-                "%s, loaded into %s: %d tensors %s: %s", plan.source.path, type(model).__name__, len(names), what, some
+                "%s was loaded into %s, but %d tensors %s: %s",
+                plan.source.path,
+                type(model).__name__,
+                len(names),
+                what,
+                some,
             )

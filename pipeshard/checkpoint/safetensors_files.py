@@ -135,7 +135,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
         files = sorted({_of_folder(path, name) for name in listed.values()})
         lost = [file for file in files if not (path.parent / file).is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint index: {summary(error)}") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint index: {summary(error)}") from error
     if lost:
         raise CheckpointError(
             f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete. Save it again"

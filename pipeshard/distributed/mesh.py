@@ -100,7 +100,7 @@ class ProcessGroupMesh:
             return int(np.ravel_multi_index(coord, shape, mode))
         except ValueError as error:
             raise ConfigurationError(
-                f"Coordinate {coord} is outside a mesh of {shape} in mode {mode!r}: {error}."
+                f"coordinate {coord} has no rank, or is outside a mesh of {shape} in mode {mode!r}: {error}"
             ) from error
 
     @staticmethod

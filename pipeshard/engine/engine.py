@@ -253,8 +253,8 @@ class Pipeline:
             self._share_trained(trained, problems)
         if train and self.trainable and not agreed.news & TRAINS:
             raise UsageError(
-                "there is nothing to train: every parameter was frozen (requires_grad=False) after the model was "
-                "boosted. Unfreeze the parameters to train, or evaluate under torch.no_grad()"
+                "there is nothing to train: every trainable parameter was frozen (requires_grad=False) after the model "
+                "was boosted. Unfreeze the parameters to train, or evaluate under torch.no_grad()"
             )
         unseen, self._unseen = self._unseen, None
         if agreed.news & UNSEEN and unseen is not None:

@@ -1,4 +1,4 @@
-"""Norm guard: raises UsageError if a torch gradient-norm function is called with the gradients of only one stage.
+"""Norm guard: raises UsageError if a torch gradient-norm function gets all gradients of only one stage, or scaled ones.
 
 `torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. The guard patches the functions
 themselves while a boosted model is alive, so it also works if a loop, a hook or a library has already imported them. A

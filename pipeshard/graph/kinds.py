@@ -91,7 +91,7 @@ class UnitCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """The result of the visit of one call.
+    """The result of visiting one call.
 
     `watched` are the paths of the modules whose attribute reads were recorded, `read` the attributes that the call
     read. `leaves` are the leaves of all `parts`. For each leaf, `reached` lists the inputs that receive a gradient from

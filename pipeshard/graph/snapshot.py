@@ -5,8 +5,8 @@ before a run, and compared after the run. So no list of the ways in which models
 work, since hooks, generators and shared objects must stay the same objects.
 
 A Dataflow is valid only for the flags with which it was traced. torch.compile guards the values that its trace has
-read. Here, not all reads of glue and units are known, so every step compares the whole Python state. Each known state
-has a number.
+read. Here, not everything that glue and units read is known, so every step compares the whole Python state. Each known
+state has a number.
 """
 
 import functools

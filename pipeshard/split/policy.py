@@ -46,7 +46,7 @@ class Policy:
     Attributes:
         tp_plan: the tensor-parallel plan for a base model that has none; maps module names, with * for numbers, to
             styles.
-        chunks: the numbers of the parts of the model that this process runs.
+        chunks: the indices of the parts of the model that this process runs.
         partition: the Partition.
         stages: the part that runs each call of `flow`.
         ownership: the processes that hold and own each parameter.
@@ -212,7 +212,7 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     decisions = [*flow.decisions, *(() if _last_stage_can_decide(model, flow) else flow.late_decisions)]
     if decisions:
         raise TraceError(
-            f"{type(model).__name__} branches in Python on a result of a unit, which only the stage of this unit has: "
+            f"{type(model).__name__} branches in Python on a unit's result, which only the stage of this unit has: "
             f"{'; '.join(decisions)}. Replace the branch with tensor operations (torch.where), or move it into the "
             "forward of a separate module (together with any torch.autograd.grad call that it depends on), or use one "
             "stage (pp_size=1)"
@@ -299,7 +299,7 @@ PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], PolicyClass]:
     """Class decorator that registers a Policy for models of these classes or with these `config.model_type`s.
 
-    A registered policy takes precedence over policies of entry points and of the folder policies/.
+    A registered policy takes precedence over policies from entry points and from the folder policies/.
     """
 
     def register(policy: PolicyClass) -> PolicyClass:

@@ -78,7 +78,7 @@ class Recompute:
     def calls(
         self, flow: Dataflow, stages: Sequence[int], stage: int, units: Mapping[str, nn.Module]
     ) -> frozenset[int]:
-        """The numbers of the calls of `stage` that are recomputed; `stages[k]` is the stage of call k."""
+        """The indices of the calls of `stage` that are recomputed; `stages[k]` is the stage of call k."""
         here = [k for k, s in enumerate(stages) if s == stage and not flow.calls[k].is_cut]
         able = [k for k in here if can_run_again(flow.calls[k], units[flow.calls[k].unit])]
         if self.classes is not None:

@@ -67,7 +67,7 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
         )
     if not config.has_exact_loss:
         raise ConfigurationError(
-            f"PipelinePlugin(loss_reduction='microbatch') computes a different loss than {name}: remove it"
+            f"PipelinePlugin(loss_reduction='microbatch') computes a different loss than {name}: omit loss_reduction"
         )
 
 

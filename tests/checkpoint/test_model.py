@@ -281,7 +281,7 @@ def spoilt(folder: Path, how: str) -> str:
         ("lost", "which is missing: the checkpoint is incomplete"),
         ("text", "cannot be read as safetensors"),
         ("outside", "lists '../x.safetensors', but may only list names of files in its own folder"),
-        ("no index", "is not a checkpoint index"),
+        ("no index", "cannot be read as a checkpoint index"),
         ("elsewhere", "but that file does not contain it"),
     ],
 )

@@ -192,14 +192,14 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     assert torch.equal(index_of(folder, {"a": "link.safetensors"})().read("a"), torch.ones(1))
     for name in ("../outside.safetensors", str(outside), "", ".", "..", "a\0", "./a.safetensors", 3, None, ["a"], {}):
         refused(index_of(folder, {"a": name}), "but may only list names of files in its own folder")
-    refused(index_of(folder, {"a": "a" * 300}), "is not a checkpoint index: OSError: .*name too long")
+    refused(index_of(folder, {"a": "a" * 300}), "cannot be read as a checkpoint index: OSError: .*name too long")
     refused(index_of(folder, {"a": "\ud800"}), r"refers to '\\ud800', which is missing: the checkpoint is incomplete")
     refused(index_of(folder, {"a": "snapshot"}), "which is missing")
     for weights in (None, [], True, 3):
         refused(index_of(folder, weights), "its weight_map must be an object")
     for text, what in (("[]", "must be an object, not a list"), ("[" * 10**5, "nested too deeply"), ("{}", "KeyError")):
-        refused(index_of(folder, text), f"is not a checkpoint index: .*{what}")
-    refused(index_of(folder, '{"weight_map": ' + "1" * 5000 + "}"), "is not a checkpoint index: ValueError")
+        refused(index_of(folder, text), f"cannot be read as a checkpoint index: .*{what}")
+    refused(index_of(folder, '{"weight_map": ' + "1" * 5000 + "}"), "cannot be read as a checkpoint index: ValueError")
     (folder / "model.safetensors.index.json").unlink()
     os.mkfifo(folder / "model.safetensors.index.json")  # of which a reader would wait for a writer
     refused(lambda: Source(folder), "it does not exist")

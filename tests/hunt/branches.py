@@ -112,7 +112,7 @@ CASES = {
         Early,
         "A trace ends after one layer: which stage has the others cannot be known.",
         options={"verify": False},
-        refused="branches in Python on a result of a unit, which only the stage of this unit has",
+        refused="branches in Python on a unit.s result, which only the stage of this unit has",
     ),
     "a module without parameters decides": Case(
         Between,
