@@ -405,7 +405,7 @@ REMEDIES = {
     ),
     "a table that is cut": Remedy(
         ("`BatchError`: a microbatch that does not run",),
-        r"fails for rows 0 to 1 of the batch \(microbatch 0 of 2\), but not for .* pass num_microbatches=1 to PipelinePlugin",
+        r"fails for rows 0 to 1 of the batch \(microbatch 0 of 2\), but not for .* pass num_microbatches=1 to Pipeline",
         Training(nets.Table, UNVERIFIED, batches=nets.tables),
         (
             Training(nets.Table, {"batch_dims": {"table": None}}, batches=nets.tables),
