@@ -1,6 +1,7 @@
 """Linear4bit: bitsandbytes' 4-bit linear layer, whose weight is quantized from the start. Imports bitsandbytes."""
 
 import copy
+from functools import cache
 from typing import Any
 
 import bitsandbytes
@@ -65,7 +66,10 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
     @torch.no_grad()
     def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
         """Quantize a weight of `whole_shape`; return the quantized values and their `quant_state`."""
-        return quantize_4bit(self.as_computed(value), **self.options)
+        value = self.as_computed(value)
+        if value.is_meta:
+            return copy.deepcopy(quantized_blank(value.shape, value.dtype, **self.options))
+        return quantize_4bit(value, **self.options)
 
     def _state(self) -> Any:
         """The `quant_state` of the weight, or of zeros if the weight has no values yet."""
@@ -84,6 +88,12 @@ def _layout(state: Any) -> tuple[Any, ...]:
     of_scales = (*state.state2.absmax.shape, *state.state2.code.shape, state.state2.blocksize) if state.nested else ()
     sizes = *state.absmax.shape, *state.code.shape, *of_scales
     return tuple(state.shape), state.quant_type, state.blocksize, state.absmax.dtype, sizes
+
+
+@cache
+def quantized_blank(shape: torch.Size, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any]:
+    """Quantize a weight on meta, once for all layers of the same sizes: a model of 80 layers has 560."""
+    return quantize_4bit(torch.empty(shape, dtype=dtype, device="meta"), **options)
 
 
 CHUNK = 1 << 20  # elements, a multiple of every block size
