@@ -14,19 +14,16 @@ class Places:
     gradients would not be summed, and other ranks would not have it."""
 
     def __init__(self, model: nn.Module, parameters: bool) -> None:
+        dicts = ("_modules", "_parameters") if parameters else ("_modules",)
         self._kept = [
-            (name, module, dict(module._modules), dict(module._parameters) if parameters else None)
-            for name, module in model.named_modules()
+            (name, module, of, dict(getattr(module, of))) for name, module in model.named_modules() for of in dicts
         ]
 
     def check(self) -> None:
         """Raise UsageError if a recorded module or parameter was replaced or removed, or if a module with parameters or
         a parameter was added."""
-        for name, module, children, parameters in self._kept:
-            key = _changed(module._modules, children)
-            if not key and parameters is not None:
-                key = _changed(module._parameters, parameters)
-            if key:
+        for name, module, of, before in self._kept:
+            if key := _changed(getattr(module, of), before):
                 raise UsageError(
                     f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} was added, replaced or removed "
                     "after the model was boosted: change modules, parameters and adapters before booster.boost"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
-from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path
+from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, entries_of
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
 from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, Value, casting, storage_of
@@ -66,7 +66,7 @@ class Settings:
         self.values: dict[Place, Any] = {((), "class"): type(root)}
         self.modules: dict[int, tuple[nn.Module, Path]] = {}
         for path, value, how, content, *_ in self.snapshot.holders:
-            for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
+            for key, entry in entries_of(content):
                 self.values[path, key] = _comparable(entry)
             if how == "attr" and isinstance(value, nn.Module):
                 self.modules[id(value)] = value, path
@@ -146,7 +146,7 @@ class Kind:
         paths = {id(h.object): h.path for h in snapshot.holders if not isinstance(h.object, nn.Module)}
         leading: dict[int, list[tuple[Path, Any, int]]] = defaultdict(list)  # by object: places, and their holders
         for path, holder, _, content, *_ in snapshot.holders:
-            for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
+            for key, entry in entries_of(content):
                 if id(entry) in paths:
                     leading[id(entry)].append((path, key, id(holder)))
         unread = set(leading) - snapshot.constants()

@@ -143,6 +143,11 @@ def content_of(holder: Any, how: str) -> Any:
     return {key: value for key, value in vars(holder).items() if _is_state(key, value)}
 
 
+def entries_of(content: Any) -> Iterable[tuple[Any, Any]]:
+    """The entries of a holder's content with their keys; in a list, the keys are the indices."""
+    return content.items() if isinstance(content, dict) else enumerate(content)
+
+
 def ways_to_hold(value: Any) -> Iterator[str]:
     """The ways in which a value holds content that may change ("attr", "item", ...); none for an immutable value such
     as a tuple."""

@@ -29,6 +29,7 @@ from pipeshard.graph.places import (
     PathStep,
     constants_of,
     content_of,
+    entries_of,
     format_path,
     is_same,
     names_in,
@@ -154,7 +155,7 @@ class Snapshot:
 
     def _entries(self, path: Path, content: Any) -> Iterable[tuple[Any, Any]]:
         """The entries of a holder that are walked, with their keys."""
-        return content.items() if isinstance(content, dict) else enumerate(content)
+        return entries_of(content)
 
     def _constants_of(self, value: Any) -> Iterator[tuple[PathStep, Any]]:
         return constants_of(value)

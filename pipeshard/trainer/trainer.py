@@ -173,7 +173,7 @@ class Loop(Trainer):
     def boosted_optimizer(self, optimizer: Any) -> PipelineOptimizer:
         made = None if self._stages is None else self._stages.optimizer
         if made is None:
-            raise UsageError("the optimizer is split across stages when training starts: call this in or after train()")
+            raise UsageError("pipeshard splits the optimizer when train() starts: use it during or after train()")
         if optimizer is not None and optimizer not in (made, made.optim):
             raise UsageError(f"this {type(optimizer).__name__} is not the optimizer of the trained model")
         return made
