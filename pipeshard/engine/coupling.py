@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -28,6 +29,7 @@ from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below
 
 COLLECTIVES = {"c10d", "_c10d_functional"}  # operators whose results are the same on all ranks
 OVERWRITING = {torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_}
+OF_LISTS = "aten::_foreach", "aten::_fused"  # prefixes of operators on lists of tensors
 READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 
 
@@ -159,7 +161,7 @@ class Coupling:
         if func.namespace in COLLECTIVES:
             for tensor in tensors_in([*inputs, result]):
                 self._set(tensor, NOTHING)
-        elif func.name().startswith(("aten::_foreach", "aten::_fused")):
+        elif func.name().startswith(OF_LISTS):
             self._follow_each(func, inputs, result, written)
         else:
             self._follow(func, inputs, written, drawn)
@@ -276,15 +278,19 @@ class Watching:
 
 
 class Operators(Watching, DispatchMode):
-    """Passes each operator of a loop to its Coupling."""
+    """Passes each operator of a loop to its Coupling. Increments the versions of tensors that a foreach or fused
+    operator writes to, which torch does not do in a mode."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling, kwargs = self._coupling(), kwargs or {}
-        if coupling is None or torch.compiler.is_compiling() or not isinstance(func, OpOverload):
+        if torch.compiler.is_compiling() or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        return coupling.run(func, args, kwargs)
+        result = func(*args, **kwargs) if coupling is None else coupling.run(func, args, kwargs)
+        if func.name().startswith(OF_LISTS):
+            increment_version([tensor for tensor in mutated(func, args, kwargs) if not tensor.is_inference()])
+        return result
 
 
 class Readers(Watching, TorchFunctionMode):

@@ -49,6 +49,7 @@ OWN = frozenset(
         "_first_hook",
         "_watched",
         "_tensors",
+        "_locals",
         "_noted",
     }
 )
@@ -92,6 +93,7 @@ class PipelineOptimizer(Optimizer):
         self.options: list[tuple[str, ...]] = []
         self._watched: list[MasterWeight] = []
         self._tensors: list[Tensor] = []
+        self._locals: list[Tensor] = []
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
         self._last_hook = optim.register_step_pre_hook(self._before_update)
@@ -217,14 +219,18 @@ class PipelineOptimizer(Optimizer):
         self._watch()
 
     def _watch(self) -> None:
-        """Track writes to weights that have several copies (fp32 values, replicas), since a training loop may write to
-        only one copy."""
+        """Track writes to weights that have several copies (fp32 values, values on the host, replicas), since a
+        training loop may write to only one copy."""
         self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
-        self._tensors = [tensor for w in self._watched for tensor in (local(w.parameter), w.master)]
+        self._tensors = [tensor for w in self._watched for tensor in (w.parameter, w.master)]
+        self._locals = [*map(local, self._tensors)]
         self._note()
 
-    def _states(self) -> list[tuple[int, int]]:
-        return [*zip(map(VERSION, self._tensors), map(Tensor.data_ptr, self._tensors))]
+    def _states(self) -> list[tuple[int, int, int]]:
+        """The versions and addresses of the watched tensors. A write to a DTensor changes the version of the DTensor, a
+        write to its shard the version of the shard."""
+        locals_ = self._locals
+        return [*zip(map(VERSION, self._tensors), map(VERSION, locals_), map(Tensor.data_ptr, locals_))]
 
     def _note(self) -> None:
         """Record the state of the watched tensors. Call it when the parameters and the updated tensors are equal."""
@@ -265,11 +271,11 @@ class PipelineOptimizer(Optimizer):
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
     def _complete(self) -> None:
-        """Create fp32 values for parameters that were frozen when they were cast to 16-bit, and are trainable now."""
+        """Create the own values of parameters that were frozen before, and are trainable now."""
         self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
-        """Create the missing fp32 values of the `weights` that this rank updates."""
+        """Create the missing values of the `weights` that this rank updates."""
         became: dict[Tensor, nn.Parameter] = {}
         for weight in weights:
             if weight.lacks_values and self._updates(weight):
@@ -285,7 +291,7 @@ class PipelineOptimizer(Optimizer):
             if before in self.optim.state:
                 state = self.optim.state.pop(before)
                 self.optim.state[master] = {
-                    key: value.float() if _shape(value) == master.shape and value.dtype is before.dtype else value
+                    key: value.to(master) if _shape(value) == master.shape and value.dtype is before.dtype else value
                     for key, value in state.items()
                 }
 
