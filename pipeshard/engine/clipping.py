@@ -99,6 +99,12 @@ class ModelGradients:
         followed = [optimizer.follow(adopts) for optimizer in self.updates.in_use().values()]
         return any(followed)
 
+    def follow_alone(self, adopts: bool) -> None:
+        """As `follow`, but without weights that replicas would have to `share`."""
+        for optimizer in self.updates.in_use().values():
+            if not optimizer.zero:
+                optimizer.follow(adopts)
+
     def settle(self) -> None:
         """Update the parameters with `follow` and `share`, before they are read outside a step. Call it on all
         ranks."""

@@ -25,7 +25,6 @@ from pipeshard.engine.dependent import Dependents
 from pipeshard.engine.division import divided, traced
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.mixed_precision import LossScale, Precision
-from pipeshard.engine.offload import has_own_memory
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.places import Places
@@ -165,8 +164,7 @@ class Pipeline:
         init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
         self.blank = set() if init_weights else on_meta  # names of the parameters without values, on all stages
-        hosted = config.offloads("optimizer") and has_own_memory(self.device)
-        self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan, hosted)
+        self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
         names = {parameter: name for name, parameter in model.named_parameters()}

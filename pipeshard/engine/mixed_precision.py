@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from pipeshard.batch.batch import Batch
 from pipeshard.config import PRECISIONS
 from pipeshard.distributed.collectives import local, local_grad, set_local_grad, slice_like
-from pipeshard.engine.offload import on_host
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import is_target
@@ -57,119 +56,80 @@ class LossScale:
 
 class MasterWeight:
     """The tensor that an optimizer updates for one parameter of a stage. `master` is the parameter itself, this rank's
-    shard of a sharded parameter, the fp32 values of a 16-bit parameter or shard, or with `hosted` the values of a
-    trained parameter or shard in host memory. `full` is the unsharded fp32 tensor from which fp32 values are created.
-
-    The states that an optimizer creates for a `master` are on the same device. ZeRO-Offload (Ren et al. 2021,
-    arXiv:2101.06840) also updates the values on the host.
+    shard of a sharded parameter, or the fp32 values of a 16-bit parameter or shard. `full` is the unsharded fp32 tensor
+    from which the fp32 values are created.
 
     Attributes:
         holders: the number of ranks that have the same gradient of the parameter.
         plain: whether `master` is the parameter itself.
-        is_double: whether `master` has its own memory (fp32 values, or values on the host).
         owner: with ZeRO, the replica that updates the parameter for all replicas, and alone has its fp32 values;
         otherwise None.
-        lowered: whether the parameter was cast to 16 bits.
-        hosted: whether the values of a trained parameter are on the host. If the parameter was frozen when it was cast,
-        or with `hosted` when it was created here, its own values are created when it is first trained.
+        lowered: whether the parameter was cast to 16 bits. If it was frozen at that time, its fp32 values are created
+        when it is first trained.
     """
 
     def __init__(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        holders: int,
-        full: Tensor | None = None,
-        lowered: bool = False,
-        hosted: bool = False,
+        self, name: str, parameter: nn.Parameter, holders: int, full: Tensor | None = None, lowered: bool = False
     ) -> None:
-        self.name, self.parameter, self.holders, self.lowered, self.hosted = name, parameter, holders, lowered, hosted
+        self.name, self.parameter, self.holders, self.lowered = name, parameter, holders, lowered
         self.owner: int | None = None
         self._lent: Tensor | None = None  # the gradient that was assigned to `master`
-        self._versions: tuple[int, int] | None = None  # of the gradient, and of its copy on the host
-        is_hosted = hosted and parameter.requires_grad
-        self.is_double = full is not None or is_hosted
-        self.plain = not self.is_double and not isinstance(parameter, DTensor)
+        self.plain = full is None and not isinstance(parameter, DTensor)
         self.master: nn.Parameter = parameter
         if lowered:  # accumulate gradients in the precision of the values, even if unfrozen later
             parameter.grad_dtype = torch.float32
         if not self.plain:
             value = local(parameter.detach()) if full is None else slice_like(full, parameter)
-            self.master = nn.Parameter(on_host(value) if is_hosted else value, requires_grad=parameter.requires_grad)
+            self.master = nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+    @property
+    def is_double(self) -> bool:
+        """Whether an optimizer updates values whose dtype differs from the dtype that the model computes with."""
+        return self.master.dtype != self.parameter.dtype
 
     @torch.no_grad()
     def follow(self, is_master_written: bool, adopts: bool) -> bool:
-        """Make the parameter and the values of a double weight equal after a loop has written to one of them. Returns
-        whether they are now equal.
+        """Make the parameter and its fp32 values equal after a loop has written to one of them. Returns whether they
+        are now equal.
 
-        A write to the values is always copied to the parameter. If `adopts`, a write to the parameter is copied to the
-        values, but only in the elements that differ: replacing and restoring a 16-bit parameter does not change its
+        A write to the fp32 values is always copied to the parameter. If `adopts`, a write to the parameter is copied to
+        the fp32 values, but only in the elements that differ: replacing and restoring a parameter does not change the
         fp32 values.
         """
         if self.is_double and not is_master_written:
             if not adopts:
                 return False
-            value = local(self.parameter).to(self.master.device)
+            value = local(self.parameter)
             self.master.copy_(torch.where(value == self.master.to(value.dtype), self.master, value.to(self.master)))
         self.take_value()
         return True
 
     @property
     def lacks_values(self) -> bool:
-        """Whether the weight is not double yet because the parameter was frozen."""
-        return (self.lowered or self.hosted) and not self.is_double
+        """Whether the fp32 values are missing because the parameter was frozen when it was cast."""
+        return self.lowered and self.master.dtype is self.parameter.dtype
 
     def complete(self) -> None:
-        """Create the fp32 values, or the values on the host, of a parameter that was frozen. The model has computed
-        with exactly these values."""
-        value = local(self.parameter.detach())
-        value = value.float() if self.lowered else value
-        self.master = nn.Parameter(on_host(value) if self.hosted else value)
-        self.is_double, self.plain, self._lent = True, False, None
+        """Create fp32 values from the 16-bit parameter. The parameter was frozen, so the model has computed with
+        exactly these values."""
+        self.master, self.plain = nn.Parameter(local(self.parameter.detach()).float()), False
+        self._lent = None
 
     def leave(self) -> None:
-        """Discard the own values, which only the owner keeps."""
-        self.master, self.is_double, self._lent = self.parameter, False, None
+        """Discard the fp32 values, which only the owner keeps."""
+        self.master = self.parameter
 
-    @property
-    def _is_on_host(self) -> bool:
-        return self.hosted and self.is_double
-
-    @torch.no_grad()
     def settle_gradient(self) -> None:
-        """If a loop has changed the gradient of `master`, change the parameter's gradient as well. Raises UsageError if
-        the gradient of `master` is a copy on the host and the loop has changed both."""
-        if self.master is self.parameter:
-            return
-        given, gradient = self.master.grad, local_grad(self.parameter)
-        is_written = given is not None and self._versions is not None and given._version != self._versions[1]
-        if given is self._lent and not is_written:
-            return
-        if self._is_on_host and given is not None:
-            if gradient is not None and self._versions is not None and gradient._version != self._versions[0]:
-                raise UsageError(
-                    f"the gradient of {self.name} was modified both on its device and on the host, where offload="
-                    "'optimizer' keeps a copy for the optimizer: modify the gradients either of model.parameters(), or "
-                    "of the optimizer's param_groups"
-                )
-            set_local_grad(self.parameter, given.to(self.parameter.device))
-        else:
-            set_local_grad(self.parameter, given)
-        self._lent, self._versions = given, None
+        """If a loop has replaced the gradient of `master`, assign the new gradient to the parameter."""
+        if self.master is not self.parameter and self.master.grad is not self._lent:
+            set_local_grad(self.parameter, self.master.grad)
+            self._lent = self.master.grad
 
-    @torch.no_grad()
     def lend_gradient(self) -> None:
-        """Assign the parameter's gradient, or its copy on the host, to `master` as well, so that a loop may change it
-        on either tensor."""
-        if self.master is self.parameter:
-            return
-        self.master.requires_grad_(self.parameter.requires_grad)
-        gradient = local_grad(self.parameter)
-        if self._is_on_host and gradient is not None:
-            copy = on_host(gradient)
-            self._versions = gradient._version, copy._version
-            gradient = copy
-        self.master.grad = self._lent = gradient
+        """Assign the parameter's gradient to `master` as well, so that a loop may change it on either tensor."""
+        if self.master is not self.parameter:
+            self.master.requires_grad_(self.parameter.requires_grad)
+            self.master.grad = self._lent = local_grad(self.parameter)
 
     @torch.no_grad()
     def take_value(self) -> None:
@@ -191,7 +151,7 @@ class MasterWeight:
 
     def zero_grad(self, set_to_none: bool) -> None:
         if self.master is not self.parameter:
-            self.master.grad = self._lent = self._versions = None
+            self.master.grad = self._lent = None
         if set_to_none:
             self.parameter.grad = None
         elif self.parameter.grad is not None:

@@ -1,8 +1,7 @@
 """Offload: keeps a stage's activations in host memory between a forward and its backward.
 
 torch's saved-tensor hooks receive every tensor that autograd saves. Offload copies the tensor's storage to the host,
-once for all of its views. While another action computes, it copies the storage back for the next backward. An
-optimizer's values on the host are MasterWeights.
+once for all of its views. While another action computes, it copies the storage back for the next backward.
 """
 
 import weakref
@@ -71,20 +70,7 @@ class CudaTransfer:
 
 def transfer_of(device: torch.device) -> Transfer | None:
     """Return a Transfer between a GPU and the host, or None for other devices (a CPU already uses host memory)."""
-    return CudaTransfer(device) if has_own_memory(device) else None
-
-
-def has_own_memory(device: torch.device) -> bool:
-    """Whether a device has memory of its own, other than the host's."""
-    return device.type == "cuda"
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory, which is pinned if the tensor is on a GPU."""
-    if tensor.is_sparse:
-        return tensor.detach().to("cpu", copy=True)
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor.detach())
+    return CudaTransfer(device) if device.type == "cuda" else None
 
 
 class Block:

@@ -219,8 +219,8 @@ class PipelineOptimizer(Optimizer):
         self._watch()
 
     def _watch(self) -> None:
-        """Track writes to weights that have several copies (fp32 values, values on the host, replicas), since a
-        training loop may write to only one copy."""
+        """Track writes to weights that have several copies (fp32 values, replicas), since a training loop may write to
+        only one copy."""
         self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
         self._tensors = [tensor for w in self._watched for tensor in (w.parameter, w.master)]
         self._locals = [*map(local, self._tensors)]
@@ -271,11 +271,11 @@ class PipelineOptimizer(Optimizer):
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
     def _complete(self) -> None:
-        """Create the own values of parameters that were frozen before, and are trainable now."""
+        """Create fp32 values for parameters that were frozen when they were cast to 16-bit, and are trainable now."""
         self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
-        """Create the missing values of the `weights` that this rank updates."""
+        """Create the missing fp32 values of the `weights` that this rank updates."""
         became: dict[Tensor, nn.Parameter] = {}
         for weight in weights:
             if weight.lacks_values and self._updates(weight):
@@ -291,7 +291,7 @@ class PipelineOptimizer(Optimizer):
             if before in self.optim.state:
                 state = self.optim.state.pop(before)
                 self.optim.state[master] = {
-                    key: value.to(master) if _shape(value) == master.shape and value.dtype is before.dtype else value
+                    key: value.float() if _shape(value) == master.shape and value.dtype is before.dtype else value
                     for key, value in state.items()
                 }
 

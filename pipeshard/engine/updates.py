@@ -44,6 +44,7 @@ class Grouped(Protocol):
     names: dict[Tensor, str]
     given: list[frozenset[str]]
     options: list[tuple[str, ...]]
+    zero: bool
 
     def follow(self, adopts: bool) -> bool: ...
 

@@ -300,7 +300,7 @@ class Candidate:
                     activations=sum(part.activations for part in parts),
                     temporary=sum(part.temporary for part in parts),
                     absent=min(sum(part.absent for part in parts), memory.gradients),  # stages may share gradients
-                    host=memory.host + subject.training.on_host(self.program.ranks[rank], self.kept),
+                    host=subject.training.on_host(self.program.ranks[rank], self.kept),
                 )
             )
 
@@ -383,7 +383,7 @@ class Candidate:
                         activations=working.activations,
                         temporary=working.temporary,
                         absent=min(working.absent, memory.gradients),
-                        host=memory.host + host,
+                        host=host,
                     ),
                     alive=self.alive[s],
                     kept=self.kept[s],

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 import pipeshard
+from pipeshard.distributed.collectives import local
 from pipeshard.split.materialize import is_released
+from tests import zoo
 from tests.hunt.loops import LAYOUTS, Sides
 from tests.pool import Pool
+from tests.unsplit import Split
 
 pytestmark = pytest.mark.local
 
@@ -196,3 +199,38 @@ def test_what_is_set_on_a_boosted_optimizer_is_set_on_the_optimizer(pool: Pool) 
     """`optimizer.factor = 0.5` and `optimizer.state = defaultdict(dict)` went to the object around it, which nothing
     read; `optimizer.param_groups = [...]` raised AttributeError."""
     assert pool.run(sets_attributes_of_optimizers, 2, timeout=120) == [[], []]
+
+
+def fills() -> float:
+    """How far the weights of this rank's slices are from what a loop wrote before a small update."""
+    data = zoo.batch("llama")
+    split = Split(zoo.build("llama"), 1, data, tp_size=2, precision="bf16", num_microbatches=2, verify=False)
+    split.backward(data)
+    with torch.no_grad():
+        for parameter in split.held.values():
+            parameter.fill_(0.25)
+    split.step()
+    return max(float((local(p.detach()).float() - 0.25).abs().max()) for p in split.held.values())
+
+
+@pytest.mark.local
+def test_what_is_written_to_a_sharded_weight_is_kept(pool: Pool) -> None:
+    """A write to a DTensor does not count as one to its shard, which alone was watched."""
+    assert max(pool.run(fills, 2)) < 0.01
+
+
+@torch.no_grad()
+def calls() -> tuple[float, float]:
+    """The loss of a plain call, and then of a pipeline, after a loop has written to the optimizer's tensors."""
+    data = zoo.batch("llama")
+    split = Split(zoo.build("llama"), 1, data, precision="bf16", num_microbatches=1, verify=False)
+    for parameter in of_groups(split.optimizer):
+        parameter.mul_(3.0)
+    return float(split.model(**data).loss), float(split.evaluate(data, return_loss=True)["loss"])
+
+
+@pytest.mark.local
+def test_what_is_written_to_the_optimizers_tensors_is_seen_by_a_plain_call(pool: Pool) -> None:
+    """Each closure of a line search (LBFGS) computed with the weights from before the step."""
+    ((plain, pipelined),) = pool.run(calls, 1)
+    assert plain == pytest.approx(pipelined, rel=1e-3)
