@@ -93,17 +93,13 @@ class ModelGradients:
         self.norm, self._stepped = None, None
         self._rescale(self._scale)
 
-    def follow(self, adopts: bool) -> bool:
+    def follow(self, adopts: bool, shares: bool = True) -> bool:
         """Make parameters and master weights equal after the loop has written to either (see MasterWeight.follow).
-        Returns whether the replicas must then call `share`."""
-        followed = [optimizer.follow(adopts) for optimizer in self.updates.in_use().values()]
+        Returns whether the replicas must then call `share`. If they cannot (`shares=False`), optimizers with ZeRO are
+        left out."""
+        optimizers = self.updates.in_use().values()
+        followed = [optimizer.follow(adopts) for optimizer in optimizers if shares or not optimizer.zero]
         return any(followed)
-
-    def follow_alone(self, adopts: bool) -> None:
-        """As `follow`, but without weights that replicas would have to `share`."""
-        for optimizer in self.updates.in_use().values():
-            if not optimizer.zero:
-                optimizer.follow(adopts)
 
     def settle(self) -> None:
         """Update the parameters with `follow` and `share`, before they are read outside a step. Call it on all

@@ -34,7 +34,7 @@ class Whole:
         gradients would be wrong."""
         pipeline, precision = self.pipeline, self.pipeline.precision
         pipeline.refuse_blank()
-        pipeline.gradients.follow_alone(adopts=torch.is_grad_enabled())
+        pipeline.gradients.follow(adopts=torch.is_grad_enabled(), shares=False)
         if torch.is_grad_enabled():
             pipeline.gradients.add_to()
         with precision.running():

@@ -213,7 +213,6 @@ def fills() -> float:
     return max(float((local(p.detach()).float() - 0.25).abs().max()) for p in split.held.values())
 
 
-@pytest.mark.local
 def test_what_is_written_to_a_sharded_weight_is_kept(pool: Pool) -> None:
     """A write to a DTensor does not count as one to its shard, which alone was watched."""
     assert max(pool.run(fills, 2)) < 0.01
@@ -229,7 +228,6 @@ def calls() -> tuple[float, float]:
     return float(split.model(**data).loss), float(split.evaluate(data, return_loss=True)["loss"])
 
 
-@pytest.mark.local
 def test_what_is_written_to_the_optimizers_tensors_is_seen_by_a_plain_call(pool: Pool) -> None:
     """Each closure of a line search (LBFGS) computed with the weights from before the step."""
     ((plain, pipelined),) = pool.run(calls, 1)
