@@ -37,7 +37,8 @@ from pipeshard.graph.unit_outputs import (
     opened,
     run_collecting,
 )
-from pipeshard.graph.units import unsliced
+from pipeshard.graph.units import unrecomputed, unsliced
+from pipeshard.hf import recomputes
 from pipeshard.private import (
     TreeSpec,
     disable_current_modes,
@@ -278,6 +279,8 @@ class Kinds:
         flat = [leaf for _, of_part, _ in results for leaf in of_part]
         if self.meter and visit is not None:
             self.meter.end(visit, flat, state.values())
+            if recomputes(module):
+                visit.plain = self._plain(self.meter, device, call, taint)
         tensors = [(k, t) for k, t in enumerate(flat) if isinstance(t, Tensor)]
         first: dict[int, int] = {}
         passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # no operator of this call computed these
@@ -297,6 +300,25 @@ class Kinds:
             elements=taint.elements,
             visit=visit,
         )
+
+    def _plain(self, meter: Meter, device: torch.device, call: UnitCall, taint: Taint) -> Visit:
+        """The Visit of a call of a unit that recomputes its activations, without recomputation."""
+        module = call.module
+        with disable_current_modes():
+            inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
+            state = blank_state(module, device, self.lent.get(call.unit))
+            arguments = tree_unflatten(inputs, call.tree)
+            with unsliced(), reparametrized(module, state), unrecomputed(module):
+                before = Snapshot({UNIT: module, ARGUMENTS: arguments})
+                try:
+                    args, kwargs = arguments
+                    with meter.visit(module, inputs) as visit:
+                        result = call.forward(*args, **kwargs)
+                    contents = [opened(result, before.paths), *(content for _, content in changed(before, but=inputs))]
+                finally:
+                    before.restore()
+        meter.end_plain(visit, tree_leaves(contents), state.values())
+        return visit
 
     def _spec(self, leaf: Any) -> Any:
         """The form in which a Kind keeps a visit's leaf: a TensorSpec for a tensor, glue's device for the meta device,

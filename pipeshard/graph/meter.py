@@ -120,7 +120,8 @@ class Visit:
 
     `own` are the bytes of the unit's saved intermediate tensors, by storage; `inputs` and `results` are the positions
     of saved inputs and results. `passed` maps each result that is an unchanged input to that input. By storage, `given`
-    are the positions of inputs and `parameters` the names of parameters.
+    are the positions of inputs and `parameters` the names of parameters. If the unit recomputes its activations,
+    `plain` is a visit without recomputation, in which `own` includes the saved results.
     """
 
     flops: int = 0
@@ -134,6 +135,7 @@ class Visit:
     parameters: dict[int, str] = field(default_factory=dict)
     graph: WeakSet[_Kept] = field(default_factory=WeakSet)
     temporary: int = 0
+    plain: Visit | None = None
 
 
 class Meter(DispatchMode):
@@ -144,6 +146,7 @@ class Meter(DispatchMode):
 
     Attributes:
         works: the Work of each unit call.
+        plain: the Work of each unit call without recomputation.
         tail: a Work with the memory of the glue after the last call, including the loss, and no flops.
         same: for each result that is an unchanged argument, the key of the argument in `Work.kept`.
     """
@@ -151,6 +154,7 @@ class Meter(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.works: list[Work] = []
+        self.plain: list[Work] = []
         self.tail = Work(0, 0, {}, {})
         self.same: dict[Value, Hashable] = {}
         self.visiting: Visit | None = None
@@ -160,13 +164,14 @@ class Meter(DispatchMode):
     @contextmanager
     def running(self, taint: Taint) -> Iterator[None]:
         """Context manager for one run of a Tracer; `works` and `tail` are complete on exit."""
-        self.taint, self.works, self.same, self.results = taint, [], {}, list[Tensor]()
+        self.taint, self.works, self.plain, self.same, self.results = taint, [], [], {}, list[Tensor]()
         self.glue: list[WeakSet[_Kept]] = [WeakSet()]
         self.persistent = {key for key, tags in taint.tags.items() if tags}  # parameters, and the batch
         with self, saved_tensors_hooks(lambda tensor: _note(self.glue[-1], tensor), self._unpack), FusedAttention():
             yield
         *before, tail = [self._of_glue(kept) for kept in self.glue]
         self.works = [replace(work, kept={**glue, **work.kept}) for work, glue in zip(self.works, before, strict=True)]
+        self.plain = [replace(work, kept={**glue, **work.kept}) for work, glue in zip(self.plain, before, strict=True)]
         self.tail = Work(0, 0, {}, tail, self._temporary_of_tail())
 
     @contextmanager
@@ -195,6 +200,12 @@ class Meter(DispatchMode):
         visit.results = {made[key] for key in visit.own if key in made}
         visit.own = {key: size for key, size in visit.own.items() if key not in made}
         visit.temporary = self._temporary(visit, leaves, parameters)
+
+    def end_plain(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> None:
+        """Complete a visit without recomputation; its leaves may differ from those of the visit with recomputation."""
+        own = visit.own
+        self.end(visit, leaves, parameters)
+        visit.own, visit.results = own, set()
 
     def _temporary(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> int:
         """The peak bytes of temporary tensors in the backward of a visit. A parameter's gradient is temporary until it
@@ -238,16 +249,20 @@ class Meter(DispatchMode):
         """Add the Work of one call of the visited kind. `arguments` are the leaves of the call's arguments (of `tree`),
         `result` the placeholders that the call returns."""
         index = len(self.works)
+        self.works.append(self._work(visit, index, arguments, result))
+        self.plain.append(self._work(visit.plain, index, arguments, result) if visit.plain else self.works[-1])
+        self.results += [leaf for leaf in result if isinstance(leaf, Tensor)]
+        for k, argument in visit.passed.items():
+            self.same[Value(index, k)] = self._key(storage_of(arguments[argument]))
+        self.glue.append(WeakSet())
+
+    def _work(self, visit: Visit, index: int, arguments: Sequence[Any], result: Sequence[Any]) -> Work:
         tensors = [arguments[k] for k in visit.inputs] + [result[k] for k in visit.results]
         kept: dict[Hashable, int] = {("made by", index): sum(visit.own.values())} if visit.own else {}
         for tensor in tensors:
             if storage_of(tensor) not in self.persistent:
                 kept[self._key(storage_of(tensor))] = tensor.untyped_storage().nbytes()
-        self.works.append(Work(visit.flops, visit.elements, visit.by_parameter, kept, visit.temporary))
-        self.results += [leaf for leaf in result if isinstance(leaf, Tensor)]
-        for k, argument in visit.passed.items():
-            self.same[Value(index, k)] = self._key(storage_of(arguments[argument]))
-        self.glue.append(WeakSet())
+        return Work(visit.flops, visit.elements, visit.by_parameter, kept, visit.temporary)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

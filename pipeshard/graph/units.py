@@ -221,7 +221,7 @@ class Interception:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.name = name
+        self.name, self.module = name, module
         self.original: Callable[..., Any] = module.forward
         self.compiled: Callable[..., Any] | None = None
         self.handler: Handler | None = None
@@ -232,7 +232,7 @@ class Interception:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.compiled or self.original
         if self.checkpoint is not None:
-            forward, self.checkpoint = _recomputed(forward, self.checkpoint), None
+            forward, self.checkpoint = _recomputed(self.module, forward, self.checkpoint), None
         if self.handler is None or not self._fits(args, kwargs):
             return forward(*args, **kwargs)
         return self.handler(self.name, forward, args, kwargs)
@@ -259,8 +259,26 @@ def _binds(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return True
 
 
-def _recomputed(forward: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: checkpoint(functools.partial(forward, **kwargs), *args)
+def _recomputed(module: nn.Module, forward: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not recomputes(module):  # see `unrecomputed`
+            return forward(*args, **kwargs)
+        return checkpoint(functools.partial(forward, **kwargs), *args)
+
+    return recomputed
+
+
+@contextmanager
+def unrecomputed(module: nn.Module) -> Iterator[None]:
+    """Context manager in which the module and its submodules do not recompute their activations."""
+    recomputing = [each for each in module.modules() if recomputes(each)]
+    try:
+        for each in recomputing:
+            each.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for each in recomputing:
+            each.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 class Recomputation:

@@ -17,7 +17,7 @@ from pipeshard.engine.weight_grad import deferring_function
 from pipeshard.errors import PartitionError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter, Visit, Work
-from pipeshard.graph.preserve import Before, preserving
+from pipeshard.graph.preserve import preserving
 from pipeshard.graph.shapes import Axes, is_trainable
 from pipeshard.graph.taint import Value
 from pipeshard.graph.tracer import Tracer
@@ -41,23 +41,17 @@ def metered(
     microbatch: Batch,
     criterion: Criterion | None = None,
     meter: Meter | None = None,
-    recompute: bool = True,
     cuts: Sequence[str] = (),
-    before: Before | None = None,
 ) -> tuple[Dataflow, Meter]:
     """Trace `model` for exactly the sizes of `microbatch`, and meter its unit calls; only shapes are computed. Returns
     the Dataflow and the meter.
 
-    The model is traced in training mode, even if it is in evaluation mode. With recompute=False, it is traced without
-    activation checkpointing. Modules named in `cuts` are units. `before` is the same as in `preserving`.
+    The model is traced in training mode, even if it is in evaluation mode. Modules named in `cuts` are units.
     """
     meter = meter or Meter()
-    with preserving(model, criterion, before=before):
+    with preserving(model, criterion):
         if not model.training:
             model.train()
-        for module in model.modules() if not recompute else ():
-            if recomputes(module):
-                module.gradient_checkpointing = False  # type: ignore[assignment]
         flow = Tracer(model, criterion, microbatch, meter, paths_of(model, cuts)).run(microbatch)
     axes = Axes.of(microbatch)
     return replace(flow, axes=axes.pin(set(range(len(axes.sizes))))), meter

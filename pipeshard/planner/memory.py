@@ -258,19 +258,10 @@ class Footprint:
     """The memory of each run of consecutive unit calls: its parameters in their `forms`, with their gradients, states
     and values under `training`, and the activations of a microbatch.
 
-    Memory that several calls share (tied parameters, masks, a result that two units keep) counts once per run. `plain`
-    is a meter of the same calls without recomputation, if any calls are recomputed.
+    Memory that several calls share (tied parameters, masks, a result that two units keep) counts once per run.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        flow: Dataflow,
-        meter: Meter,
-        training: Training,
-        forms: Forms,
-        plain: Meter | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, flow: Dataflow, meter: Meter, training: Training, forms: Forms) -> None:
         named = dict(model.named_parameters())
         first = {parameter: name for name, parameter in named.items()}
         units = {call.unit: {first[p] for p in model.get_submodule(call.unit).parameters()} for call in flow.calls}
@@ -289,7 +280,7 @@ class Footprint:
             {meter.same.get(value, value): tensor_bytes(flow.spec(value)) for value in values & flow.receiving}
             for values in live_values(flow, range(self.last), self.last + 1, flow.needed())
         ]
-        works = [[*each.works, each.tail] for each in (plain or meter, meter)]
+        works = [[*each, meter.tail] for each in (meter.plain, meter.works)]
         whole, left = ([sum(work.kept.values()) for work in each] for each in works)
         trained = [any(map(is_trainable, model.get_submodule(call.unit).parameters())) for call in flow.calls]
         self._waiting = [

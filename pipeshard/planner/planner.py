@@ -18,7 +18,6 @@ from pipeshard.engine.refusals import refuse_sharded_packing
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.preserve import Before
 from pipeshard.hf import can_recompute, recomputes
 from pipeshard.planner.auto import search
 from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
@@ -267,15 +266,10 @@ def study(
     precision = Precision(training.precision, False, torch.device("cpu"))
     lowered, microbatch = precision.lowered(model), precision.of_batch(microbatch)
     with precision.seeming(model):
-        before = Before(model, criterion)
-        flow, meter = metered(model, microbatch, criterion, cuts=cuts, before=before)
+        flow, meter = metered(model, microbatch, criterion, cuts=cuts)
         if flow.loss is None:
             raise UsageError("found no loss to train on: add labels to the batch, or pass a criterion")
         units = [model.get_submodule(call.unit) for call in flow.calls]
-        recomputed = any(map(recomputes, units))
-        plain = None
-        if recomputed:
-            _, plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts, before=before)
         measured = _profile(profile, partition, model, flow, microbatch, criterion)
     policy, sliced = policy or find_policy(model), dict[nn.Parameter, int]()
     if training.slices > 1:
@@ -289,14 +283,14 @@ def study(
         model=model,
         flow=flow,
         costs=costs,
-        footprint=Footprint(model, flow, meter, training, forms, plain),
+        footprint=Footprint(model, flow, meter, training, forms),
         policy=policy,
         partition=partition,
         training=training,
         devices=Devices((), ()),
         forms=forms,
         in_seconds=measured is not None,
-        recomputed=recomputed,
+        recomputed=any(map(recomputes, units)),
     )
 
 
