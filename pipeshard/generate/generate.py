@@ -53,7 +53,7 @@ class Generation:
         self.forward.begin(last_only=not any(kwargs.get(name) for name in GUESSING), num_microbatches=num_microbatches)
         enable_caches(pipeline.cached)
         try:
-            with pipeline.precision.running(), self._together():
+            with pipeline.gradients.coupling.paused(), pipeline.precision.running(), self._together():
                 kind: Any = type(pipeline.model)  # a Trainer may have replaced `model.generate` with this object
                 return kind.generate(pipeline.model, *args, **kwargs)
         finally:
