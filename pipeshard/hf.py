@@ -242,3 +242,11 @@ def full_name(model: nn.Module, name: str) -> str:
 def is_of_transformers(model: nn.Module) -> bool:
     """Whether the model, without adapters, has one of transformers' own classes."""
     return type(without_adapters(model)[1]).__module__.startswith("transformers.")
+
+
+def has_known_loss(model: nn.Module) -> bool:
+    """Whether the model computes one of transformers' own losses: `model.loss_function` may be set to another."""
+    own = (vars(module).get("_loss_function") for module in model.modules())
+    return is_of_transformers(model) and all(
+        loss is None or getattr(loss, "__module__", "").startswith("transformers.") for loss in own
+    )

@@ -6,7 +6,7 @@ both problems.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.engine.loss_sizes import Sizes, Tried
+from pipeshard.engine.loss_state import of_entries
 from pipeshard.engine.loss_trial import Measured
 from pipeshard.engine.loss_values import Range, ranges_of
 from pipeshard.graph.dataflow import Dataflow
@@ -131,15 +132,18 @@ class ProvenRule(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A rule, with the ranges of values (labels, masks) and the sizes for which it was proven; `tried` is None if the
-    rule holds at all sizes."""
+    """A rule, with the ranges of values (labels, masks), the kinds of lists with one entry per sample (`entries`), and
+    the sizes for which it was proven; `tried` is None if the rule holds at all sizes."""
 
     rule: LossRule
     ranges: dict[str, Range]
+    entries: frozenset[Hashable]
     tried: Tried | None
 
     def covers_values(self, batch: Batch) -> bool:
-        now = ranges_of(batch, self.ranges, floats=self.tried is not None)
+        if of_entries(batch) not in self.entries:
+            return False
+        now = ranges_of(batch, self.ranges, is_known=self.tried is None)
         return all(self.ranges[path].covers(of_batch) for path, of_batch in now.items())
 
 
@@ -150,8 +154,7 @@ class LossRules:
         self._known: dict[Any, _Known] = {}
 
     def get(self, kind: Any) -> LossRule | None:
-        """The rule for batches of this kind, or None. The first part of a kind is the criterion, the model's state and
-        the batches' structure; the second part is the kinds of the other values that the loss reads."""
+        """The rule for batches of this kind, or None."""
         return self._known[kind].rule if kind in self._known else None
 
     def covers(self, kind: Any, batch: Batch, sizes: Sizes) -> bool:
@@ -162,27 +165,27 @@ class LossRules:
         return known.covers_values(batch)
 
     def known(self, kind: Any, batch: Batch) -> LossRule | None:
-        """A rule that was proven for values like those of this batch, at any sizes, or None. Prefers the rule of this
-        kind; other kinds may differ only in their second part."""
-        alike = [self._known[kind]] if kind in self._known else []
-        alike += [known for other, known in reversed(self._known.items()) if other[0] == kind[0]]
-        return next((known.rule for known in alike if known.covers_values(batch)), None)
+        """The rule for this kind, if it was proven for values like those of this batch, at any sizes; or None."""
+        known = self._known.get(kind)
+        return known.rule if known is not None and known.covers_values(batch) else None
 
     def add(self, kind: Any, proven: ProvenRule, flow: Dataflow, batch: Batch) -> None:
         """Add a proven rule. If this kind already has the same rule, earlier proofs for other values and sizes remain
         valid."""
-        now = ranges_of(batch, read_by_loss(flow), floats=proven.until is not None)
+        now = ranges_of(batch, read_by_loss(flow), is_known=proven.until is None)
+        entries: frozenset[Hashable] = frozenset([of_entries(batch)])
         tried = None if proven.until is None else Tried()
         before = self._known.get(kind)
         if before is not None and before.rule == proven.rule:
             for path in now.keys() & before.ranges.keys():
                 now[path] = now[path].joined(before.ranges[path])
+            entries |= before.entries
             tried = before.tried if tried is not None and before.tried is not None else tried
         if tried is not None and proven.until is not None:
             tried.add(proven.until)
         if len(self._known) >= MOST_RULES:
             self._known.clear()
-        self._known[kind] = _Known(proven.rule, now, tried)
+        self._known[kind] = _Known(proven.rule, now, entries, tried)
 
     def forget(self, kind: Any) -> None:
         self._known.pop(kind, None)

@@ -28,10 +28,11 @@ from pipeshard.engine.loss_trial import (
     Measured,
     Samples,
 )
+from pipeshard.engine.loss_values import SPAN
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.shapes import TensorSpec
-from pipeshard.hf import IGNORED, is_of_transformers, is_target, padding_token, targets
+from pipeshard.hf import IGNORED, has_known_loss, is_target, padding_token, targets
 
 logger = logging.getLogger("pipeshard")
 CUTS = 1, 2, 3  # numbers of samples in the first of two parts
@@ -76,7 +77,7 @@ def prove_loss_rule(
 
     Raises ConfigurationError if no rule can be proven, or TraceError if glue takes a different path than in its trace.
     """
-    asked = None if criterion is None and is_of_transformers(model) else sizes
+    asked = None if criterion is None and has_known_loss(model) else sizes
     search = _Search(model, flow, batch, criterion, asked)
     if known is not None:
         for side_outputs in (False, True) if search.has_side_outputs else (False,):
@@ -173,7 +174,7 @@ class _Search:
         over samples, even if it sums means over several kinds of labels."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
-        known = self.criterion is None and is_of_transformers(self.model)
+        known = self.criterion is None and has_known_loss(self.model)
         return known and not ignored and self.rule(valid=True) is not None
 
     def _can_try(self, source: Batch, side_outputs: bool) -> bool:
@@ -218,7 +219,7 @@ class _Search:
         for path in (*floats, *integers):  # masks, and weights
             if path in self.read:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
-        if self.criterion is None and is_of_transformers(self.model):
+        if self.criterion is None and has_known_loss(self.model):
             return
         for path in floats:  # positions that are omitted because a mask is 0 or a target is missing
             if path in self.read:
@@ -236,7 +237,9 @@ class _Search:
         if self.criterion is None:
             return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
         padding = padding_token(self.model)
-        tried = dict.fromkeys([IGNORED, *([] if padding is None else [padding]), -1, 0])
+        largest = int(self.samples.pools[path].max())
+        fillers = [*self.samples.fillers[path], *([largest] if largest >= SPAN else [])]
+        tried = dict.fromkeys([IGNORED, *([] if padding is None else [padding]), -1, 0, *fillers])
         if UNLABELLED in observed:
             tried[UNLABELLED] = None
         on_cpu = self.batch.device.type == "cpu"

@@ -18,7 +18,7 @@ from pipeshard.engine.loss_state import LossState, of_batch
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.ways import Way
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, summary
-from pipeshard.hf import is_of_transformers
+from pipeshard.hf import has_known_loss
 from pipeshard.split.policy import Policy
 
 
@@ -43,14 +43,15 @@ class LossShares:
         self.is_last = policy.stage == policy.placement[-1]  # whether this rank computes the loss
         self.rules, self.changing = LossRules(), LossState(policy.model)
         self.state: tuple[int, int] = 0, 0  # numbers of the states of the model and the criterion
+        self._is_known = has_known_loss(policy.model)
         self._seen: tuple[Hashable, ...] | None = None  # the kinds of values that the loss depends on
-        self._is_of_transformers = is_of_transformers(policy.model)
 
     def look(self, criterion: Criterion | None, state: tuple[int, int]) -> None:
         """Record the state of the model and the criterion, and the values that the loss depends on."""
+        if state[0] != self.state[0]:
+            self._is_known = has_known_loss(self.model)
         self.state = state
-        is_known = criterion is None and self._is_of_transformers
-        self._seen = None if is_known else self.changing.look()
+        self._seen = None if criterion is None and self._is_known else self.changing.look()
 
     def stepped(self) -> None:
         """Record that a step has run since `look`."""
@@ -142,7 +143,7 @@ class LossShares:
         a batch are ignored for transformers' own losses, which only use them to count items."""
         others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
         beside = () if self._seen is None else (self._seen, of_batch(batch))
-        return (key_of(criterion), self.state, batch.paths, others), beside
+        return key_of(criterion), self.state, batch.paths, others, beside
 
     def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
         """The count that the criterion returns for each microbatch. The counts are computed before the first backward,

@@ -9,25 +9,34 @@ range and by whether all elements are equal.
 
 from collections.abc import Hashable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.engine.loss_values import Range
 from pipeshard.graph.shapes import is_trainable
+from pipeshard.graph.snapshot import kind_of_number
 from pipeshard.graph.units import find_units
+from pipeshard.private import tree_leaves
 from pipeshard.split.materialize import is_released
 
-COUNTED = 64  # largest integer that is compared by value, and largest batch tensor that is compared
+MOST_IN_BATCH = 64  # larger tensors of a batch are not compared
+LIBRARIES = {"torch", "transformers"}  # the losses that their modules compute have no such values
 MOST_ELEMENTS = 2**20  # larger tensors are not compared
 
 
 class LossState:
-    """The values that the user has set in tensors outside the model's units: buffers, tensors in attributes, frozen
-    parameters. Changes made by forwards do not count."""
+    """The values that the user has set in tensors of the model: buffers, tensors in attributes or in their lists and
+    dicts, frozen parameters. Changes made by forwards do not count. Of the modules inside units, which seldom compute a
+    loss, only those with a class of the user's own have such values."""
 
     def __init__(self, model: nn.Module) -> None:
         of_units = {module for unit in find_units(model).values() for module in unit.modules()}
-        self._modules = [module for module in model.modules() if module not in of_units]
+        self._modules = [
+            module
+            for module in model.modules()
+            if module not in of_units or type(module).__module__.split(".")[0] not in LIBRARIES
+        ]
         self._versions: list[tuple[Tensor, int]] | None = None
         self._kinds: tuple[Hashable, ...] = ()
 
@@ -48,9 +57,11 @@ class LossState:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    for value in (*module._buffers.values(), *module._parameters.values(), *module.__dict__.values()):
-        if isinstance(value, Tensor) and not (isinstance(value, nn.Parameter) and is_trainable(value)):
-            yield value
+    for holder in module.__dict__.values():  # these include the dicts of buffers and parameters
+        values = holder.values() if isinstance(holder, dict) else holder
+        for value in values if isinstance(holder, dict | list | tuple) else [holder]:
+            if isinstance(value, Tensor) and not (isinstance(value, nn.Parameter) and is_trainable(value)):
+                yield value
 
 
 def _is_same(now: list[tuple[Tensor, int]], then: list[tuple[Tensor, int]]) -> bool:
@@ -63,9 +74,23 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
     kinds: list[Hashable] = []
     for leaf, dim in zip(batch.leaves, batch.row_dims, strict=True):
         if isinstance(leaf, int | float):
-            kinds.append(_of_number(float(leaf)))
-        elif isinstance(leaf, Tensor) and dim is None and leaf.numel() <= COUNTED:
+            kinds.append(kind_of_number(float(leaf)))
+        elif isinstance(leaf, Tensor) and dim is None and leaf.numel() <= MOST_IN_BATCH:
             kinds.append(kind_of(leaf))
+    return tuple(kinds)
+
+
+def of_entries(batch: Batch) -> tuple[Hashable, ...]:
+    """The kinds of the lists with one entry per sample: of their numbers, of a text that all entries share, and whether
+    all entries have tensors of the same shapes."""
+    kinds: list[Hashable] = []
+    for entries in batch.entries.values():
+        leaves = [tree_leaves(entry) for entry in entries]
+        numbers = [leaf for of_entry in leaves for leaf in of_entry if isinstance(leaf, int | float)]
+        texts = {leaf for of_entry in leaves for leaf in of_entry if isinstance(leaf, str)}
+        shapes = {tuple(leaf.shape for leaf in of_entry if isinstance(leaf, Tensor)) for of_entry in leaves}
+        of_numbers = kind_of(torch.tensor(numbers, dtype=torch.float64)) if numbers else None
+        kinds.append((of_numbers, min(texts) if len(texts) == 1 else None, len(shapes) == 1))
     return tuple(kinds)
 
 
@@ -76,12 +101,6 @@ def kind_of(tensor: Tensor) -> Hashable:
     if is_released(tensor) or not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.is_complex() or numbers.is_sparse:
         return None
     if numbers.numel() == 1:
-        return _of_number(float(numbers))
+        return kind_of_number(float(numbers))
     low, high = numbers.aminmax()
     return Range.of_floats(numbers), bool(low == high)
-
-
-def _of_number(number: float) -> Hashable:
-    if number.is_integer() and abs(number) <= COUNTED:
-        return number
-    return Range.of_numbers(number, number)

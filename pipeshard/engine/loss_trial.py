@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
-from pipeshard.engine.loss_values import SPAN, Values
+from pipeshard.engine.loss_values import SPAN, Values, fillers_of
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.indices import checking_indices
 from pipeshard.graph.preserve import Before, preserving
@@ -38,6 +38,7 @@ ROWS, LENGTH = 4, 8  # samples and positions in a trial
 UNLABELLED = 255  # the label of pixels without a class in segmentation datasets
 EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is random
 NORMAL, PROBABILITIES = range(2)  # the distribution of unit results; some losses only accept probabilities
+MOST_FILLERS = 8  # fillers of a leaf that are drawn as often as special tokens, and tried as marks
 REPEATED = 2**20 + 7  # prime, so that no two samples have the same values
 SHORT = torch.float16, torch.bfloat16
 LeafKey = tuple[str, int, int]  # leaf of a unit's result: the unit, the number of its earlier calls, the leaf's index
@@ -76,7 +77,11 @@ class Samples:
             NOTHING: set[str](),
         }
         special = torch.tensor(special_tokens(model)).long()
-        self.pools = {path: _pool(batch.tensors[path], special) for path in self.integers}
+        self.fillers = {path: fillers_of(batch.tensors[path])[:MOST_FILLERS] for path in self.integers}
+        self.pools = {
+            path: _pool(batch.tensors[path], torch.cat([special, torch.tensor(self.fillers[path]).long()]))
+            for path in self.integers
+        }
         self.values = {path: Values(batch.tensors[path]) for path in self.floats if path in read and not is_known}
 
     @property
@@ -136,7 +141,7 @@ class Samples:
             if name != path:
                 return leaf
             leaf = leaf.movedim(dim or 0, 0).clone()
-            valid = ignore + 1 if ignore >= 0 and ignore != UNLABELLED else 1
+            valid = 2 if ignore == 1 else 1
             is_invalid = leaf.isnan() if math.isnan(ignore) else leaf < 0 if ignore < 0 else leaf == ignore
             leaf = torch.where(is_invalid, valid, leaf)
             if mask is not None and mask.shape == leaf.shape:
@@ -162,14 +167,15 @@ class Samples:
 def _pool(leaf: Tensor, special: Tensor) -> Tensor:
     """The values from which an integer leaf is drawn. If its largest class is below SPAN: its negative values and its
     mark, and all values from 0 to the largest class (at least 1), except `special` tokens that it does not contain.
-    Otherwise: its own values, in which `special` tokens are repeated, since a loss may omit them or weight them
-    differently."""
+    Otherwise: its own values, in which `special` tokens and the largest class are repeated, since a loss may omit them
+    or weight them differently."""
     pool = leaf.detach().long().cpu().unique()
     present = pool[torch.isin(pool, special)]
     classes = pool[:-1] if is_marked(pool) else pool
     last = int(classes[-1])
     if last >= SPAN:
-        return torch.cat([pool, present.repeat(len(pool) // SPAN)])
+        repeated = torch.cat([present, pool[-1:]]).unique()
+        return torch.cat([pool, repeated.repeat(len(pool) // SPAN)])
     fill = torch.arange(max(last, 1) + 1)
     if leaf.ndim > 1:  # tokens
         fill = fill[~torch.isin(fill, special) | torch.isin(fill, present)]

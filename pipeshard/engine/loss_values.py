@@ -23,17 +23,24 @@ SHARE = 0.4  # share of the entries that a draw replaces with marks
 
 
 class Range(NamedTuple):
-    """Bounds of the values in a leaf, and whether the leaf contains a NaN."""
+    """Bounds of the values in a leaf, and whether the leaf contains a NaN. `fillers` are values that may mark missing
+    entries in a leaf of many classes."""
 
     low: float
     high: float
     has_nan: bool = False
+    fillers: frozenset[int] = frozenset()
 
     @classmethod
-    def of_integers(cls, leaf: Tensor) -> Self:
-        """The range of integers, extended to include 0 and 1 or, if the highest is SPAN or more, 1 and infinity."""
+    def of_integers(cls, leaf: Tensor, is_known: bool = False) -> Self:
+        """The range of integers, extended to include 0 and 1 if the highest is below SPAN. If the loss `is_known`, any
+        token of 1 or more counts as within the range."""
         low, high = (int(extreme) for extreme in leaf.long().aminmax())
-        return cls(min(low, 1), float("inf")) if high >= SPAN else cls(min(low, 0), max(high, 1))
+        if high < SPAN:
+            return cls(min(low, 0), max(high, 1))
+        if is_known and leaf.ndim == 2:
+            return cls(min(low, 1), math.inf)
+        return cls(low, high, fillers=frozenset(fillers_of(leaf)))
 
     @classmethod
     def of_floats(cls, leaf: Tensor) -> Self:
@@ -49,23 +56,34 @@ class Range(NamedTuple):
         return cls(0.0, 0.0, True) if low != low else cls(-_outward(-low), _outward(high))
 
     def covers(self, other: "Range") -> bool:
-        return self.low <= other.low and other.high <= self.high and self.has_nan >= other.has_nan
+        is_within = self.low <= other.low and other.high <= self.high
+        return is_within and self.has_nan >= other.has_nan and self.fillers >= other.fillers
 
     def joined(self, other: "Range") -> "Range":
-        return Range(min(self.low, other.low), max(self.high, other.high), self.has_nan or other.has_nan)
+        bounds = min(self.low, other.low), max(self.high, other.high)
+        return Range(*bounds, self.has_nan or other.has_nan, self.fillers | other.fillers)
 
 
-def ranges_of(batch: Batch, paths: Collection[str], floats: bool) -> dict[str, Range]:
-    """The range of the leaf at each path, unless the leaf is empty or complex; of floating-point leaves only with
-    `floats`."""
+def fillers_of(leaf: Tensor) -> list[int]:
+    """The values that fill the first two or the last two entries of a row, as padding does; the most frequent first."""
+    if leaf.ndim < 2 or leaf.shape[-1] < 2:
+        return []
+    ends = torch.stack([leaf[..., :2], leaf[..., -2:]]).flatten(0, -2)
+    values, counts = ends[ends[:, 0] == ends[:, 1], 0].unique(return_counts=True)
+    return [int(value) for value in values[counts.argsort(descending=True)]]
+
+
+def ranges_of(batch: Batch, paths: Collection[str], is_known: bool) -> dict[str, Range]:
+    """The range of the leaf at each path, unless the leaf is empty or complex. If the loss `is_known` (one of
+    transformers' own), ranges of floating-point leaves are omitted."""
     ranges: dict[str, Range] = {}
     for path in sorted(paths):
         leaf = batch.tensors.get(path)
         if leaf is None or not leaf.numel() or leaf.is_complex():
             continue
         if not leaf.is_floating_point():
-            ranges[path] = Range.of_integers(leaf)
-        elif floats:
+            ranges[path] = Range.of_integers(leaf, is_known)
+        elif not is_known:
             ranges[path] = Range.of_floats(leaf.detach())
     return ranges
 

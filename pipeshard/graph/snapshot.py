@@ -12,9 +12,10 @@ state has a number.
 import functools
 import inspect
 import itertools
+import math
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -226,7 +227,8 @@ class Flags:
 
     Changes by the forwards themselves (counters, caches, lists that they fill) do not count: `stepped` finds them by
     comparing the state before and after a step. For another object, changed values of tensors (except parameters) also
-    count, but changes of a nonzero float that keeps its sign do not (weights that are annealed from step to step).
+    count, also of tensors that were replaced by others, but changes of a float within its `kind_of_number` do not
+    (weights that are annealed from step to step).
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
@@ -281,7 +283,7 @@ class Flags:
             return flagged(state)
         written = (change for change in state.changes() if change.before is change.now and id(change.now) in values)
         others = (change for change in written if not torch.equal(change.now, values[id(change.now)]))
-        return itertools.chain(state.replaced(_is_annealed), others)
+        return itertools.chain(state.replaced(functools.partial(_is_annealed, values)), others)
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
@@ -300,9 +302,23 @@ def _is_alike(before: Any, now: Any) -> bool:
     return is_same(before, now)
 
 
-def _is_annealed(before: Any, now: Any) -> bool:
-    is_number = type(before) is type(now) is float and before * now > 0
-    return is_number or _is_alike(before, now)
+def _is_annealed(values: Mapping[int, Tensor], before: Any, now: Any) -> bool:
+    if type(before) is type(now) is float:
+        return kind_of_number(before) == kind_of_number(now)
+    if id(before) in values and isinstance(now, Tensor) and not isinstance(now, nn.Parameter):
+        return _is_alike(before, now) and torch.equal(values[id(before)].to(now.device), now)
+    return _is_alike(before, now)
+
+
+COUNTED = 64  # the largest integer that is compared by value
+
+
+def kind_of_number(number: float) -> Hashable:
+    """The kind of a number that a user may change in every step: an integer up to COUNTED by value, any other number by
+    its sign and the next power of four."""
+    if not math.isfinite(number) or (number.is_integer() and abs(number) <= COUNTED):
+        return repr(number)
+    return number > 0, math.ceil(math.log(abs(number), 4))
 
 
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:

@@ -20,7 +20,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.ragged import Ragged
 from pipeshard.errors import BatchError, ConfigurationError, VerificationError
-from pipeshard.hf import is_of_transformers, padding_token, without_adapters
+from pipeshard.hf import has_known_loss, padding_token, without_adapters
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
 from pipeshard.slices.cut import shortened, with_padding
@@ -186,7 +186,7 @@ def _warn_of_batch_norms(model: nn.Module) -> None:
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified:
     modules of KNOWN_PACKAGES without own forwards or hooks, no criterion, and an optimizer of KNOWN_PACKAGES."""
-    if criterion is not None or not is_of_transformers(model):
+    if criterion is not None or not has_known_loss(model):
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
         return False

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.hunt import labels, nets, switches, values
 from tests.hunt.nets import Net, data
 
-Batch = Mapping[str, Tensor]
+Batch = Mapping[str, Any]
 
 
 def ordinary(count: int = 2) -> list[Batch]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from colossalai.booster import Booster
 from torch import Tensor
@@ -40,9 +42,9 @@ def run(case: Case) -> list[str]:
         for one in (unsplit, boosted.unwrap()):
             if case.between is not None:
                 case.between(step, one)
-        mine = {name: leaf.clone() for name, leaf in batch.items()}
+        mine = copy.deepcopy(dict(batch))
         loss = booster.execute_pipeline(iter([mine]), boosted, criterion, optimizer)["loss"]
-        output = unsplit(**{name: leaf.clone() for name, leaf in batch.items()})
+        output = unsplit(**copy.deepcopy(dict(batch)))
         expected = output["loss"] if made[1] is None else made[1](output, batch)
         expected.backward()
         if not torch.allclose(loss, expected.detach(), rtol=1e-5, atol=1e-6):
