@@ -15,7 +15,8 @@ WHOLE = "on the model that pipeshard.to_sequential(model, rank=0) returns on ran
 
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Merge the active adapters into a stage's `tensors` (by full name), and return them by their names in the base
-    model. `module` and `tensors` do not change.
+    model. A module that the active adapter trains in full (`modules_to_save`) is replaced by this adapter's copy.
+    `module` and `tensors` do not change.
 
     Raises CheckpointError for adapters that cannot be merged into a weight, or whose weight is tied to another weight.
     """
@@ -35,7 +36,7 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if own := tensors.keys() & weights.keys():
             values = _merged(layer, path)
             made |= {name: values[name] for name in own}
-    return {plain: made[full] for full, plain in base_names(module).items() if full in made}
+    return {plain: made[full] for full, plain in base_names(module, active=True).items() if full in made}
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:

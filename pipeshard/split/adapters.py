@@ -152,24 +152,28 @@ def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
     return {name: value for name, value in made.items() if value.data_ptr() != values[name].data_ptr()}
 
 
-def base_names(model: nn.Module) -> dict[str, str]:
+def base_names(model: nn.Module, active: bool = False) -> dict[str, str]:
     """Map the full name of each tensor to its name in the base architecture. Trained copies (`modules_to_save`) have
-    the name of the original; adapters are omitted. In a model without adapters, the two names are equal."""
+    the name of the original; adapters are omitted. With `active`, a module with copies is represented by the module
+    that its forward uses: the active adapter's copy, or the original if this adapter has no copy. In a model without
+    adapters, the two names are equal."""
     prefix, base = without_adapters(model)
-    return dict(_named(base, prefix, ""))
+    return dict(_named(base, prefix, "", active))
 
 
-def _named(module: nn.Module, full: str, plain: str) -> Iterator[tuple[str, str]]:
+def _named(module: nn.Module, full: str, plain: str, active: bool) -> Iterator[tuple[str, str]]:
     if is_of_peft(module, "BaseTunerLayer"):
-        yield from _named(module.get_submodule("base_layer"), f"{full}base_layer.", plain)
+        yield from _named(module.get_submodule("base_layer"), f"{full}base_layer.", plain, active)
         return
     if is_of_peft(module, "AuxiliaryTrainingWrapper"):
-        yield from _named(module.original_module, f"{full}original_module.", plain)
-        copies = module.modules_to_save.items() if is_of_peft(module, "ModulesToSaveWrapper") else ()
-        for adapter, made in copies:
-            yield from _named(made, f"{full}modules_to_save.{adapter}.", plain)
+        copies = module.modules_to_save if is_of_peft(module, "ModulesToSaveWrapper") else {}
+        used = [adapter for adapter in copies if adapter in module.active_adapters] if active else [*copies]
+        if not (active and used):
+            yield from _named(module.original_module, f"{full}original_module.", plain, active)
+        for adapter in used:
+            yield from _named(copies[adapter], f"{full}modules_to_save.{adapter}.", plain, active)
         return
     for name in (*module._parameters, *module._buffers):
         yield full + name, plain + name
     for name, child in module.named_children():
-        yield from _named(child, f"{full}{name}.", f"{plain}{name}.")
+        yield from _named(child, f"{full}{name}.", f"{plain}{name}.", active)

@@ -473,9 +473,15 @@ def test_adapters_on_meta_are_refused(pool: Pool, where: str) -> None:
 # Merged
 
 
-def merged_as_one(case: str, folder: Path) -> list[str]:
-    """The tensors of a merged folder that are not those of `merge_and_unload().save_pretrained` in one process."""
+def merged_as_one(case: str, folder: Path, active: str = "default", second: dict[str, Any] | None = None) -> list[str]:
+    """The tensors of a merged folder that are not those of `merge_and_unload().save_pretrained` in one process. With
+    `second`, the model has another adapter, whose configuration differs in these fields."""
     model, data = adapted(case)
+    if second is not None:
+        model.add_adapter("second", config(case, **second))
+        model.set_adapter(active)
+        for k, copied in enumerate(p for name, p in model.named_parameters() if "modules_to_save" in name):
+            copied.data += 0.1 * (k + 1)
     split = Split(model, dist.get_world_size(), data, num_microbatches=2)
     split.backward(data)
     split.step()
@@ -510,6 +516,13 @@ MERGED = ["llama", "all-linear", "dora", "copied head", "gpt2", "gemma2", "exper
 @pytest.mark.parametrize("case", MERGED)
 def test_merged_weights_are_saved_stage_by_stage(pool: Pool, tmp_path: Path, case: str) -> None:
     assert pool.run(merged_as_one, 2, case, tmp_path) == [[], []]
+
+
+@pytest.mark.parametrize(("active", "second"), [("default", {}), ("second", {}), ("second", {"modules_to_save": None})])
+def test_the_active_adapters_copy_is_saved(pool: Pool, tmp_path: Path, active: str, second: dict[str, Any]) -> None:
+    """A model whose head was trained under `default` was merged with the copy of the adapter that was added last. It
+    has the active adapter's head or, if this adapter trains none, the original."""
+    assert pool.run(merged_as_one, 2, "copied head", tmp_path, active, second) == [[], []]
 
 
 def merging(case: str, folder: Path) -> None:
