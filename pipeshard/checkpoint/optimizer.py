@@ -28,7 +28,8 @@ OLDER = "pipeshard optimizer 1"  # same content in a file; folders had other fil
 VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its states
 INSIDE = "::"  # joins the key of a nested dict, as in bitsandbytes states, and a key in this dict
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
-# value. In a description, the tensors of "state" are also on meta.
+# value; "shared": key -> value, the states that belong to no parameter and are the same on every rank (a step counter).
+# In a description, the tensors of "state" are also on meta.
 Content: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[str, dict[str, Any]]  # the optimizer's states of each parameter: name -> key -> value
 
@@ -76,11 +77,18 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter; VALUE is
-    the fp32 value of a 16-bit parameter."""
+    the fp32 value of a 16-bit parameter. Raises CheckpointError for a state that belongs to no parameter and has no
+    name."""
     optimizer.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
     states = {name: _flat(packed["state"].get(number, {})) for number, name in names.items()}
+    shared = {key: value for key, value in packed["state"].items() if key not in names}
+    if unnamed := [key for key in shared if not isinstance(key, str)]:
+        raise CheckpointError(
+            f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in its groups: a checkpoint "
+            "contains the states of parameters, and states whose key is a string"
+        )
     for name, values in states.items():
         if weights[name].master.dtype != weights[name].parameter.dtype:
             values[VALUE] = weights[name].master.detach()
@@ -98,6 +106,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
             for group in packed["param_groups"]
         ],
         "state": converted({name: values for name, values in states.items() if values}, as_parameter),
+        "shared": shared,
     }
 
 
@@ -121,14 +130,21 @@ def on_meta(content: Content) -> Content:
 
 def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
     """The combined description of all ranks' states, and the first rank that holds each parameter. Raises
-    CheckpointError if the options of a group differ between ranks."""
-    whole: Content = {"format": OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [], "state": {}}
+    CheckpointError if the options of a group, or the states that belong to no parameter, differ between ranks."""
+    whole: Content = {"format": OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [], "state": {}, "shared": {}}
     owners: dict[str, int] = {}
     for rank, description in enumerate(descriptions):
         for name in description["parameters"]:
             owners.setdefault(name, rank)
         for part in ("parameters", "state"):
             whole[part] = description[part] | whole[part]
+        for key, value in description["shared"].items():
+            if encode(whole["shared"].setdefault(key, value)) != encode(value):
+                raise CheckpointError(
+                    f"the optimizer's state {key!r}, which belongs to no parameter, differs between rank {rank} and "
+                    "the ranks before it: compute it from values that are the same on all ranks, or keep it in the "
+                    "state of each parameter"
+                )
     for k, groups in enumerate(zip(*(description["param_groups"] for description in descriptions), strict=True)):
         first, *others = ({key: repr(value) for key, value in group.items() if key != "params"} for group in groups)
         for rank, other in enumerate(others, start=1):
@@ -154,6 +170,9 @@ def content_flaw(content: Content, described: bool) -> str:
         return "its param_groups are not a list of dicts"
     if not all(isinstance(group.get("params"), list) for group in groups):
         return "one of its groups has no list of params"
+    shared = content.get("shared", {})
+    if not _by_name(shared, object) or not all(has_content(v) for v in shared.values() if isinstance(v, Tensor)):
+        return "its shared state is not a dict with string keys, or has tensors without values"
     names = [name for group in groups for name in group["params"]]
     if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parameters):
         return "the params of its groups are not exactly its parameters, each listed once"
@@ -363,7 +382,8 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Stat
         {**saved, "params": group["params"]}
         for saved, group in zip(content["param_groups"], packed["param_groups"], strict=True)
     ]
-    state = {number: _nested(states[name]) for number, name, _ in parameters if states.get(name)}
+    state: dict[Any, Any] = {number: _nested(states[name]) for number, name, _ in parameters if states.get(name)}
+    state |= copy.deepcopy(content.get("shared", {}))  # torch does not copy these
     optimizer.optim.load_state_dict({**packed, "state": state, "param_groups": groups})
     for _, name, parameter in parameters:  # torch casts all states to the parameter's dtype: restore the saved dtypes
         if content["parameters"][name].dtype == parameter.dtype and states.get(name):

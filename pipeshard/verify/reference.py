@@ -86,7 +86,8 @@ class Copies:
             yield from module.parameters()
             yield from module.buffers()
         yield from self.foreign()
-        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        for state in (state for state in states if isinstance(state, Mapping)):  # others belong to no parameter
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
 
 

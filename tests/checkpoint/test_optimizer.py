@@ -149,6 +149,51 @@ def mixed(folder: Path) -> None:
     assert same(before, run.state)
 
 
+class Counting(optim.SGD):
+    """Counts its steps under a key of the state that is no parameter, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> Any:
+        count = self.state.setdefault("k", torch.tensor([0]))
+        count += 1
+        for group in self.param_groups:
+            group["lr"] = 1e-2 / int(count)
+        return super().step(closure)
+
+
+def counted(folder: Path) -> list[Any]:
+    """The counts after a load from a folder and from a file, and what is said of counts that differ or have no name."""
+    run, said = Run(lambda model: Counting(model.parameters())), list[Any]()
+    run.train(2)
+    for name in ("folder", "file.pt"):
+        run.booster.save_optimizer(run.optimizer, f"{folder}/{name}", shard=name == "folder")
+        other = Run(lambda model: Counting(model.parameters()))
+        other.booster.load_optimizer(other.optimizer, f"{folder}/{name}")
+        other.train(1)
+        said.append(int(other.optimizer.state["k"]))
+    fresh = Run(lambda model: Counting(model.parameters()))
+    fresh.booster.save_optimizer(fresh.optimizer, f"{folder}/fresh", shard=True)
+    other.booster.load_optimizer(other.optimizer, f"{folder}/fresh")
+    said.append("k" in other.optimizer.state)
+    run.optimizer.state["k"] += dist.get_rank()
+    other.optimizer.state["step",] = 1
+    for wrong in (run, other):
+        with pytest.raises(CheckpointError) as caught:
+            wrong.booster.save_optimizer(wrong.optimizer, f"{folder}/wrong", shard=True)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.local
+def test_states_of_no_parameter_are_saved(pool: Pool, tmp_path: Path) -> None:
+    """A counter beside the states of the parameters began at 0 again after each resume: nothing was said, and the
+    learning rate that follows from it was that of the first step."""
+    ranks = pool.run(counted, 2, tmp_path)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][:3] == [3, 3, False]
+    assert "state 'k', which belongs to no parameter, differs between rank 1 and the ranks before it" in ranks[0][3]
+    assert "the key ('step',), which is not a parameter in its groups" in ranks[0][4]
+
+
 @pytest.mark.turns
 def test_states_keep_their_precision(pool: Pool, tmp_path: Path) -> None:
     pool.run(mixed, 2, tmp_path)
