@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.safetensors_files import Source
+from pipeshard.distributed.collectives import gather_objects
+from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, explained, listed, summary
@@ -148,6 +151,7 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
         plan.refuse(lists=strict and not draw_missing)
     with together(pipeline.grid.world):
         plan.fill(show=pipeline.grid.first)
+    plan.finish(pipeline.grid.world)
     pipeline.blank -= {full for name in plan.given for full in plan.targets.get(name, ())}
     if draw_missing:
         _draw(boosted, plan)
@@ -165,6 +169,8 @@ class _Plan:
         first: for each name, the first of the names that are tied to it.
         targets: for each first name, the full names of the parameters to fill; several if adapters copy a module.
         scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
+        kept: the weights whose fp32 values round to the checkpoint's values, and were kept.
+        is_other: whether other fp32 values were replaced.
     """
 
     def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool) -> None:
@@ -185,6 +191,8 @@ class _Plan:
                 self.targets.setdefault(names[first], {})[first] = None
         self.conversion = Conversion(self.model, source.shapes, self.shapes)
         self.problems: list[str] = []
+        self.kept: list[MasterWeight] = []
+        self.is_other = False
         self.scales = dict[str, dict[str, str]]()
         layers = {names[full]: full for full in self.packed if full in names}
         self.makes: dict[str, Piece] = {}  # by first name, the piece that yields the tensor
@@ -253,6 +261,13 @@ class _Plan:
                 for name in list(made):
                     bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))
 
+    def finish(self, group: dist.ProcessGroup) -> None:
+        """Keep fp32 values that round to the checkpoint's only if this holds for all weights of the model: otherwise,
+        the checkpoint is that of another model. Call it on all ranks."""
+        if any(gather_objects(self.is_other, group)):
+            for weight in self.kept:
+                weight.round()
+
     def _take(self, tensors: Mapping[str, Tensor], value: Tensor) -> int:
         """Set each of these tensors to the value; returns their total size in bytes."""
         for k, (full, tensor) in enumerate(tensors.items()):
@@ -284,7 +299,10 @@ class _Plan:
         elif weight is None:  # a buffer
             target.copy_(value)
         elif not weight.plain:
-            weight.set(value.to(target.device))
+            if weight.load(value.to(target.device)):
+                self.kept.append(weight)
+            else:
+                self.is_other |= weight.is_precise
         else:
             value = value.to(target.device, target.dtype).contiguous()
             alone = value.untyped_storage().nbytes() == value.nbytes

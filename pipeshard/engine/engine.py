@@ -165,6 +165,8 @@ class Pipeline:
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
         self.blank = set() if init_weights else on_meta  # names of the parameters without values, on all stages
         self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan)
+        for name in self.blank & self.holdings.weights.keys():
+            self.holdings.weights[name].blank()
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
         names = {parameter: name for name, parameter in model.named_parameters()}

@@ -7,6 +7,7 @@ only update MasterWeights. Autocast is available as an option.
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -142,6 +143,34 @@ class MasterWeight:
     def set(self, value: Tensor) -> None:
         """Load this rank's shard of the full tensor `value`."""
         self.set_part(slice_like(value, self.parameter))
+
+    @torch.no_grad()
+    def load(self, value: Tensor) -> bool:
+        """Load this rank's shard of the full tensor `value` of a checkpoint, but keep fp32 values that round to it, as
+        they may be those of this checkpoint, already loaded with an optimizer. Returns whether they were kept."""
+        part = slice_like(value, self.parameter)
+        is_kept = self.is_precise and part.dtype is self._computed_in and torch.equal(self.master.to(part.dtype), part)
+        self.set_part(self.master.detach() if is_kept else part)
+        return is_kept
+
+    def round(self) -> None:
+        """Round the values to the precision in which the model computes."""
+        self.set_part(self.master.detach().to(self._computed_in))
+
+    def blank(self) -> None:
+        """Mark fp32 values that are not loaded yet as unknown: their memory may contain those of an earlier model."""
+        if self.is_precise:
+            self.master.data.fill_(math.nan)
+
+    @property
+    def is_precise(self) -> bool:
+        """Whether this rank has values of a higher precision than that in which the model computes."""
+        return self._computed_in is not self.master.dtype
+
+    @property
+    def _computed_in(self) -> torch.dtype:
+        """The dtype in which the model computes with the parameter. FSDP casts it when it gathers the shards."""
+        return getattr(self.parameter, "pipeshard_dtype", self.parameter.dtype)
 
     @torch.no_grad()
     def set_part(self, part: Tensor) -> None:
