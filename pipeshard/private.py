@@ -40,6 +40,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # last part of the key of `get_extra_state`'s result
 OF_COMPILER = "_dynamo"  # prefix of attributes that compiled functions set on their output tensors
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass

@@ -97,6 +97,14 @@ def test_modules_keep_their_tensors_in_dicts() -> None:
     assert [*module._forward_hooks] == [*module._forward_hooks_with_kwargs] == [handle.id]
 
 
+def test_extra_states_have_a_key_of_their_own() -> None:
+    class Kept(nn.Module):
+        def get_extra_state(self) -> Any:
+            return torch.ones(1)
+
+    assert [*nn.Sequential(Kept()).state_dict()] == [f"0.{private.EXTRA_STATE}"]
+
+
 def test_a_dispatch_mode_sees_every_operator_with_its_schema() -> None:
     seen: list[Any] = []
 

@@ -22,6 +22,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, explained, listed, summary
 from pipeshard.hf import without_adapters
+from pipeshard.private import EXTRA_STATE
 from pipeshard.split.adapters import base_names, begin_with_weights
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names
@@ -171,6 +172,7 @@ class _Plan:
         scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
         kept: the weights whose fp32 values round to the checkpoint's values, and were kept.
         is_other: whether other fp32 values were replaced.
+        extra: the tensors that modules return from `get_extra_state`, by full name.
     """
 
     def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool) -> None:
@@ -179,6 +181,11 @@ class _Plan:
         state = model.state_dict(keep_vars=True)  # ghosts also have shapes
         names = dict(zip(state, state)) if self.model is model else base_names(model)
         self.packed = dict(packed_layers(model))
+        self.extra = {
+            full: value
+            for full, value in state.items()
+            if full.rpartition(".")[2] == EXTRA_STATE and isinstance(value, Tensor)
+        }
         self.shapes = {
             name: self.packed[full].whole_shape if full in self.packed else tuple(state[full].shape)
             for full, name in names.items()
@@ -201,7 +208,7 @@ class _Plan:
                 if name not in self.shapes:
                     self.conversion.unexpected.append(name)
                     continue
-                expected = self.shapes[name]
+                expected = shape if name in self.extra else self.shapes[name]
                 if keys := source.scales.keys() & {key for key, _ in piece.sources}:
                     layer = layers.get(name)
                     if layer is None or piece.transform is not None:
@@ -277,7 +284,7 @@ class _Plan:
     def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
         """The pieces that this stage needs, in the order of the files; each has the tensors of this stage that it
         fills, nested by first name and full name."""
-        own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers())}
+        own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers()), **self.extra}
         needed: dict[str, tuple[Piece, dict[str, dict[str, Tensor]]]] = {}
         for name, piece in self.makes.items():
             if here := {full: own[full] for full in self.targets[name] if full in own}:
@@ -296,6 +303,8 @@ class _Plan:
                 self.packed[name].restore(value.to(target.device), scales)
         elif name in self.packed:
             self.packed[name].pack(value.to(target.device))
+        elif name in self.extra:
+            self.whole.get_submodule(name.rpartition(".")[0]).set_extra_state(value.to(target.device, copy=True))
         elif weight is None:  # a buffer
             target.copy_(value)
         elif not weight.plain:

@@ -37,13 +37,19 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     """The tensors that this stage saves, by the model's names. The first stage that holds a tensor saves it.
     Quantized weights are omitted: the checkpoint from which they were loaded contains them.
 
-    Call it on all ranks, since sharded tensors are gathered.
+    Call it on all ranks, since sharded tensors are gathered. Raises CheckpointError for an entry of the model's
+    state_dict that is not a tensor.
     """
     module, policy = model.unwrap(), model.pipeline.policy
     state, saved = module.state_dict(keep_vars=True), saved_names(module)
+    if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(
+            f"the state_dict of {type(module).__name__} contains {strange[0]}, a {type(state[strange[0]]).__name__}, "
+            "but a checkpoint contains only tensors: return a tensor from get_extra_state, or use a buffer"
+        )
     held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
     own = {first: saved[first] for first in sorted(held)}
-    own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers
+    own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers and extra states
     owned = {first: name for first, name in own.items() if policy.ownership.owner(first) == policy.stage}
     tensors = {name: _gathered(state[first].detach()) for first, name in owned.items()}
     copies = {name: saved[first] for name, first in copied_names(module).items() if saved[first] in tensors}

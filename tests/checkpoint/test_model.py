@@ -30,6 +30,7 @@ from pipeshard.checkpoint.load import load_weights
 from pipeshard.errors import CheckpointError, ConfigurationError
 from tests import zoo
 from tests.covering import ALL
+from tests.engine.test_state import Net
 from tests.families import build_with
 from tests.parity.build import batch, build
 from tests.parity.entries import find
@@ -134,6 +135,57 @@ def test_the_config_has_the_dtype_that_is_saved(pool: Pool, tmp_path: Path) -> N
     pool.run(save_in_16_bits, 2, str(tmp_path))
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
     assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+class Limited(nn.Linear):
+    """Keeps the largest input that it has seen beside its parameters and buffers, as layers in 8 bits do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.most = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.most = torch.cat([self.most, x.detach().abs().amax((0, 1, 2)).view(1)]).amax(0, keepdim=True)
+        return super().forward(x).tanh()
+
+    def get_extra_state(self) -> Any:
+        return self.most
+
+    def set_extra_state(self, state: Any) -> None:
+        self.most = state
+
+
+class LimitedByDict(Limited):
+    """The same as an object that no checkpoint of tensors has room for."""
+
+    def get_extra_state(self) -> Any:
+        return {"most": self.most}
+
+
+def extra_states(folder: str) -> str:
+    """Saves and loads what modules keep as extra state; what is said of one that is no tensor."""
+    data = {"ids": torch.arange(24).view(4, 6) % 11, "labels": torch.arange(24).view(4, 6) % 11}
+
+    def made(kind: type[nn.Module]) -> Split:
+        return Split(type("Limits", (Net,), {"block": kind})(), 2, data, num_microbatches=2)
+
+    trained, loaded, refused = made(Limited), made(Limited), made(LimitedByDict)
+    trained.backward(data)
+    trained.booster.save_model(trained.model, folder, shard=True)
+    saved = {name: value for name, value in tensors_of(Path(folder)).items() if "extra" in name}
+    assert len(saved) == 5 and all(value > 0 for value in saved.values())
+    loaded.booster.load_model(loaded.model, folder)
+    assert {name: value for name, value in loaded.model.unwrap().state_dict().items() if "extra" in name} == saved
+    with pytest.raises(CheckpointError) as caught:
+        refused.booster.save_model(refused.model, folder, shard=True)
+    return str(caught.value)
+
+
+def test_extra_states(pool: Pool, tmp_path: Path) -> None:
+    """A tensor of `get_extra_state` was saved and never set again, though the load was strict. Anything else ended each
+    save in an AttributeError."""
+    for message in pool.run(extra_states, 2, str(tmp_path / "saved")):
+        assert "state_dict of Limits contains layers.0._extra_state, a dict, but" in message
 
 
 class Terminal(io.StringIO):
