@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import os
 import random
 import re
@@ -34,6 +35,7 @@ from pipeshard.checkpoint.state_folder import (
 )
 from pipeshard.checkpoint.untrusted import load_plain
 from pipeshard.distributed.collectives import gather_objects, together_in
+from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import CheckpointError, explained, summary
 
@@ -44,6 +46,21 @@ def random_state() -> dict[str, Any]:
     numpy = (algorithm, np.asarray(keys).tolist(), *rest)
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
+
+
+def random_states(grid: Grid) -> dict[str, Any]:
+    """The random states of all ranks, and the sizes of the grid to which they belong. Call it on all ranks."""
+    return {"layout": _layout(grid), "ranks": gather_objects(random_state(), grid.world)}
+
+
+def own_random_state(rest: dict[str, Any], grid: Grid) -> Any:
+    """This rank's random state in the content of a training.pt or, if the sizes of the grid have changed (or an earlier
+    version wrote the file), the first rank's."""
+    return rest["ranks"][grid.world.rank()] if rest.get("layout") == _layout(grid) else rest["random"]
+
+
+def _layout(grid: Grid) -> list[int]:
+    return [grid.dp_size, grid.pp_size, grid.tp_size]
 
 
 def check_random_state(state: Any) -> None:
@@ -84,7 +101,7 @@ def save_training_state(
     """Write the folder `directory/step-<step>` between two steps. Call it on all ranks, after `optimizer.zero_grad()`.
 
     The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
-    the loss scale, the first rank's random states and the position in the data. At every moment, each step is either
+    the loss scale, the random states of all ranks and the position in the data. At every moment, each step is either
     complete or does not exist; once this step is complete, all steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues; they take as much host memory as the rank's
@@ -106,7 +123,11 @@ def save_training_state(
         if pipeline.grid.first:
             lock(parent, model)
             _remove_leftovers(parent)
-    target, rest = _folder(parent, step), partial(rest_of, pipeline, lr_scheduler, dataloader)
+    target, random_of_ranks = _folder(parent, step), random_states(pipeline.grid)
+
+    def rest() -> dict[str, Any]:
+        return rest_of(pipeline, lr_scheduler, dataloader) | random_of_ranks
+
     if use_async:
         checkpoints.start(_planned_state(target, step, model, optimizer, rest, finish=partial(_keep, parent, keep)))
         return
@@ -182,7 +203,8 @@ def load_training_state(
     """Restore the given objects to their state at `step`, by default the newest complete step, and return that step.
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
-    given are not loaded; the random generators are always restored. With `verify`, every file is compared with its
+    given are not loaded. Each rank's random generators are always restored; if the sizes of the grid have changed,
+    every rank gets the states of the first rank. With `verify`, every file is compared with its
     saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
     `step-<step>.damaged`, and an older step is loaded, with a warning.
 
@@ -229,7 +251,7 @@ def load_training_state(
         load_optimizer(optimizer, folder / OPTIMIZER)
     with together(pipeline.grid.world):
         restore_rest(pipeline, rest, lr_scheduler)
-        set_random_state(rest["random"])
+        set_random_state(own_random_state(rest, pipeline.grid))
     return chosen
 
 
@@ -330,7 +352,11 @@ def read_rest(file: Path) -> dict[str, Any]:
         for key in ("lr_scheduler", "dataloader", "loss_scale"):
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")
-        check_random_state(rest["random"])
+        ranks = rest.get("ranks", [])
+        if len(ranks) != (math.prod(rest["layout"]) if ranks else 0):
+            raise ValueError(f"it has the random states of {len(ranks)} ranks, in a layout of {rest['layout']}")
+        for state in (rest["random"], *ranks):
+            check_random_state(state)
     return rest
 
 

@@ -22,7 +22,7 @@ from pipeshard.checkpoint.io import io_of, refuse_packed
 from pipeshard.checkpoint.lora import load_lora, save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
-from pipeshard.checkpoint.training_state import random_state, read_rest, rest_of, restore_rest
+from pipeshard.checkpoint.training_state import own_random_state, random_states, read_rest, rest_of, restore_rest
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
@@ -66,7 +66,7 @@ def load_checkpoint_weights(model: PipelineModel, folder: Path) -> None:
 def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any, step: int) -> None:
     """Write `folder/pipeline`, and a manifest of all files that the folder then contains. Call it on all ranks."""
     grid = model.pipeline.grid
-    random = {"layout": [grid.dp_size, grid.pp_size, grid.tp_size], "ranks": gather_objects(random_state(), grid.world)}
+    random = random_states(grid)
     with together(grid.world):
         if grid.first:
             lock(folder.parent, model)
@@ -93,8 +93,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
             for file in folder.glob(RANDOM):  # these may be partial, as no rank waits for their writes; not used here
                 if not zipfile.is_zipfile(file):
                     file.unlink()
-    same = rest["layout"] == [grid.dp_size, grid.pp_size, grid.tp_size]
-    return rest["ranks"][grid.world.rank()] if same else rest["random"]
+    return own_random_state(rest, grid)
 
 
 def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:

@@ -117,6 +117,7 @@ def strange_rests(rest: dict[str, Any]) -> list[Any]:
             {**rest, "dataloader": 3},
         ),
         *({**rest, "random": {**rest["random"], **other} if other else other} for other in randoms),
+        *({**rest, "ranks": ranks} for ranks in (rest["ranks"][:1], [rest["random"], {}])),
     ]
 
 
@@ -141,6 +142,8 @@ def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) ->
         "training.pt is damaged .ValueError",
         "training.pt is damaged .RuntimeError: .* size to be 7",
         "training.pt is damaged .TypeError",
+        "training.pt is damaged .ValueError: it has the random states of 1 ranks, in a layout of .1, 2, 1.",
+        "training.pt is damaged .KeyError: 'torch'",
     ]
     assert_told(ranks[0], expected)
     assert not (tmp_path / "mark").exists()

@@ -37,6 +37,7 @@ from tests import zoo
 from tests.messages import assert_told
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
+from tests.unsplit import Split
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
@@ -178,6 +179,28 @@ def test_four_then_two_then_three_stages_train_like_an_uninterrupted_run(pool: P
     manifest = json.loads((tmp_path / "step-00000010" / "manifest.json").read_text())
     assert (manifest["format"], manifest["step"], manifest["stages"]) == (1, 10, 3)
     assert manifest["versions"]["torch"] == torch.__version__ and "training.pt" in manifest["files"]
+
+
+def drawing(folder: Path, use_async: bool | None = None) -> tuple[float, ...]:
+    """The next numbers of this rank's generators: after a save, or (without `use_async`) after a load."""
+    split = Split(zoo.build("gpt2"), 1, zoo.batch("gpt2"), num_microbatches=2)
+    for set_seed in (torch.manual_seed, random.seed, np.random.seed):
+        set_seed(5 + dist.get_rank() if use_async is not None else 0)
+    if use_async is not None:
+        save_training_state(folder, 1, split.model, split.optimizer, use_async=use_async)
+    else:
+        load_training_state(folder, split.model, split.optimizer)
+    return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_each_rank_goes_on_with_its_own_random_numbers(pool: Pool, tmp_path: Path, use_async: bool) -> None:
+    """Replicas that are seeded apart, to mix their samples up in other ways, drew the first rank's numbers after a
+    resume. In another layout they still do."""
+    first, second = pool.run(drawing, 2, tmp_path, use_async)
+    assert first != second
+    assert pool.run(drawing, 2, tmp_path) == [first, second]
+    assert pool.run(drawing, 1, tmp_path) == [first]
 
 
 def at_an_epoch_s_end(folder: Path) -> None:
