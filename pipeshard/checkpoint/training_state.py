@@ -324,6 +324,7 @@ def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: An
     """The content of training.pt: a training state without the model and the optimizer."""
     return {
         "steps": pipeline.steps,
+        "forwards": pipeline.forwards,
         "random": random_state(),
         "loss_scale": None if pipeline.scaling is None else pipeline.scaling.state_dict(),
         "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
@@ -335,7 +336,7 @@ def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRSched
     """Restore the result of `rest_of`, except the dataloader and the random generators."""
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(rest["lr_scheduler"])
-    pipeline.steps = rest["steps"]
+    pipeline.steps, pipeline.forwards = rest["steps"], rest.get("forwards", 0)
     if pipeline.scaling is not None and rest.get("loss_scale"):
         pipeline.scaling.load_state_dict(rest["loss_scale"])
 
@@ -347,8 +348,9 @@ def read_rest(file: Path) -> dict[str, Any]:
     with explained(  # generators may raise anything for an invalid state
         lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
     ):
-        if not isinstance(rest["steps"], int) or rest["steps"] < 0:
-            raise ValueError("steps must be a non-negative integer")
+        for key, count in ("steps", rest["steps"]), ("forwards", rest.get("forwards", 0)):
+            if not isinstance(count, int) or count < 0:
+                raise ValueError(f"{key} must be a non-negative integer")
         for key in ("lr_scheduler", "dataloader", "loss_scale"):
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")

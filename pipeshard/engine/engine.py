@@ -110,6 +110,7 @@ class Pipeline:
         self.scaling = LossScale(config.initial_scale) if self.precision.scales else None
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
+        self.forwards = 0  # forward-only calls since the last training step
         self.synchronizes = True  # False under no_sync
         # On a GPU, the next step checks whether a loss that was not requested is NaN, to avoid a device sync.
         self.looks_at_once = self.device.type == "cpu"
@@ -204,7 +205,8 @@ class Pipeline:
         is_exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
         asked = Asked(criterion, train, return_loss, outputs, is_exact, weight)
         batches, found, agreed = self._read(asked, data_iter, num_batches)
-        with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
+        forwards = 0 if train else self.forwards
+        with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed), forwards):
             out = self._run(asked, batches, found)
         if train:
             self.gradients.added()
@@ -336,7 +338,7 @@ class Pipeline:
             raise
         finally:
             self.stages.end()
-        self.steps += train
+        self.steps, self.forwards = (self.steps + 1, 0) if train else (self.steps, self.forwards + 1)
         self.traces.stepped()
         own_progress().start("the sums of gradients and losses")
         if train or self.holdings.sharded is not None:

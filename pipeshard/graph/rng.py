@@ -18,7 +18,7 @@ from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
 
 class Randomness:
     """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so that a dropout mask is
-    the same for every p.
+    the same for every p. Between two training steps, the hash also contains the number of the forward-only call.
 
     A position is a unit call or the glue before the call. Every stage that runs this code uses the same random numbers
     as the unsplit model. Torch is always seeded, for dropout. `random` and numpy take longer to seed, and are seeded
@@ -29,18 +29,20 @@ class Randomness:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[device.index])
-        self._key, self._first = (0, 0, 0), 0
+        self._key: tuple[int, ...] = (0, 0, 0)
+        self._first = 0
         self.python = True
 
     @contextmanager
-    def step(self, seed: int, step: int, first: int = 0) -> Iterator[None]:
+    def step(self, seed: int, step: int, first: int = 0, forwards: int = 0) -> Iterator[None]:
         """Context manager in which forwards use the random numbers of this step. The user's generators are restored on
         exit.
 
-        `first` is the number of this replica's first microbatch: microbatches are numbered across replicas.
+        `first` is the number of this replica's first microbatch: microbatches are numbered across replicas. `forwards`
+        is the number of forward-only calls between the last training step and this one.
         """
         states = _states(self.generators)
-        self._key, self._first = (seed, step, first), first
+        self._key, self._first = (seed, step, first, *([forwards] if forwards else ())), first
         try:
             yield
         finally:
@@ -48,11 +50,11 @@ class Randomness:
 
     def microbatch(self, i: int) -> None:
         """Use the random numbers of microbatch i from the next call of `at` on."""
-        self._key = (*self._key[:2], self._first + i)
+        self._key = (*self._key[:2], self._first + i, *self._key[3:])
 
     def at(self, place: int) -> Callable[[], None]:
         """Seed the generators for the position `place`, and return a function that seeds them again."""
-        number = _number(struct.pack("<4q", *self._key, place))
+        number = _number(struct.pack(f"<{len(self._key) + 1}q", *self._key, place))
         _seed(self.generators, number, self.python)
         return partial(_seed, self.generators, number, self.python)
 

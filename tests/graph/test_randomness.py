@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeshard import load_training_state, save_training_state
 from tests import zoo
 from tests.covering import covering
 from tests.pool import Pool
@@ -81,6 +83,43 @@ def repeated() -> list[float]:
     split = Split(with_dropout(zoo.build("gpt2")), 2, zoo.batch("gpt2"), num_microbatches=2)
     data: Any = zoo.batch("gpt2")
     return [float(split.backward(data)["loss"]) for _ in range(STEPS)]
+
+
+def evaluated(folder: str, evaluates: bool, resumes: bool = False) -> tuple[list[float], list[float]]:
+    """The losses of two training steps, and of forward-only calls on one batch before, between and after them. With
+    `resumes`, the second step and what follows are those of a model that was loaded before them."""
+    data, seen = zoo.batch("gpt2"), list[float]()
+
+    def made() -> Split:
+        return Split(with_dropout(zoo.build("gpt2")), dist.get_world_size(), data, num_microbatches=2)
+
+    def evaluate() -> None:
+        seen.extend(float(split.evaluate(data)["loss"]) for _ in range(3 if evaluates else 0))
+
+    split, losses = made(), list[float]()
+    for step in range(2):
+        evaluate()
+        if resumes and step:
+            save_training_state(folder, 1, split.model, split.optimizer)
+            split = made()
+            load_training_state(folder, split.model, split.optimizer)
+            evaluate()
+        losses.append(float(split.backward(data)["loss"]))
+        split.step()
+    evaluate()
+    return losses, seen
+
+
+def test_each_forward_draws_its_own_numbers(pool: Pool, tmp_path: Path) -> None:
+    """Forward-only calls between two training steps repeated the same dropout masks, so twenty passes were one. Each
+    draws anew, for any number of stages, and what training draws does not depend on them."""
+    (losses, seen), *_ = pool.run(evaluated, 1, str(tmp_path), True)
+    assert len(set(seen)) == 9
+    assert pool.run(evaluated, 2, str(tmp_path), True) == [(losses, seen)] * 2
+    assert pool.run(evaluated, 2, str(tmp_path), False) == [(losses, [])] * 2
+    ((again, more), *_) = pool.run(evaluated, 2, str(tmp_path), True, True)
+    assert again == losses and len(set(more)) == 12
+    assert [*more[:6], *more[9:]] == seen
 
 
 @pytest.mark.turns
