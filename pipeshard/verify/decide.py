@@ -20,6 +20,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.ragged import Ragged
 from pipeshard.errors import BatchError, ConfigurationError, VerificationError
+from pipeshard.graph.preserve import preserving
 from pipeshard.hf import has_known_loss, padding_token, without_adapters
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
@@ -90,7 +91,7 @@ def prove_at_boost(
     microbatch does not run by itself, ConfigurationError if slices could not be compared, and Proven inside `alone()`.
     """
     if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
-        _warn_of_batch_norms(model)
+        _warn_of_batch_norms(model, trains=optimizer is not None)
     alone, stages = standing_alone() is not None, config.num_stages
     auto = config.verify == "auto" and not alone
     is_sliced, is_ragged = config.has_slices, config.is_ragged
@@ -170,8 +171,15 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
     )
 
 
-def _warn_of_batch_norms(model: nn.Module) -> None:
-    norms = [name for name, module in model.named_modules() if module.training and is_batch_norm(module)]
+def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
+    """Warn of batch norms that normalize by the batch. A model that `trains` is judged in training mode, even if it is
+    in evaluation mode now."""
+    norms = [name for name, module in model.named_modules() if is_batch_norm(module)]
+    switches = bool(norms) and trains and not model.training
+    with preserving(model) if switches else contextlib.nullcontext():
+        if switches:
+            model.train()
+        norms = [name for name in norms if model.get_submodule(name).training]
     if norms:
         logger.warning(
             "%s has %d batch norms (%s, ...), which normalize each microbatch with its own mean and variance, "

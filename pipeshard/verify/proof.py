@@ -97,7 +97,7 @@ def prove(
     steps: int = 2,
 ) -> Proof:
     """Train copies of a model, split and unsplit, for `steps` steps on different samples, and compare them before the
-    model is boosted. The user's objects do not change.
+    model is boosted. The user's objects do not change. With an optimizer, the copies are in training mode.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
     parameters after the optimizer's step, the saved state, and the unsplit model on the whole batch with itself on the
@@ -276,6 +276,8 @@ class _Proving:
             parameter.grad = None
         if self.config.has_slices or self.config.is_ragged:  # the random numbers of dropout depend on the length
             made.model.eval()
+        elif made.optimizer is not None and not made.model.training:  # `from_pretrained` returns models like this
+            made.model.train()
         return made
 
     def _try(self) -> None:

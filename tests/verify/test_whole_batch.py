@@ -352,6 +352,33 @@ def noisy() -> nn.Module:
     return Net(Noisy)
 
 
+def evaluating(kind: type[nn.Module], trains: bool = True) -> tuple[str, bool]:
+    """What is said at the boost of a model in evaluation mode, as `from_pretrained` returns it, and whether it still is
+    in evaluation mode."""
+    model, said = Net(kind).eval(), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipeshard").addHandler(handler)
+    plugin = PipelinePlugin(2, num_microbatches=2, dry_run_input=words(), verify=True)
+    try:
+        Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1) if trains else None)
+    except VerificationError as error:
+        said.append(str(error))
+    finally:
+        logging.getLogger("pipeshard").removeHandler(handler)
+    return " ".join(said), not any(module.training for module in model.modules())
+
+
+@pytest.mark.processes
+def test_a_model_in_evaluation_mode_is_proven_in_training_mode(pool: Pool) -> None:
+    """Layers that mix samples in training alone were proven exact, and batch norms were not warned of, since models of
+    `from_pretrained` are in evaluation mode at boost."""
+    for kind, what in ((CentredInTraining, "samples depend on each other"), (Normed, "Net has 3 batch norms")):
+        (said, is_still_evaluating), _ = pool.run(evaluating, 2, kind)
+        assert what in said and is_still_evaluating
+        assert pool.run(evaluating, 2, kind, trains=False) == [("", True)] * 2
+
+
 @pytest.mark.turns
 @pytest.mark.parametrize("verify", ["auto", True])
 def test_they_are_refused_at_boost(pool: Pool, verify: Any) -> None:
