@@ -27,7 +27,7 @@ from pipeshard.verify.samples import Samples
 from pipeshard.verify.sides import ALL, SEED, Sides, StepCut, Undivided
 from pipeshard.verify.smaller import smaller
 from pipeshard.verify.untouched import untouched
-from pipeshard.verify.whole import Coupled, WholeBatch, WholeFound, copied_microbatches
+from pipeshard.verify.whole import MOVES, Coupled, WholeBatch, WholeFound, copied_microbatches, moves
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
@@ -347,6 +347,11 @@ class _Proving:
         for step in range(self.steps):
             asked = step > 0 and not self.config.is_ragged  # outputs at padding are arbitrary
             self.cut.append(sides.step(comparison, step, asked))
+            undivided = None if step else sides.undivided
+            if undivided is not None and moves(
+                self.given, undivided.reference.own, sides.references[0].own, self.samples.m
+            ):
+                self.moving[MOVES] = None
         self.counts = dict(comparison.counts)
 
     def _compare_whole(self) -> None:

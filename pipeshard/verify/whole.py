@@ -15,7 +15,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import summary
 from pipeshard.graph.rng import Randomness, SharedDraws, python_state
 from pipeshard.private import BatchNorm, tree_tensors
-from pipeshard.verify.compare import Results, gap, magnitude, recorded, size
+from pipeshard.verify.compare import Comparison, Results, attributes, gap, magnitude, recorded, size
 from pipeshard.verify.local import Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
 
@@ -25,6 +25,7 @@ WHOLE_SEED = 20261124
 LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
 LOSS_FLOOR = 1e-3  # errors of smaller losses, and of gradients below this share of the largest, are relative to this
 SHARED, CONSTANT = "shared", "constant"  # random numbers: each sample's own on both sides, or the same for all samples
+MOVES = "counters and running values of the model are updated once per microbatch, not once per batch"
 PHASE = 0.5  # of the sine used as a loss: not an odd function, so that subtracting a mean changes it
 
 Make = Callable[[torch.dtype | None], tuple[Copies, Criterion | None]]
@@ -190,9 +191,8 @@ class WholeBatch:
             return why
         if self._is_carried(way):
             return f"{why}: a microbatch's forward leaves state on the model that changes the next microbatch"
-        moves = "counters and running values of the model are updated once per microbatch, not once per batch"
-        if moves not in self.found.moving:
-            self.found.moving.append(moves)
+        if MOVES not in self.found.moving:
+            self.found.moving.append(MOVES)
         return self._count(whole)
 
     def _count(self, whole: Side) -> str:
@@ -341,6 +341,30 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
                 f"{gap(mine, theirs)}"
             )
     return ""
+
+
+def moves(before: Copies, whole: Copies, parts: Copies, m: int) -> bool:
+    """Whether a counter (an integer of a module or the criterion) or a buffer depends on the number of microbatches:
+    `whole` has run one forward of a batch, and `parts` the batch's m microbatches. The loss may not use it yet."""
+    start, of_whole, of_parts = (_counters(own) for own in (before, whole, parts))
+    if any(of_parts.get(place, n) - n == m * (of_whole.get(place, n) - n) != 0 for place, n in start.items()):
+        return True
+    is_same, others = Comparison().same, dict(parts.model.named_buffers())
+    buffers = dict(before.model.named_buffers())
+    return any(
+        name in others and buffer.shape == buffers[name].shape and not is_same(others[name], buffer)
+        for name, buffer in whole.model.named_buffers()
+        if name in buffers and not is_same(buffer, buffers[name].to(buffer.device))
+    )
+
+
+def _counters(own: Copies) -> dict[tuple[int, str], int]:
+    """The integers among the attributes of modules and the criterion, by the number of the object and the name."""
+    criterion = own.criterion.modules() if isinstance(own.criterion, nn.Module) else [own.criterion]
+    objects = [attributes(module) for module in own.model.modules()]
+    objects += [dict(getattr(one, "__dict__", {})) for one in criterion]
+    places = ((k, name, value) for k, held in enumerate(objects) for name, value in held.items())
+    return {(k, name): value for k, name, value in places if type(value) is int}
 
 
 class _Norms(TorchFunctionMode):

@@ -177,6 +177,56 @@ class Counting(Layer):
         return super().forward(x) * (1 + 0.1 * self.turns)
 
 
+class Switching(Layer):
+    """Counts its forwards, and does another thing after the thousandth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turns += 1
+        return super().forward(x) * (2 if self.turns > 1000 else 1)
+
+
+class Averaging(Layer):
+    """Averages its inputs for later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return super().forward(x)
+
+
+class Sized(Layer):
+    """Notes sizes, which add up to those of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.rows, self.length = 0, 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        self.rows, self.length = len(x), x.shape[1]
+        return super().forward(x)
+
+
+class Warming:
+    """A loss that counts its calls, and is another after the thousandth."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        self.calls += 1
+        return output["loss"] * (2 if self.calls > 1000 else 1)
+
+
 class Recurrent(nn.Module):
     """Torch's own layout: (seq, batch)."""
 
@@ -265,6 +315,16 @@ CASES = {
         lambda: Net(Spectral), "Its vectors move with each microbatch.", moving="updated once per microbatch"
     ),
     "counter": Case(lambda: Net(Counting), "So do numbers of forwards.", moving="updated once per microbatch"),
+    "counter that switches": Case(
+        lambda: Net(Switching), "It does so m times as early.", moving="updated once per microbatch"
+    ),
+    "counter of the criterion": Case(
+        Net, "So does a criterion's.", moving="updated once per microbatch", criterion=Warming()
+    ),
+    "average for later": Case(
+        lambda: Net(Averaging), "The average moves m times as fast.", moving="updated once per microbatch"
+    ),
+    "sizes": Case(lambda: Net(Sized), "Sizes are no counters."),
     "lstm": Case(Recurrent, "Cut along time.", "unit layers.0", batch=time_first, criterion=over_time),
     "lstm, declared": Case(Recurrent, "", batch=time_first, criterion=over_time, options=BY_TIME),
     "lstm with dropout, declared": Case(
