@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch.distributed as dist
@@ -57,32 +58,39 @@ def writes(path: Path) -> Iterator[None]:
         ) from error
 
 
-def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:
+ALL = "*"  # the pattern of a folder that belongs to its saves entirely
+
+
+def new_folder(target: Path, group: dist.ProcessGroup, mark: str, own: str = ALL) -> AbstractContextManager[Path]:
     """Context manager that yields an empty folder shared by all ranks; on exit, this folder replaces `target`.
 
     At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is the
-    same as in `make_way`.
+    same as in `make_way`. Files whose names match the pattern `own` belong to saves, so those of the previous save are
+    removed; other entries of the previous folder are kept, unless the new folder has an entry of the same name.
     """
-    return _written_folder(target, group, lambda: make_way(target, mark), lambda writing: place(writing, target))
+    return _written_folder(
+        target, group, lambda: make_way(target, mark, own), lambda writing: place(writing, target, own)
+    )
 
 
-def make_way(target: Path, mark: str) -> None:
+def make_way(target: Path, mark: str, own: str = ALL) -> None:
     """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, or a
     non-empty folder without the file `mark`, which every saved folder contains."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
     if target.exists() and any(target.iterdir()) and not (target / mark).exists():
         raise CheckpointError(f"{target} contains other files, which saving would delete: choose another folder")
-    restore(target)
+    restore(target, own)
 
 
-def place(writing: Path, target: Path) -> None:
-    """Rename the complete folder `writing`, already synced to disk, to `target`, replacing an existing folder."""
+def place(writing: Path, target: Path, own: str = ALL) -> None:
+    """Rename the complete folder `writing`, already synced to disk, to `target`, replacing an existing folder except
+    for its entries that do not match `own`."""
     old = hidden(target, "old")
     if target.exists():
         os.rename(target, old)
     os.rename(writing, target)
-    remove(old)
+    restore(target, own)
     sync(target.parent)
 
 
@@ -129,12 +137,26 @@ def existing(target: Path) -> Path:
     return old if old.exists() and not target.exists() else target
 
 
-def restore(target: Path) -> None:
-    """Clean up after a killed save: restore `target` if it is missing, and remove the hidden previous folder."""
+def restore(target: Path, own: str = ALL) -> None:
+    """Complete a save, also one that was killed: restore `target` if it is missing, move the entries that do not match
+    `own` from the hidden previous folder to `target`, and remove that folder."""
     old = hidden(target, "old")
     if old.exists() and not target.exists():
         os.rename(old, target)
+    if old.is_dir() and own != ALL:
+        _keep_others(old, target, own)
+        sync(target)
     remove(old)
+
+
+def _keep_others(old: Path, new: Path, own: str) -> None:
+    """Move the entries of `old` that neither match `own` nor exist in `new` to `new`, also those of its subfolders."""
+    for entry in old.iterdir():
+        kept = new / entry.name
+        if entry.is_dir() and kept.is_dir():
+            _keep_others(entry, kept, own)
+        elif not fnmatchcase(entry.name, own) and not kept.exists():
+            shutil.move(entry, kept)
 
 
 def sync(*paths: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,10 +88,11 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     model.
 
     `PeftModel.from_pretrained(base, checkpoint)` reads the folder. The first stage receives the adapters' tensors, one
-    at a time, and writes them, always as safetensors. If a save is interrupted, the previous files remain.
+    at a time, and writes them, always as safetensors. If a save is interrupted, the previous files remain. Other files
+    in the folder, such as a tokenizer, are kept.
 
     Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, and if `checkpoint` is a file or a
-    folder with other content.
+    folder with other content and without adapters.
     """
     module = model.unwrap() if isinstance(model, PipelineModel) else model
     if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):
@@ -111,10 +113,12 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
         state |= {name: whole(state[name]) for name in saved}
     with together(grid.world):
         if grid.leads:
-            with new_folder(Path(checkpoint), model.pipeline.group, mark) as folder:
+            with new_folder(Path(checkpoint), model.pipeline.group, mark, own="adapter_model.*") as folder:
                 _gather(module, state, saved, model.pipeline)
                 with together(model.pipeline.group):
                     if model.pipeline.rank == 0:
+                        if (card := Path(checkpoint) / "README.md").is_file():  # peft adds to an existing model card
+                            shutil.copy(card, folder)
                         module.save_pretrained(str(folder), state_dict=state)
 
 

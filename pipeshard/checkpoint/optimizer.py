@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeshard.checkpoint.files import existing, new_file, new_folder, together, writes
+from pipeshard.checkpoint.safetensors_files import OWN, check_shards, contents, read_shards, write_files
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
-from pipeshard.checkpoint.safetensors_files import check_shards, contents, read_shards, write_files
 from pipeshard.checkpoint.untrusted import has_content, load_plain
 from pipeshard.distributed.collectives import encode, gather_objects, is_packed, like, local, slice_like, whole
 from pipeshard.engine.optimizer import PipelineOptimizer
@@ -207,7 +207,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
 
     With `shard`, writes a folder of safetensors files that torch.distributed.checkpoint's HuggingFaceStorageReader can
     read; otherwise, writes one file that `torch.load(weights_only=True)` can read. The previous files remain until the
-    new files are complete.
+    new files are complete. Other files in the folder, such as those of the model, are kept.
 
     Raises CheckpointError, on every rank, if the state cannot be written.
     """
@@ -215,7 +215,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
     description, written = _planned(boosted, shard)
     rank = boosted.group.rank()
     if shard:
-        with new_folder(target, boosted.group, mark=DESCRIPTION) as folder:
+        with new_folder(target, boosted.group, mark=DESCRIPTION, own=OWN) as folder:
             write_files(contents(_in_files(written)), folder, rank)
             if rank == 0:
                 with writes(folder / DESCRIPTION):

@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from reprlib import repr as short
@@ -248,6 +249,7 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
 LARGEST_FILE = 1 << 30  # the maximum bytes per file, and so per copy; a larger tensor has its own file
 
 
+OWN = "rank-?????-?????.safetensors"  # the pattern of the files that ranks write
 Content = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file: copies of tensors, and metadata
 
 
@@ -283,7 +285,8 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless the files contain exactly `tensors` (possibly on meta), by name, shape and dtype.
+    """Raise CheckpointError unless the ranks' files in the folder contain exactly `tensors` (possibly on meta), by
+    name, shape and dtype.
 
     The check allocates no tensors, and reading accepted files takes no more memory than their size.
     """
@@ -334,11 +337,15 @@ def _begin(tensor: Tensor) -> list[int]:
 
 
 def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The metadata of the tensors in the files, by name, from the files' headers."""
+    """The metadata of the tensors in the ranks' files, by name, from the files' headers. The folder may also contain
+    files of a model."""
     with explained(  # torch does not check the JSON, which may be untrusted
         lambda error: CheckpointError(f"{folder} is damaged: {reason(error)}")
     ):
-        return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
+        read = HuggingFaceStorageReader(str(folder)).read_metadata()
+        files = [(index.fqn, Path(info.relative_path).name) for index, info in read.storage_data.items()]
+        own = {name for name, file in files if fnmatchcase(file, OWN)}
+        return {name: read.state_dict_metadata[name] for name in own}  # type: ignore[misc]
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:

@@ -690,6 +690,31 @@ def mistakes(folder: Path) -> list[str]:
     return messages
 
 
+def saving_beside(folder: Path) -> None:
+    model, data = adapted("only the first layer")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    for epoch in range(2):
+        split.booster.save_lora_as_pretrained(split.model, str(folder))
+        if dist.get_rank() == 0 and epoch == 0:
+            (folder / "tokenizer.json").write_text("mine")
+            (folder / "checkpoint-3").mkdir()
+            (folder / "checkpoint-3" / "optimizer.pt").write_text("a state")
+            card = folder / "README.md"
+            card.write_text(card.read_text() + "\nTrained on my data.\n")
+        dist.barrier()
+
+
+@pytest.mark.turns
+def test_adapters_are_saved_beside_other_files(pool: Pool, tmp_path: Path) -> None:
+    """The second save of adapters removed all else in their folder: a tokenizer, checkpoints, an edited model card."""
+    pool.run(saving_beside, 2, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine"
+    assert (tmp_path / "out" / "checkpoint-3" / "optimizer.pt").read_text() == "a state"
+    assert "Trained on my data." in (tmp_path / "out" / "README.md").read_text()
+    assert PeftModel.from_pretrained(zoo.build("llama-tied"), str(tmp_path / "out")).peft_config
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def failing(save: Any) -> None:
     """The disk of the first rank is full."""
     target = "peft.peft_model.safe_save_file" if dist.get_rank() == 0 else "os.nothing"

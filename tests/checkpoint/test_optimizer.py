@@ -416,6 +416,40 @@ def test_a_save_that_was_killed_at_its_renames_is_undone(pool: Pool, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
+def beside_a_model(folder: Path) -> list[str]:
+    """Two saves of optimizer and model into one folder, in which the user also keeps a file."""
+    run = Run(OPTIMIZERS["adamw"])
+    for epoch in range(2):
+        run.train(1)
+        run.booster.save_optimizer(run.optimizer, f"{folder}/all", shard=True)
+        run.booster.save_model(run.model, f"{folder}/all", shard=True)
+        if dist.get_rank() == 0 and epoch == 0:
+            (folder / "all" / "tokenizer.json").write_text("mine")
+            (folder / "all" / "rank-00007-00000.safetensors").touch()  # of a rank that is no longer there
+            (folder / ".all.old").mkdir()
+            (folder / ".all.old" / "notes.txt").write_text("of a save that was killed after its renames")
+        dist.barrier()
+        if epoch == 0:
+            run.booster.save_optimizer(run.optimizer, f"{folder}/all", shard=True)
+            found = sorted(path.name for path in (folder / "all").iterdir())
+    before = run.state
+    run.train(1)
+    run.booster.load_optimizer(run.optimizer, f"{folder}/all")
+    assert same(before, run.state)
+    return found
+
+
+@pytest.mark.turns
+def test_an_optimizer_is_saved_beside_other_files(pool: Pool, tmp_path: Path) -> None:
+    """The second save of an optimizer removed all else in its folder: the model, and files of the user's own. Beside a
+    model, it could be saved, and not loaded."""
+    for found in pool.run(beside_a_model, 2, tmp_path):
+        assert {"tokenizer.json", "notes.txt", "config.json", "optimizer.pt"} <= set(found)
+        assert [name for name in found if name.startswith("model")]
+        assert "rank-00007-00000.safetensors" not in found
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+
+
 def schedules(folder: Path) -> list[str]:
     parameter = [nn.Parameter(torch.zeros(1))]
 

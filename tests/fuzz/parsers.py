@@ -129,7 +129,7 @@ NOWHERE = -77.0  # a value that no file has
 def _prepare_shards(folder: Path) -> None:
     """The file of another rank, which has the last rows of a tensor, and all of a further one."""
     rest = {"state.w.exp_avg": WHOLE["state.w.exp_avg"][2:].clone(), "state.v.exp_avg": WHOLE["state.v.exp_avg"]}
-    save_file(rest, folder / "another.safetensors", _told({"state.w.exp_avg": [2, 0], "state.v.exp_avg": [0]}))
+    save_file(rest, folder / "rank-00001-00000.safetensors", _told({"state.w.exp_avg": [2, 0], "state.v.exp_avg": [0]}))
 
 
 def _parse_shards(file: Path) -> None:
