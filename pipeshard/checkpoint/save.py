@@ -30,7 +30,8 @@ from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
-SAVED_FILES = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # files of earlier saves in a folder
+# The names of files of earlier saves in a folder, by this module or by transformers.
+SAVED_FILES = re.compile(r"model((-v\d+)?-\d{5,}-of-\d{5,})?\.safetensors|\.pipeshard-.*")
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:

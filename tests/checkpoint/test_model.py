@@ -429,6 +429,24 @@ def test_what_a_killed_save_left_is_removed(pool: Pool, tmp_path: Path) -> None:
     assert is_whole(tmp_path, 1)
 
 
+def saving_beside(folder: Path) -> None:
+    split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    split.booster.save_model(split.model, str(folder), shard=True)
+
+
+@pytest.mark.local
+def test_files_that_no_save_has_written_are_kept(pool: Pool, tmp_path: Path) -> None:
+    """A save removed the user's own `model-ema.safetensors`, as if it were a shard of an earlier save."""
+    own = [f"model-{name}.safetensors" for name in ("ema", "epoch3", "v2", "1-of-2")]
+    earlier = ["model-00001-of-00003.safetensors", "model-v2-00001-of-00003.safetensors"]
+    for name in own + earlier:
+        (tmp_path / name).touch()
+    pool.run(saving_beside, 2, tmp_path)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert set(own) <= found and not found & set(earlier)
+    assert is_whole(tmp_path, 0)
+
+
 def on_a_full_disk(folder: str, full: int) -> None:
     split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
     split.booster.save_model(split.model, folder, shard=True)
