@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.training_state import load_training_state, newest_step, save_training_state
+from pipeshard.checkpoint.training_state import has_step, load_training_state, save_training_state
 from pipeshard.distributed.collectives import gather, gather_objects, together_in
 from pipeshard.distributed.groups import raising_errors
 from pipeshard.errors import ConfigurationError, UsageError, summary
@@ -73,12 +73,13 @@ class PreemptibleJob:
         """Load the newest state into the objects that `booster.boost` returned; returns the number of completed steps,
         0 for a new job.
 
-        Raises CheckpointError, on every rank, for a state that does not match these objects.
+        Raises CheckpointError, on every rank, for a state that does not match these objects, and for a directory in
+        which no step is complete. (A save that was killed before it completed its step leaves none.)
         """
         self._parts = (model, optimizer, lr_scheduler, dataloader)
         if getattr(dataloader, "num_workers", 0):
             dataloader.worker_init_fn = Deaf(dataloader.worker_init_fn)
-        if any(step is not None for step in gather_objects(newest_step(self.directory), _world())):
+        if any(gather_objects(has_step(self.directory), _world())):
             self.step = self._saved = load_training_state(self.directory, *self._parts)
         return self.step
 

@@ -19,7 +19,7 @@ import elastic
 from pipeshard import AutoConfig, ElasticJob, PreemptibleJob, cli, launch
 from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.elastic import WISHES
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.planner.autoconfig import Layout, layouts
 from tests import zoo
 from tests.agents import Agents, Line, lines
@@ -225,6 +225,26 @@ def test_a_job_that_is_told_to_end_leaves_its_state(pool: Pool, tmp_path: Path) 
     assert pool.run(preempted, 2, tmp_path, 0) == [(143, 0)] * 2
     assert pool.run(preempted, 2, tmp_path, 2) == [(143, 2)] * 2
     assert newest_step(tmp_path) == 4
+
+
+def resumed(folder: Path) -> int | str:
+    split = Split(zoo.build("gpt2"), dist.get_world_size(), zoo.batch("gpt2"), num_microbatches=2)
+    with mock.patch("signal.signal"), mock.patch("signal.pthread_sigmask"):
+        try:
+            return PreemptibleJob(folder).resume(split.model, split.optimizer)
+        except CheckpointError as error:
+            return str(error)
+
+
+def test_a_job_whose_steps_are_incomplete_does_not_begin_anew(pool: Pool, tmp_path: Path) -> None:
+    """After a copy that was broken off, a job began at step 0, and its saves took the place of what could be repaired.
+    What a killed first save leaves is no step."""
+    (tmp_path / ".step-00000003.writing").mkdir()
+    assert pool.run(resumed, 2, tmp_path) == [0, 0]
+    (tmp_path / "step-00000003" / "model").mkdir(parents=True)
+    first, second = pool.run(resumed, 2, tmp_path)
+    assert first == second
+    assert_told([first], ["contains no complete step; step-00000003 is not complete .*or move incomplete steps away"])
 
 
 def test_a_script_without_a_launcher_is_told() -> None:

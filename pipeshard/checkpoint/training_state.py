@@ -260,6 +260,12 @@ def newest_step(directory: str | Path) -> int | None:
     return max(_saved_steps(Path(directory)), default=None)
 
 
+def has_step(directory: str | Path) -> bool:
+    """Whether `directory` contains a step, complete or not. A save that was killed before it completed its step leaves
+    only a hidden folder, which does not count."""
+    return bool(_steps(Path(directory)))
+
+
 def _check_loader(dataloader: Any) -> None:
     if dataloader is not None and not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
         raise CheckpointError(
@@ -296,9 +302,13 @@ def _folder(parent: Path, step: int) -> Path:
 
 def _saved_steps(parent: Path) -> Iterator[int]:
     """The steps whose folders are complete, in any order."""
+    return (step for step in _steps(parent) if not flaw(existing(_folder(parent, step)), step))
+
+
+def _steps(parent: Path) -> set[int]:
+    """The steps that have folders, complete or not."""
     names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.glob("*step-*")}
-    steps = {int(match[1]) for name in names if (match := STEP.fullmatch(name))}
-    return (step for step in steps if not flaw(existing(_folder(parent, step)), step))
+    return {int(match[1]) for name in names if (match := STEP.fullmatch(name))}
 
 
 def _incomplete(parent: Path) -> list[tuple[Path, str]]:
@@ -315,8 +325,9 @@ def _choose(parent: Path, step: int | None) -> list[int]:
         return [step]
     flaws = [f"; {path.name} is not complete ({why})" for path, why in _incomplete(parent)]
     what = "no complete step" if step is None else f"no complete step {step}, only {steps[::-1]}"
+    advice = "; restore these files, or move incomplete steps away" if flaws else ""
     raise CheckpointError(
-        f"{parent} contains {what}{''.join(flaws[-3:])}: pass a directory that save_training_state wrote"
+        f"{parent} contains {what}{''.join(flaws[-3:])}: pass a directory that save_training_state wrote{advice}"
     )
 
 
