@@ -99,8 +99,12 @@ def flaw(folder: Path, step: int | None = None) -> str:
 def damage(folder: Path, group: dist.ProcessGroup) -> str:
     """Compare the files of a complete state with their checksums. Returns a message that names the files that have
     changed since the save, or "" if none has. Call it on all ranks, since each rank checks some of the files. States
-    from before 0.2 have no checksums, and are not checked."""
-    manifest = read_document(folder / MANIFEST)
+    from before 0.2 have no checksums, and are not checked.
+
+    Raises CheckpointError, on every rank, if a file cannot be read: it may be intact.
+    """
+    with together(group):
+        manifest = read_document(folder / MANIFEST)
     expected = manifest.get("sha256", {})
     names = sorted(manifest["files"].keys() & expected.keys())
     found = _shared_out(folder, names, group)
@@ -110,22 +114,23 @@ def damage(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dict[str, str]:
-    """Compute the SHA-256 of each file, or the error if the file cannot be read. Each rank reads some of the files."""
-    own = {name: _file_sum(folder / name) for name in names[group.rank() :: group.size()]}
+    """Compute the SHA-256 of each file; each rank reads some of the files. Raises CheckpointError, on every rank, if a
+    file cannot be read."""
+    with together(group):
+        own = {name: sum_of(folder / name) for name in names[group.rank() :: group.size()]}
     return {name: value for of_rank in gather_objects(own, group) for name, value in of_rank.items()}
 
 
 def sum_of(file: Path) -> str:
-    """The SHA-256 of a file; raises OSError if the file cannot be read."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _file_sum(file: Path) -> str:
+    """The SHA-256 of a file; raises CheckpointError if the file cannot be read."""
     try:
-        return sum_of(file)
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        return summary(error)
+        raise CheckpointError(
+            f"{file} cannot be read ({summary(error)}), so its checksum is unknown: check the disk and the file's "
+            "permissions, then try again"
+        ) from error
 
 
 def lock(parent: Path, owner: Any) -> None:

@@ -208,8 +208,8 @@ def load_training_state(
     saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
     `step-<step>.damaged`, and an older step is loaded, with a warning.
 
-    Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if the step lacks the state of a
-    given object, and if a saved state does not fit its object.
+    Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if a file of the step cannot be
+    read, if the step lacks the state of a given object, and if a saved state does not fit its object.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):

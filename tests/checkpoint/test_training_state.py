@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
+from pipeshard.checkpoint import state_folder
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.state_folder import lock
 from pipeshard.checkpoint.training_state import newest_step
@@ -507,6 +508,38 @@ def test_a_bit_that_a_disk_has_flipped_is_found(pool: Pool, tmp_path: Path) -> N
     for messages, missed in pool.run(spoiling, 2, tmp_path, 20):
         assert len(messages) == 20 and not missed
         assert all("contains no intact step 2: step-00000002 has changed" in message for message in messages)
+
+
+def unreadable(folder: Path) -> list[str]:
+    """What is said of a disk that cannot be read for a moment on the last rank: at a load, and at a save."""
+    training = Training("llama", 0)
+    for step in (1, 2):
+        save_training_state(folder, step, **training.parts)
+    failing = (
+        mock.patch.object(state_folder.hashlib, "file_digest", side_effect=OSError(5, "Input/output error"))
+        if dist.get_rank() == 1
+        else contextlib.nullcontext()
+    )
+    said = []
+    for attempt in (load_training_state, lambda *args, **parts: save_training_state(args[0], 3, **parts)):
+        with failing, pytest.raises(CheckpointError) as caught:
+            attempt(folder, **training.parts)
+        said.append(str(caught.value))
+        dist.barrier()
+    assert load_training_state(folder, **training.parts) == 2
+    return said
+
+
+@pytest.mark.turns
+@pytest.mark.processes
+def test_a_file_that_cannot_be_read_is_not_damaged(pool: Pool, tmp_path: Path) -> None:
+    """A read error that passed set the intact newest step aside, and an older one was loaded. At a save, its text was
+    written to the manifest as a checksum."""
+    first, second = pool.run(unreadable, 2, tmp_path)
+    assert first == second
+    error = "cannot be read .*Input/output error"
+    assert_told(first, [f"step-00000002/.* {error}", error])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
 def mixing(folder: Path) -> list[str]:
