@@ -24,7 +24,7 @@ from pipeshard.data.sampler import SharedSampler
 from pipeshard.data.seeded import KeyedSampler, SeededSamples
 from pipeshard.data.share import Share, length_of
 from pipeshard.data.stream import SharedCollate, SharedStream
-from pipeshard.errors import CheckpointError, ConfigurationError
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.graph.rng import Draws
 
 logger = logging.getLogger("pipeshard")
@@ -56,6 +56,12 @@ class Batches(Iterator[Any]):
         return self.batches.is_over()
 
     def __next__(self) -> Any:
+        if self.number <= self.place.outdated:
+            raise UsageError(
+                "this iterator was created before the position of its dataloader was loaded or set, and would read "
+                "from its old position: call iter(dataloader) after load_training_state, load_state_dict or "
+                "set_start_index"
+            )
         batch = next(self.batches, OVER)
         if batch is OVER:
             if self.is_counted and self.place.begun:
@@ -268,7 +274,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iterator at a saved position. The number of replicas may differ if all replicas together read
-        the same number of samples per step.
+        the same number of samples per step. Iterators that were created before raise UsageError when they are read.
 
         Raises CheckpointError if the data, the sampler, the number of samples per step or the workers of a stream have
         changed.
@@ -285,7 +291,7 @@ class ResumableDataLoader(DataLoader[Any]):
             )
         self._order.load_state(state.get("order", {}))
         self.place.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
-        self.place.set(epoch, batches)
+        self.place.move(epoch, batches)
         if batches and batches == self._length:  # a different number of replicas omitted fewer samples
             if self._sampler is not None and "order" in state:
                 self._order.set_epoch(epoch)

@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from pipeshard.batch.read import first_samples
 from pipeshard.dataloader import ResumableDataLoader
-from pipeshard.errors import BatchError, CheckpointError, ConfigurationError
+from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, UsageError
 
 
 class Numbers(Dataset[int]):
@@ -303,6 +303,26 @@ def test_scripts_tell_the_sampler_its_epoch_and_where_to_begin() -> None:
         assert next(iter(loader)).tolist() == whole[epoch][0]
     with pytest.raises(ConfigurationError, match="start_index=3 is not at the start of a batch of 4 samples"):
         loader.sampler.set_start_index(3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "set_start_index"])
+def test_an_iterator_from_before_the_place_was_set_is_not_read(how: str) -> None:
+    """An iterator that a script made before it loaded its state read from the beginning, and was counted from the
+    saved place: batches came twice, and the next save had another place."""
+    whole, loader = epochs(make(shuffle=True), 1), make(shuffle=True)
+    before = iter(loader)
+    if how == "load_state_dict":
+        loader.load_state_dict({**loader.state_dict(), "batches": 2})
+    else:
+        loader = make(shuffle=True)
+        loader.sampler.set_start_index(8)  # type: ignore[attr-defined]
+        before = iter(loader)
+        next(before)
+        loader.sampler.set_epoch(0)  # type: ignore[attr-defined]
+        loader.sampler.set_start_index(8)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="created before the position of its dataloader was loaded or set"):
+        next(before)
+    assert loader.batches == 2 and epochs(loader, 1) == [whole[0][2:]]
 
 
 class Own(DistributedSampler[int]):

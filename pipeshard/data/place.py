@@ -20,10 +20,17 @@ class LoaderPlace:
     begun: bool = False
     seed: int = 0
     iterators: int = 0  # number created; only the newest counts batches
+    outdated: int = 0  # number created before the position was loaded or set; these must not be read
     counted: int | None = None  # number of batches in the last epoch that was read completely
 
     def set(self, epoch: int, batches: int = 0) -> None:
         self.epoch, self.batches, self.begun = epoch, batches, False
+
+    def move(self, epoch: int, batches: int) -> None:
+        """Set the position of the next iterator. Existing iterators are outdated: they would read from the position at
+        which they were created, while this position is counted."""
+        self.set(epoch, batches)
+        self.outdated = self.iterators
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iterator at the first batch of this epoch; if it would start in this epoch anyway, keep the
