@@ -17,7 +17,7 @@ from pipeshard.checkpoint.merging import merged
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.safetensors_files import PICKLED
 from pipeshard.checkpoint.save import FileSave, FolderSave, owned
-from pipeshard.checkpoint.untrusted import load_plain
+from pipeshard.checkpoint.untrusted import load_plain, plain
 from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
@@ -184,8 +184,9 @@ class PipelineCheckpointIO:
         """Write the scheduler's state from the first rank; the state is the same on all ranks."""
         with new_file(Path(checkpoint), self.grid.world) as folder:
             if self.grid.first:
+                state = plain(lr_scheduler.state_dict(), f"this {type(lr_scheduler).__name__}")
                 with writes(Path(checkpoint)):
-                    torch.save(lr_scheduler.state_dict(), folder / Path(checkpoint).name)
+                    torch.save(state, folder / Path(checkpoint).name)
 
     @together_in("load_lr_scheduler")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:

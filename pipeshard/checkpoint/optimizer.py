@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pipeshard.checkpoint.files import existing, new_file, new_folder, together, writes
 from pipeshard.checkpoint.safetensors_files import OWN, check_shards, contents, read_shards, write_files
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
-from pipeshard.checkpoint.untrusted import has_content, load_plain
+from pipeshard.checkpoint.untrusted import has_content, load_plain, without_scalars
 from pipeshard.distributed.collectives import encode, gather_objects, is_packed, like, local, slice_like, whole
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
@@ -101,7 +101,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
         "format": OPTIMIZER_FORMAT,
         "parameters": {name: like(weights[name].master.detach(), weights[name].parameter) for name in states},
         "param_groups": [
-            {key: value for key, value in group.items() if key != "param_names"}
+            {key: without_scalars(value) for key, value in group.items() if key != "param_names"}
             | {"params": [names[number] for number in group["params"]]}
             for group in packed["param_groups"]
         ],

@@ -33,7 +33,7 @@ from pipeshard.checkpoint.state_folder import (
     lock,
     seal,
 )
-from pipeshard.checkpoint.untrusted import load_plain
+from pipeshard.checkpoint.untrusted import load_plain, plain
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
@@ -123,11 +123,16 @@ def save_training_state(
         if pipeline.grid.first:
             lock(parent, model)
             _remove_leftovers(parent)
+<<<<<<< HEAD
     target, random_of_ranks = _folder(parent, step), random_states(pipeline.grid)
 
     def rest() -> dict[str, Any]:
         return rest_of(pipeline, lr_scheduler, dataloader) | random_of_ranks
 
+=======
+        rest = rest_of(pipeline, lr_scheduler, dataloader) if pipeline.grid.first else None
+    target = _folder(parent, step)
+>>>>>>> 6b9729b (States that could not be loaded are refused by the first save; a learning rate that is a number of NumPy trains)
     if use_async:
         checkpoints.start(_planned_state(target, step, model, optimizer, rest, finish=partial(_keep, parent, keep)))
         return
@@ -135,9 +140,10 @@ def save_training_state(
         checkpoints.save_folder(model, folder / MODEL)
         if optimizer is not None:
             save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
-        if pipeline.grid.first:
-            with writes(folder / REST):
-                torch.save(rest(), folder / REST)
+        with together(pipeline.grid.world):
+            if rest is not None:
+                with writes(folder / REST):
+                    torch.save(rest, folder / REST)
         seal(folder, step, pipeline.num_stages, pipeline.grid.world)
     with together(pipeline.grid.world):
         if pipeline.grid.first:
@@ -149,7 +155,7 @@ def _planned_state(
     step: int,
     model: nn.Module,
     optimizer: Optimizer | None,
-    rest: Callable[[], dict[str, Any]],
+    rest: dict[str, Any] | None,
     finish: Callable[[], None],
 ) -> StateSave:
     """Plan a save whose `write` and `commit` need no collectives. Call it on all ranks."""
@@ -163,8 +169,6 @@ def _planned_state(
                 (writing / folder).mkdir(parents=True)
     folder_save = io_of(model).planned(model, writing / MODEL)
     part = ([], None) if optimizer is None else optimizer_part(optimizer)
-    with together(world):
-        copied = copy.deepcopy(rest()) if first else None
     return StateSave(
         target=target,
         stage=world.rank(),
@@ -173,7 +177,7 @@ def _planned_state(
         writing=writing,
         model=folder_save,
         optimizer=part,
-        rest=copied,
+        rest=copy.deepcopy(rest),
         step=step,
         pipeline_stages=pipeline.num_stages,
         finish=finish,
@@ -332,14 +336,19 @@ def _choose(parent: Path, step: int | None) -> list[int]:
 
 
 def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: Any = None) -> dict[str, Any]:
-    """The content of training.pt: a training state without the model and the optimizer."""
+    """The content of training.pt: a training state without the model and the optimizer. Raises CheckpointError for a
+    state that `read_rest` could not read."""
+
+    def state_of(part: Any) -> Any:
+        return None if part is None else plain(part.state_dict(), f"this {type(part).__name__}")
+
     return {
         "steps": pipeline.steps,
         "forwards": pipeline.forwards,
         "random": random_state(),
         "loss_scale": None if pipeline.scaling is None else pipeline.scaling.state_dict(),
-        "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
-        "dataloader": None if dataloader is None else dataloader.state_dict(),
+        "lr_scheduler": state_of(lr_scheduler),
+        "dataloader": state_of(dataloader),
     }
 
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -408,7 +409,8 @@ def _plain(value: Any) -> Any:
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, list | tuple):
         return tuple(_plain(item) for item in value)
-    return value if isinstance(value, PLAIN) else None
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if type(value) in PLAIN else None
 
 
 def _is_close(one: Any, other: Any) -> bool:

@@ -25,7 +25,7 @@ import transformers
 from colossalai.booster import Booster
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
@@ -540,6 +540,68 @@ def test_a_file_that_cannot_be_read_is_not_damaged(pool: Pool, tmp_path: Path) -
     error = "cannot be read .*Input/output error"
     assert_told(first, [f"step-00000002/.* {error}", error])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+class Table:
+    """A rate by step, which LambdaLR saves with its state."""
+
+    def __init__(self, rates: Any) -> None:
+        self.rates = rates
+
+    def __call__(self, step: int) -> float:
+        return float(self.rates[step])
+
+
+class Halves(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+    def __len__(self) -> int:
+        return 7
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": np.zeros(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nobody loads it")
+
+
+def unreadable_values(folder: Path) -> list[str]:
+    training, said = Training("llama", 0), []
+    schedule, model, optimizer = training.schedule, training.model, training.optimizer
+
+    def save(**parts: Any) -> None:
+        for use_async in (False, True):
+            with pytest.raises(CheckpointError) as caught:
+                save_training_state(folder / "new", 1, model, use_async=use_async, **parts)
+            said.append(str(caught.value))
+
+    for strange in (np.ones(9), {1}, folder):
+        schedule.lr_lambdas = [Table(strange)] * 2
+        save(lr_scheduler=schedule)
+    with pytest.raises(CheckpointError) as caught:
+        training.booster.save_lr_scheduler(schedule, str(folder / "schedule.pt"))
+    said.append(str(caught.value))
+    save(dataloader=training.booster.plugin.prepare_dataloader(Samples(), batch_size=2, sampler=Halves()))
+    assert not list(folder.rglob("*step-*"))
+    schedule.lr_lambdas = [lambda step: np.cos(step / 10)] * 2
+    training.run(2)
+    save_training_state(folder, 1, model, optimizer, schedule)
+    expected = [group["lr"] for group in optimizer.param_groups]
+    training.run(1)
+    assert load_training_state(folder, model, optimizer, schedule) == 1
+    assert [group["lr"] for group in optimizer.param_groups] == expected == schedule.get_last_lr()
+    return said
+
+
+@pytest.mark.turns
+def test_what_could_not_be_loaded_is_refused_at_the_first_save(pool: Pool, tmp_path: Path) -> None:
+    """Schedules and samplers with arrays, sets or paths were saved for days, and no state could be loaded. A learning
+    rate that NumPy computed ended the first update."""
+    first, second = pool.run(unreadable_values, 2, tmp_path)
+    assert first == second
+    schedule, sampler = "the state of this LambdaLR cannot be saved", "the state of this ResumableDataLoader cannot"
+    assert_told(first, [*[schedule] * 7, *[sampler] * 2])
 
 
 def mixing(folder: Path) -> list[str]:
