@@ -123,16 +123,10 @@ def save_training_state(
         if pipeline.grid.first:
             lock(parent, model)
             _remove_leftovers(parent)
-<<<<<<< HEAD
-    target, random_of_ranks = _folder(parent, step), random_states(pipeline.grid)
-
-    def rest() -> dict[str, Any]:
-        return rest_of(pipeline, lr_scheduler, dataloader) | random_of_ranks
-
-=======
         rest = rest_of(pipeline, lr_scheduler, dataloader) if pipeline.grid.first else None
+    random_of_ranks = random_states(pipeline.grid)
+    rest = None if rest is None else rest | random_of_ranks
     target = _folder(parent, step)
->>>>>>> 6b9729b (States that could not be loaded are refused by the first save; a learning rate that is a number of NumPy trains)
     if use_async:
         checkpoints.start(_planned_state(target, step, model, optimizer, rest, finish=partial(_keep, parent, keep)))
         return
