@@ -3,7 +3,7 @@
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
         source = Source(path, without_adapters(model)[1] if draw_missing else model)
-        plan = _Plan(model, source, pipeline.holdings, of_base=draw_missing)
+        plan = _Plan(model, source, pipeline.holdings, of_base=draw_missing, blank=pipeline.blank)
         plan.refuse(lists=strict and not draw_missing)
     with together(pipeline.grid.world):
         plan.fill(show=pipeline.grid.first)
@@ -164,18 +164,21 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
 class _Plan:
     """The mapping from a checkpoint to the full model, computed from names and shapes alone. With `of_base`, the names
-    in a model with adapters are those of its base model.
+    in a model with adapters are those of its base model. `blank` are the full names of parameters without values.
 
     Attributes:
         first: for each name, the first of the names that are tied to it.
-        targets: for each first name, the full names of the parameters to fill; several if adapters copy a module.
+        targets: for each first name, the full names of the parameters to fill: the original and, if adapters copy its
+            module, the copies without values. A copy with values was trained.
         scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
         kept: the weights whose fp32 values round to the checkpoint's values, and were kept.
         is_other: whether other fp32 values were replaced.
         extra: the tensors that modules return from `get_extra_state`, by full name.
     """
 
-    def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool) -> None:
+    def __init__(
+        self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool, blank: Collection[str]
+    ) -> None:
         self.whole, self.source, self.holdings = model, source, holdings
         self.model = without_adapters(model)[1] if of_base else model
         state = model.state_dict(keep_vars=True)  # ghosts also have shapes
@@ -195,7 +198,9 @@ class _Plan:
         for full, first in ({full: full for full in names} | first_names(model)).items():
             if full in names:
                 self.first.setdefault(names[full], names[first])
-                self.targets.setdefault(names[first], {})[first] = None
+                targets = self.targets.setdefault(names[first], {})
+                if not targets or first in blank:
+                    targets[first] = None
         self.conversion = Conversion(self.model, source.shapes, self.shapes)
         self.problems: list[str] = []
         self.kept: list[MasterWeight] = []

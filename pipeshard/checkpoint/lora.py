@@ -18,7 +18,7 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
 from pipeshard.hf import ADAPTER_CONFIG, is_of_peft
-from pipeshard.split.adapters import is_blank, put_adapters, stand_ins
+from pipeshard.split.adapters import is_blank, put_adapters, refuse_changed_base, stand_ins
 from pipeshard.split.ties import first_names
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def enable_lora(
     computes adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded these weights.
 
     Raises UsageError if the model is boosted or has adapters, ConfigurationError for `bnb_quantization_config` and for
-    a `lora_config` that the model (or a model on meta) does not support, and CheckpointError for a folder that does not
-    fit the model.
+    a `lora_config` (or saved adapters) that the model (or a model on meta) does not support, and CheckpointError for a
+    folder that does not fit the model.
     """
     from peft import get_peft_model
 
@@ -67,17 +67,20 @@ def enable_lora(
 
 
 def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
     path = existing(Path(folder))
     with explained(
         lambda error: CheckpointError(
             f"{folder} has no adapter for this {type(model).__name__} ({summary(error)}): pass a folder "
             "that booster.save_lora_as_pretrained or peft's save_pretrained wrote for this model"
-        )
+        ),
+        but=(ConfigurationError,),
     ):
         if path.is_dir():
             check_adapter(path, model)
+        if is_blank(model):
+            refuse_changed_base(PeftConfig.from_pretrained(str(path)))
         with warnings.catch_warnings(), stand_ins(model):
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(path), is_trainable=True, torch_device="cpu")

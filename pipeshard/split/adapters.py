@@ -24,6 +24,7 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
     "pissa": lambda layer, adapter: layer.pissa_init(adapter, "pissa"),
     "olora": lambda layer, adapter: layer.olora_init(adapter),
 }
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or their beginnings
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
 WITH_WEIGHTS = "Load the model with its weights before booster.enable_lora"
@@ -95,6 +96,17 @@ def refuse_far(config: Any) -> None:
     if getattr(config, "trainable_token_indices", None):
         raise ConfigurationError(
             f"trainable_token_indices needs the values of the embedding, but the model is on meta. {WITH_WEIGHTS}"
+        )
+
+
+def refuse_changed_base(config: Any) -> None:
+    """Raise ConfigurationError for saved adapters whose initialization changes the weights of their layer: peft repeats
+    this change when it loads the adapters."""
+    how = str(getattr(config, "init_lora_weights", True)).lower()
+    if how.startswith(CHANGES_BASE):
+        raise ConfigurationError(
+            f"these adapters were initialized with init_lora_weights={how!r}, so their layers need weights other than "
+            f"the base model's. peft computes them when it loads the adapters, but the model is on meta. {WITH_WEIGHTS}"
         )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeshard import PipelinePlugin, Policy, load_training_state, register_policy, save_training_state, to_sequential
+from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine import grad_sync as gradients
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
@@ -611,6 +612,52 @@ def test_saved_adapters_on_a_model_on_meta(pool: Pool, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "whole")
     get_peft_model(model, config("dora")).save_pretrained(tmp_path / "adapters")
     assert pool.run(saved_adapters, 2, tmp_path) == [[], []]
+
+
+def trained_copies(folder: Path, case: str) -> list[str]:
+    """What differs from one process where a model on meta gets adapters with a trained head."""
+    classes = transformers.LlamaConfig(**zoo.TINY, num_labels=3)
+    kind, data = {
+        "copied head": (transformers.LlamaForCausalLM, zoo.batch("llama")),
+        "missing head": (
+            transformers.LlamaForSequenceClassification,
+            {"input_ids": zoo.batch("llama")["input_ids"], "labels": torch.arange(8) % 3},
+        ),
+    }[case]
+    base = kind.from_pretrained(folder / "whole", config=classes)
+    unsplit = Unsplit(PeftModel.from_pretrained(base, folder / "adapters", is_trainable=True))
+    model: Any = PipelinePlugin.from_pretrained(kind, folder / "whole", num_labels=3).train()
+    model = booster().enable_lora(model, pretrained_dir=str(folder / "adapters"))
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    return differences(split, unsplit, data)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("case", "copied"), [("copied head", "lm_head"), ("missing head", "score")])
+def test_trained_copies_are_kept_when_the_base_is_loaded(pool: Pool, tmp_path: Path, case: str, copied: str) -> None:
+    """Each stage that loaded its base weights also wrote them over the trained copies of the head; a head that the
+    folder lacks was drawn anew, and its trained copy with it."""
+    model = zoo.build("llama")
+    model.save_pretrained(tmp_path / "whole")
+    if case == "missing head":
+        model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**zoo.TINY, num_labels=3))
+    adapters: Any = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=[copied]))
+    with torch.no_grad():
+        adapters.get_submodule(f"base_model.model.{copied}.modules_to_save.default").weight.mul_(-2)
+    adapters.save_pretrained(tmp_path / "adapters")
+    assert pool.run(trained_copies, 2, tmp_path, case) == [[], []]
+
+
+@pytest.mark.parametrize("how", ["pissa", "olora"])
+def test_saved_adapters_that_change_the_base_are_refused_on_meta(tmp_path: Path, how: str) -> None:
+    """Adapters that were begun by PiSSA or OLoRA trained on the unchanged base weights: another model."""
+    get_peft_model(zoo.build("llama"), LoraConfig(target_modules=ATTENTION, init_lora_weights=how)).save_pretrained(
+        tmp_path
+    )
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    with pytest.raises(ConfigurationError, match=f"init_lora_weights='{how}'.*Load the model with its weights before"):
+        enable_lora(model, str(tmp_path), None, None)
 
 
 def on_a_blank(fields: dict[str, Any], **arguments: Any) -> None:
