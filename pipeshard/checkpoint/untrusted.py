@@ -5,7 +5,6 @@ exhaust the memory or never return. `torch.load(weights_only=True)` executes no 
 still exhaust the memory or never finish.
 """
 
-import io
 import json
 import math
 import pickletools
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, GenerationConfig
 
-from pipeshard.distributed.collectives import reason
+from pipeshard.distributed.collectives import encode, reason
 from pipeshard.errors import CheckpointError, ConfigurationError, explained, summary
 from pipeshard.hf import ADAPTER_CONFIG
 from pipeshard.split.quantized import quantization_of, quantize_blank
@@ -254,8 +253,7 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
         if not file.is_file():
             raise FileNotFoundError("it does not exist")
         zipped = zipfile.is_zipfile(file)
-        with file.open("rb") as content:
-            _refuse_bombs(content, zipped)
+        _refuse_bombs(file, zipped)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
 
 
@@ -264,24 +262,24 @@ def plain(value: Any, what: str) -> Any:
 
     Raises CheckpointError, which names `what`, if `load_plain` could not read a file of this value.
     """
-    value, buffer = without_scalars(value), io.BytesIO()
     with explained(
         lambda error: CheckpointError(
             f"the state of {what} cannot be saved, since it must contain only tensors, numbers, strings, and lists, "
             f"tuples and dicts of these ({reason(error)}): convert other values in its state_dict()"
         )
     ):
-        torch.save(value, buffer)
-        _refuse_bombs(buffer, zipped=True)
-        buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
+        value = without_scalars(value)
+        encode(value)
     return value
 
 
 def without_scalars(value: Any) -> Any:
-    """`value` with NumPy's scalars as Python's numbers, in lists, tuples and dicts too."""
+    """`value` with NumPy's scalars as Python's numbers, in lists, tuples and dicts too. Raises TypeError for the
+    builtin types that `load_plain` refuses."""
     if isinstance(value, np.generic):
-        return value.item()
+        value = value.item()
+    if isinstance(value, (set, frozenset, bytearray, complex)):
+        raise TypeError(f"{type(value).__name__} is not a type of plain values")
     if type(value) is dict:
         return {without_scalars(key): without_scalars(each) for key, each in value.items()}
     return type(value)(map(without_scalars, value)) if type(value) in (list, tuple) else value
@@ -292,15 +290,13 @@ def has_content(tensor: Tensor) -> bool:
     return not tensor.is_meta and tensor.layout is torch.strided and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def _refuse_bombs(file: IO[bytes], zipped: bool) -> None:
+def _refuse_bombs(file: Path, zipped: bool) -> None:
     """Raise ValueError for pickles that could exhaust the memory or never finish.
 
     A few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never finishes, in C code that
     cannot be interrupted. `torch.save` of plain values uses neither. It also never compresses, so compressed data,
     which may have any size once unpacked, is refused.
     """
-    size = file.seek(0, io.SEEK_END)
-    file.seek(0)
     if zipped:
         with zipfile.ZipFile(file) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
@@ -308,10 +304,11 @@ def _refuse_bombs(file: IO[bytes], zipped: bool) -> None:
                 raise ValueError(f"{packed[0]!r} in it is compressed, but torch.save does not compress")
             (name,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
             with archive.open(name) as content:
-                _measure_pickle(_Bounded(content, size))
+                _measure_pickle(_Bounded(content, file.stat().st_size))
         return
-    for _ in range(5):  # the format before torch 1.6: a magic number, versions, the object, storages
-        _measure_pickle(_Bounded(file, size))
+    with file.open("rb") as content:  # the format before torch 1.6: a magic number, versions, the object, storages
+        for _ in range(5):
+            _measure_pickle(_Bounded(content, file.stat().st_size))
 
 
 class _Bounded:
