@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeshard.checkpoint.save import tied_patterns
 from pipeshard.errors import CheckpointError, explained, summary
 from pipeshard.hf import is_of_peft
 from pipeshard.split.adapters import base_names
-from pipeshard.split.ties import names_of
+from pipeshard.split.ties import first_names, names_of
 
 WHOLE = "on the model that pipeshard.to_sequential(model, rank=0) returns on rank 0"
 
@@ -36,7 +37,24 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if own := tensors.keys() & weights.keys():
             values = _merged(layer, path)
             made |= {name: values[name] for name in own}
-    return {plain: made[full] for full, plain in base_names(module, active=True).items() if full in made}
+    return _under_plain_names(module, made)
+
+
+def _under_plain_names(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Map a stage's `tensors` to all of their names in the base model, except names that the architecture ties to
+    another name of the same tensor. A trained copy has the name of the original, which keeps only its other names: the
+    original of an embedding may still be the weight of the head."""
+    first, patterns = first_names(module), tied_patterns(module)
+    current = {plain: full for full, plain in base_names(module, active=True).items()}
+    names = dict[str, list[str]]()
+    for plain, full in current.items():
+        names.setdefault(first.get(full, full), []).append(plain)
+    made = dict[str, Tensor]()
+    for full, tensor in tensors.items():
+        of_tensor = names.get(first.get(full, full), [])
+        untied = [name for name in of_tensor if not any(pattern.search(name) for pattern in patterns)]
+        made |= {name: tensor.clone() if k else tensor for k, name in enumerate(untied or of_tensor)}
+    return made
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:

@@ -104,12 +104,16 @@ class FolderSave(Save):
         files = [f"model{generation}-{k + 1:05d}-of-{len(shards):05d}.safetensors" for k in range(len(shards))]
         files = [SINGLE] if len(shards) == 1 else files
         first = sum(map(len, counts[: pipeline.rank]))
+        dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), None)
+        configs = _configs(module, pipeline.cached, dtype)
+        if of_base and _is_untied(module):
+            configs[0].tie_word_embeddings = False
         return cls(
             folder,
             pipeline.rank,
             pipeline.num_stages,
             token,
-            _configs(module, pipeline.cached, next((t.dtype for t in state.values() if t.is_floating_point()), None)),
+            configs,
             {file: {name: state[name] for name in names} for file, names in zip(files[first:], own)},
             {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard},
             sum(size for shard in shards for _, size in shard),
@@ -241,6 +245,14 @@ def _configs(module: nn.Module, cached: Collection[Any], dtype: torch.dtype | No
     return configs
 
 
+def _is_untied(module: nn.Module) -> bool:
+    """Whether the config ties the head to the input embedding, but adapters train a copy of one of them."""
+    if not isinstance(module, PreTrainedModel) or not getattr(module.config, "tie_word_embeddings", False):
+        return False
+    head = getattr(module.get_output_embeddings(), "weight", None)
+    return head is not None and head is not getattr(module.get_input_embeddings(), "weight", None)
+
+
 def _ready(tensor: Tensor, snapshot: bool) -> Tensor:
     """The tensor on the CPU; with `snapshot`, a copy that training does not change."""
     there = tensor.to("cpu")
@@ -257,7 +269,7 @@ def _generation(folder: Path) -> str:
 def saved_names(model: nn.Module) -> dict[str, str]:
     """The name under which each parameter is saved, by the parameter's first name: for tied parameters, the name to
     which the architecture ties the other names."""
-    patterns = _tied_patterns(model)
+    patterns = tied_patterns(model)
     return {
         first: next((name for name in names if not any(pattern.search(name) for pattern in patterns)), first)
         for first, names in names_of(model).items()
@@ -269,7 +281,7 @@ def copied_names(model: nn.Module) -> dict[str, str]:
     names (`shared_weights`), so transformers would not tie them when it loads the checkpoint."""
     if not isinstance(model, PreTrainedModel):
         return {}
-    patterns, saved = _tied_patterns(model), saved_names(model)
+    patterns, saved = tied_patterns(model), saved_names(model)
     return {
         name: first
         for first, names in names_of(model).items()
@@ -278,7 +290,7 @@ def copied_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
+def tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
     """Patterns for the names that the architecture ties to other names."""
     tied = getattr(model, "all_tied_weights_keys", None)
     tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()

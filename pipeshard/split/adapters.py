@@ -181,7 +181,8 @@ def _named(module: nn.Module, full: str, plain: str, active: bool) -> Iterator[t
         copies = module.modules_to_save if is_of_peft(module, "ModulesToSaveWrapper") else {}
         used = [adapter for adapter in copies if adapter in module.active_adapters] if active else [*copies]
         if not (active and used):
-            yield from _named(module.original_module, f"{full}original_module.", plain, active)
+            original = next(name for name, child in module.named_modules() if child is module.original_module)
+            yield from _named(module.original_module, f"{full}{original}.", plain, active)
         for adapter in used:
             yield from _named(copies[adapter], f"{full}modules_to_save.{adapter}.", plain, active)
         return
