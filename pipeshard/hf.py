@@ -8,7 +8,7 @@ tests each name against transformers and peft: if a release renames something, t
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeGuard
 
@@ -45,7 +45,7 @@ VOCABULARIES = re.compile(r"vocab_size")
 LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last since transformers 5.24
 CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
-GUESSING = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"  # need the logits of several positions
+TIME = "max_time"
 
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft saved
 
@@ -174,6 +174,14 @@ def enable_caches(configs: Iterable[Any]) -> None:
 def is_cache(value: Any) -> bool:
     """Whether this is a transformers cache, with keys and values, or other states, of each layer."""
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
+
+
+def stops_by_clock(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `generate` stops after a time: by its argument, by a generation config, or by transformers'
+    criterion."""
+    criteria = kwargs.get("stopping_criteria") or ()
+    given = (getattr(model, "generation_config", None), *args, kwargs.get("generation_config"), *criteria)
+    return any(limit is not None for limit in (kwargs.get(TIME), *(getattr(one, TIME, None) for one in given)))
 
 
 def is_output_class(kind: Any) -> bool:

@@ -16,9 +16,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
+    MaxTimeCriteria,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -305,6 +307,46 @@ def refused(options: dict[str, Any], asked: dict[str, Any]) -> str:
 
 
 @pytest.mark.processes
+def guessing() -> list[bool]:
+    """Whether tokens guessed from the prompt are checked as in one process, wherever the config says so."""
+    model = zoo.build("llama")
+    prompt = torch.tensor([[3, 4, 5, 6, 3, 4, 5, 6, 3, 4]])
+    config = GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=12, do_sample=False)
+    expected = model.generate(prompt, generation_config=config)
+    split = boosted(copy.deepcopy(model), "llama")
+    found = [split.generate(prompt, generation_config=config)]
+    split.unwrap().generation_config = config
+    found.append(split.generate(prompt))
+    return [torch.equal(expected, one) for one in found]
+
+
+def test_guessed_tokens_are_those_of_one_process(pool: Pool) -> None:
+    """Ranks received only the logits of the last position, unless an argument of `generate` itself asked to guess."""
+    assert pool.run(guessing, 2) == [[True, True]] * 2
+
+
+def timed() -> list[str]:
+    """The errors of calls that stop by the clock; a model on one rank may."""
+    split, config = boosted(zoo.build("llama"), "llama"), GenerationConfig(max_time=20.0, max_new_tokens=2)
+    ways: list[dict[str, Any]] = [{"max_time": 20.0}, {"generation_config": config}]
+    ways.append({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(20.0)])})
+    if dist.get_world_size() == 1:
+        return [str(split.generate(**prompts("llama"), **way, max_new_tokens=2).shape[0]) for way in ways[:1]]
+    messages = []
+    for way in ways:
+        with pytest.raises(ConfigurationError) as caught:
+            split.generate(**prompts("llama"), **way)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_limit_of_time_is_refused(pool: Pool) -> None:
+    """Ranks that read other times left the loop at other tokens, and the others waited for them."""
+    for messages in pool.run(timed, 2):
+        assert len(messages) == 3 and all("max_time is not supported in a pipeline" in one for one in messages)
+    assert pool.run(timed, 1) == [["3"]]
+
+
 def test_sharded_parameters_are_refused(pool: Pool) -> None:
     for message in pool.run(refused, 4, {"pp_size": 2, "fsdp": True}, {}):
         assert message.startswith(

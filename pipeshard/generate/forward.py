@@ -49,9 +49,9 @@ class Forward:
         self.is_running = False
         self._sends: list[tuple[dist.Work, Tensor, int]] = []  # work, content, destination
 
-    def begin(self, last_only: bool, num_microbatches: int | None) -> None:
-        """Prepare a call of `generate`. With `last_only`, ranks receive only the logits of the last position."""
-        self.last_only, self.num_microbatches = last_only, num_microbatches
+    def begin(self, num_microbatches: int | None) -> None:
+        """Prepare a call of `generate`."""
+        self.num_microbatches = num_microbatches
         self._sends.clear()
         self._ways: dict[Any, Way] = {}
         self._caches: dict[int, Entries] = {}
@@ -265,7 +265,6 @@ class Forward:
         said: dict[str, Any] = {"caches": [entries.changes() for entries in caches]}
         last = pipeline.policy.placement[-1]
         if pipeline.rank == last:
-            output = self._trimmed(output)
             names = {id(value): name for name, value in known.items()}
 
             def put(tensor: Tensor) -> Any:
@@ -288,13 +287,6 @@ class Forward:
         for tensor in tensors:
             broadcast_bytes(tensor, pipeline.last_rank, self.group)
         return self._checked(output)
-
-    def _trimmed(self, output: Any) -> Any:
-        logits = getattr(output, LOGITS, None)
-        if not self.last_only or not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] == 1:
-            return output
-        output[LOGITS] = logits[:, -1:].contiguous()
-        return output
 
     def _checked(self, output: Any) -> Any:
         """Return `output`. Raises TraceError on every rank if its logits contain NaN: a stage replaces values that it

@@ -17,7 +17,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import ConfigurationError
 from pipeshard.generate.forward import Forward
-from pipeshard.hf import GUESSING, disable_caches, enable_caches
+from pipeshard.hf import disable_caches, enable_caches, stops_by_clock
 
 
 class Generation:
@@ -36,7 +36,8 @@ class Generation:
 
         The batch of each forward is split into `num_microbatches` microbatches, which are in flight at the same time,
         so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
-        single new tokens are not. Raises ConfigurationError if parameters are sharded across replicas (fsdp=True).
+        single new tokens are not. Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and
+        for `max_time` on several ranks.
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
@@ -44,13 +45,18 @@ class Generation:
                 "PipelinePlugin(fsdp=True) does not support generation: replicas gather parameters together, but each "
                 "generates a different number of tokens. Use fsdp=False, or save the model and load it in one process"
             )
+        if pipeline.grid.size > pipeline.grid.dp_size and stops_by_clock(pipeline.model, args, kwargs):
+            raise ConfigurationError(
+                "max_time is not supported in a pipeline: each rank reads its own clock, so ranks would stop at "
+                "different tokens. Limit the number of tokens with max_new_tokens"
+            )
         pipeline.refuse_blank()
         pipeline.gradients.settle()
         own_progress().begin(pipeline.model, pipeline.policy.chunks)
         own_progress().in_flight = pipeline.grid.size > 1
         self._share_generators()
         pipeline.policy.replace_forward()
-        self.forward.begin(last_only=not any(kwargs.get(name) for name in GUESSING), num_microbatches=num_microbatches)
+        self.forward.begin(num_microbatches)
         enable_caches(pipeline.cached)
         try:
             with pipeline.gradients.coupling.paused(), pipeline.precision.running(), self._together():
