@@ -269,7 +269,7 @@ def train(kind: str, settings: Namespace) -> None:
         data, held_out = rows(settings)
     adapters = trl().get_peft_config(filled(trl().ModelConfig, settings))
     more: dict[str, Any] = {}
-    if kind == "dpo" and adapters is None and not args.precompute_ref_log_probs:
+    if kind == "dpo" and adapters is None:
         more["ref_model"] = model_of(kind, settings)
     if kind == "grpo":
         more["reward_funcs"] = reward_functions(settings)

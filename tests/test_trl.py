@@ -18,8 +18,9 @@ import transformers
 from rich.console import Console
 
 import sft
-from pipeshard import trace
+from pipeshard import PipelinePlugin, trace
 from pipeshard.errors import ConfigurationError
+from pipeshard.trainer import pipelined
 from pipeshard.trainer.refusals import refuse_class
 from tests import zoo
 from tests.pool import Pool
@@ -61,6 +62,16 @@ def test_replicas_gather_the_metrics(pool: Pool, tmp_path: Path) -> None:
     for found in pool.run(run, 4, "completion", str(tmp_path), {"pp_size": 2}, timeout=120, **options):
         assert [entry["loss"] for entry in found[:4]] == pytest.approx([entry["loss"] for entry in expected[:4]], 1e-6)
         assert found[3]["num_tokens"] == expected[3]["num_tokens"]
+
+
+def test_a_reference_on_meta_is_not_precomputed() -> None:
+    """The reference of adapters on a model on meta was computed with weights of zeros."""
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    args = mock.Mock(precompute_ref_log_probs=True)
+    for adapters in (None, trls.adapters()):
+        with pytest.raises(ConfigurationError, match="precompute_ref_log_probs=True runs the whole reference model"):
+            pipelined(trl.DPOTrainer)(model, args=args, peft_config=adapters, pipeline=PipelinePlugin(1))
 
 
 def test_other_trainers_are_refused_by_name() -> None:

@@ -1,6 +1,6 @@
 """Refusals: the arguments of a Trainer that a pipeline does not support, each with the alternative."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
+from pipeshard.split.adapters import is_blank
 
 _DIVIDED = "shard across replicas with PipelinePlugin(zero_stage=1) or PipelinePlugin(fsdp=True) instead"
 _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which only cast the computation"
@@ -78,6 +79,18 @@ def refuse_split(model: nn.Module, name: str) -> None:
             f"{name} got a {type(model).__name__} that another Trainer, or booster.boost, has already split: no rank "
             "holds all of it. Call train() of that Trainer again, or save the model with its "
             "save_model(folder) and pass the model that from_pretrained(folder) returns"
+        )
+
+
+def refuse_blank_reference(model: Any, given: Iterable[Any]) -> None:
+    """Raise ConfigurationError if the Trainer would run a reference `model` on meta while it is constructed; `given`
+    are the constructor's arguments."""
+    is_precomputed = any(getattr(one, "precompute_ref_log_probs", False) for one in given)
+    if is_precomputed and isinstance(model, nn.Module) and is_blank(model):
+        raise ConfigurationError(
+            "precompute_ref_log_probs=True runs the whole reference model on each rank before training, but its "
+            "weights are on meta until its stages load them: omit precompute_ref_log_probs, so that the stages run "
+            "the reference before each step, or load the model with its weights"
         )
 
 

@@ -40,7 +40,7 @@ from pipeshard.trainer.checkpoint import (
     save_weights,
 )
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
-from pipeshard.trainer.refusals import cut, refuse, refuse_class, refuse_split
+from pipeshard.trainer.refusals import cut, refuse, refuse_blank_reference, refuse_class, refuse_split
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
@@ -434,6 +434,7 @@ class Front:
                 f"{type(self).__name__} boosts the model itself: pass the original model, not a boosted one"
             )
         self.pipeline = pipeline
+        refuse_blank_reference(kwargs.get("ref_model") or model, (*args, *kwargs.values()))
         config = kwargs.get("peft_config")
         if config is None or not isinstance(model, nn.Module) or not is_blank(model):
             super().__init__(*args, **kwargs)
