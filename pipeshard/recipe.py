@@ -33,6 +33,8 @@ COLUMNS = {
     "reward": [["chosen", "rejected"], ["chosen_ids", "rejected_ids"], ["chosen_input_ids", "rejected_input_ids"]],
     "grpo": [["prompt"], ["environment"]],
 }
+# Functions of trl.rewards that make a reward function, with the arguments of TRL's own script.
+MAKERS = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # in some models, in addition to safetensors
 
@@ -347,12 +349,16 @@ def model_of(kind: str, settings: Namespace) -> Any:
 
 
 def reward_functions(settings: Namespace) -> list[Any]:
-    """The functions in `reward_funcs`, given by their TRL name or import path, and the name of the reward model."""
+    """The name of the reward model, and the functions in `reward_funcs`, given by their TRL name or import path.
+
+    The order is that of TRL's own script, since `reward_weights` has one weight for each.
+    """
     model = settings.reward_model_name_or_path
-    return [*map(imported, settings.reward_funcs or ()), *([model] if model else [])]
+    return [*([model] if model else []), *map(imported, settings.reward_funcs or ())]
 
 
 def imported(path: str) -> Any:
     module, _, name = path.rpartition(".")
     with explained(lambda error: ConfigurationError(f"reward_funcs: {path} cannot be imported: {error}")):
-        return getattr(import_module(module or "trl.rewards"), name)
+        found = getattr(import_module(module or "trl.rewards"), name)
+    return found(**MAKERS[name]) if not module and name in MAKERS else found

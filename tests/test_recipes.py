@@ -170,6 +170,16 @@ def test_a_killed_rank_resumes(tmp_path: Path) -> None:
     assert losses(logs(tmp_path / "out")) == pytest.approx(expected, rel=1e-5) and len(expected) == 40
 
 
+def test_rewards_are_in_the_order_of_trl() -> None:
+    """The weights in reward_weights went to other functions than in TRL's script, and a function that makes the reward
+    function was called in its place."""
+    names = ["--reward_funcs", "tests.test_recipes.echoed", "get_soft_overlong_punishment"]
+    settings = recipe.read("grpo", ["--reward_model_name_or_path=scorer", *names])
+    model, echo, punishment = recipe.reward_functions(settings)
+    assert (model, echo) == ("scorer", echoed)
+    assert punishment(completion_ids=[[1] * 1024, [1] * 1281]) == [0.0, -1.0]
+
+
 def said(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
