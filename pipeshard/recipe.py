@@ -118,6 +118,8 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
         )
     settings.num_slices = str(settings.num_slices)  # YAML may contain a number
     checked_config(settings)
+    if kind == "reward":
+        refuse_frozen_head(settings)
     return settings
 
 
@@ -182,6 +184,16 @@ def checked_config(settings: Namespace) -> None:
         raise ConfigurationError(
             f"num_slices={settings.num_slices} is not supported with gradient_checkpointing, which TRL turns on: set "
             "recompute=1, or gradient_checkpointing=false"
+        )
+
+
+def refuse_frozen_head(settings: Namespace) -> None:
+    """Raise ConfigurationError for adapters of a reward model whose new head would be neither trained nor saved."""
+    if settings.use_peft and settings.lora_task_type != "SEQ_CLS" and not settings.lora_modules_to_save:
+        raise ConfigurationError(
+            f"with lora_task_type={settings.lora_task_type}, the head of the reward model would keep its initial "
+            "random values, and would not be saved with the adapters. Set lora_task_type=SEQ_CLS, which trains and "
+            "saves the head, or list the head in lora_modules_to_save"
         )
 
 

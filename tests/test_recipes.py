@@ -180,6 +180,13 @@ def test_rewards_are_in_the_order_of_trl() -> None:
     assert punishment(completion_ids=[[1] * 1024, [1] * 1281]) == [0.0, -1.0]
 
 
+def test_a_frozen_new_head_is_refused() -> None:
+    """A reward model with adapters of TRL's default task type trained below a random head, which was not saved."""
+    assert "Set lora_task_type=SEQ_CLS" in said("reward", "--use_peft").output
+    for trained in ("--lora_task_type=SEQ_CLS", "--lora_modules_to_save=score"):
+        assert recipe.read("reward", ["--use_peft", trained]).use_peft
+
+
 def said(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
