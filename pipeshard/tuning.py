@@ -1,7 +1,9 @@
 """Tuning: the commands `pipeshard sft`, `dpo`, `reward` and `grpo`, which plan or train a model."""
 
 import logging
+import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -37,6 +39,9 @@ from pipeshard.script import fold, note, notes
 logger = logging.getLogger("pipeshard")
 SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
 TILES, FOLD = "trl.kernels.chunked_logprob", "_forward_tile"
+# The Trainer's optimizers that are planned as they are; others count as AdamW.
+ADAMW = ("adamw", "adamw_fused", "adamw_32bit", "stable_adamw")
+THREE_STATES = ("ademamix", "ademamix_32bit", "grokadamw")
 NEW_TOKENS = 64  # maximum length of the answer
 
 
@@ -88,6 +93,11 @@ def remarks(settings: Namespace) -> Iterator[str]:
     name = settings.dataset_name or ""
     if not settings.datasets and Path(name).suffix in READERS and not Path(name).is_file():
         yield f"dataset_name={name} does not exist; training requires it"
+    if settings.dry_run and planned_optimizer(settings) != plain_name(settings.optim) not in ADAMW:
+        yield (
+            f"the plan counts the states of optim={settings.optim} as those of AdamW, two fp32 values per parameter; "
+            "they take at most as much"
+        )
     m = settings.microbatches or settings.gradient_accumulation_steps
     if m < settings.pp and settings.num_slices == "1":
         which = "microbatches" if settings.microbatches else "gradient_accumulation_steps"
@@ -122,26 +132,51 @@ def plan(kind: str, settings: Namespace) -> None:
 def planned(settings: Namespace) -> Any:
     """The plan of these settings, without `device_memory` if sequences are sliced."""
     from pipeshard.planner import planner
-    from pipeshard.planner.memory import OPTIMIZERS
 
-    window = settings.gradient_accumulation_steps
-    samples, m = settings.per_device_train_batch_size * window, settings.microbatches or window
+    m, size = microbatches(settings)
     return planner.plan(
         blank(settings),
         pp_size=settings.pp,
         num_microbatches=m,
-        microbatch_size=max(1, samples // m),
+        microbatch_size=size,
         schedule=settings.schedule,
         num_model_chunks=settings.chunks,
         partition=settings.partition,
         device_memory=settings.device_memory if settings.num_slices == "1" else None,
-        optimizer=next((name for name in OPTIMIZERS if name in str(settings.optim)), "none"),
+        optimizer=planned_optimizer(settings),
         seq_len=settings.max_length,
         precision=settings.precision or "fp32",
         dp_size=settings.dp,
         zero_stage=settings.zero_stage,
         tp_size=settings.tp,
     )
+
+
+def microbatches(settings: Namespace) -> tuple[int, int]:
+    """The number of microbatches per step, and the number of samples in the largest one. A batch has at most as many
+    microbatches as samples."""
+    window, samples = settings.gradient_accumulation_steps, settings.per_device_train_batch_size
+    of_batch = max(1, min((settings.microbatches or window) // window, samples))
+    return of_batch * window, math.ceil(samples / of_batch)
+
+
+def planned_optimizer(settings: Namespace) -> str:
+    """The planner's optimizer for `optim`. The states of an optimizer that the planner does not know count as AdamW's,
+    an upper bound. Raises ConfigurationError for optimizers with more states."""
+    from pipeshard.planner.memory import IN_8_BITS, OPTIMIZERS
+
+    name = plain_name(settings.optim)
+    if name in THREE_STATES:
+        raise ConfigurationError(
+            f"--dry-run does not support optim={settings.optim}, which keeps three states per parameter. Plan with "
+            "optim=adamw_torch, and add the memory of one more fp32 value per parameter"
+        )
+    return name if name in (*OPTIMIZERS, *IN_8_BITS) else "adamw"
+
+
+def plain_name(optim: str) -> str:
+    """The name of a Trainer's optimizer without the parts that name its implementation."""
+    return re.sub("^paged_|_bnb|_torch", "", str(optim))
 
 
 def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> None:

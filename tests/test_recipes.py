@@ -23,6 +23,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from pipeshard import recipe, tuning
+from pipeshard.batch.batch import split_sizes
 from pipeshard.cli import main
 from pipeshard.errors import ConfigurationError
 from tests import zoo
@@ -185,6 +186,47 @@ def test_a_frozen_new_head_is_refused() -> None:
     assert "Set lora_task_type=SEQ_CLS" in said("reward", "--use_peft").output
     for trained in ("--lora_task_type=SEQ_CLS", "--lora_modules_to_save=score"):
         assert recipe.read("reward", ["--use_peft", trained]).use_peft
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"optim": "adamw_torch_fused"}, "adamw"),
+        ({"optim": "paged_adamw_8bit"}, "adamw_8bit"),
+        ({"optim": "adamw_bnb_8bit"}, "adamw_8bit"),
+        ({"optim": "sgd"}, "sgd"),
+        ({"optim": "lion_32bit"}, "adamw"),
+        ({"optim": "rmsprop"}, "adamw"),
+        ({"optim": "ademamix"}, None),
+    ],
+)
+def test_a_plan_counts_the_states_of_every_optimizer(settings: dict[str, str], expected: str | None) -> None:
+    """Optimizers that the planner does not know were planned without states, and those in 8 bits with states in
+    fp32."""
+    read = recipe.read("sft", [f"--{name}={value}" for name, value in settings.items()])
+    if expected is None:
+        with pytest.raises(ConfigurationError, match="optim=ademamix, which keeps three states per parameter"):
+            tuning.planned_optimizer(read)
+        return
+    assert tuning.planned_optimizer(read) == expected
+    read.dry_run = True
+    noted = any(f"states of optim={read.optim} as those of AdamW" in text for text in tuning.remarks(read))
+    assert noted == (read.optim in ("lion_32bit", "rmsprop"))
+
+
+@pytest.mark.parametrize(
+    ("samples", "window", "asked", "expected"),
+    [(2, 2, None, (2, 2)), (3, 2, 4, (4, 2)), (2, 1, 8, (2, 1)), (5, 1, 3, (3, 2))],
+)
+def test_a_plan_has_the_largest_microbatch_of_a_run(
+    samples: int, window: int, asked: int | None, expected: tuple[int, int]
+) -> None:
+    """A batch of 3 samples in 2 microbatches was planned with 1 sample in each."""
+    settings = recipe.read("sft", [f"--per_device_train_batch_size={samples}"])
+    settings.gradient_accumulation_steps, settings.microbatches = window, asked
+    assert tuning.microbatches(settings) == expected
+    if asked is not None:
+        assert max(split_sizes(samples, asked // window, None)) == expected[1]
 
 
 def said(*arguments: str) -> Result:
