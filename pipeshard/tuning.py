@@ -39,6 +39,7 @@ from pipeshard.script import fold, note, notes
 logger = logging.getLogger("pipeshard")
 SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
 TILES, FOLD = "trl.kernels.chunked_logprob", "_forward_tile"
+OUTPUT = "trainer_output"  # the default of TrainingArguments.output_dir
 # The Trainer's optimizers that are planned as they are; others count as AdamW.
 ADAMW = ("adamw", "adamw_fused", "adamw_32bit", "stable_adamw")
 THREE_STATES = ("ademamix", "ademamix_32bit", "grokadamw")
@@ -56,10 +57,21 @@ def main(kind: str, arguments: Sequence[str]) -> int:
         quiet()
         plan(kind, settings)
     else:
+        refuse_earlier_run(settings)
         check_sources(kind, settings)
     for text in remarks(settings):
         click.echo(f"note: {text}", err=True)
     return 0 if settings.dry_run else start(kind, settings, arguments)
+
+
+def refuse_earlier_run(settings: Namespace) -> None:
+    """Raise ConfigurationError if a restart would resume from the checkpoint of another run."""
+    folder = settings.output_dir or OUTPUT
+    if settings.max_restarts and not settings.resume and has_checkpoint(folder):
+        raise ConfigurationError(
+            f"output_dir={folder} has checkpoints of an earlier run, from which a restart (max_restarts) would resume: "
+            "set resume=true to continue that run, or another output_dir"
+        )
 
 
 def check_sources(kind: str, settings: Namespace) -> None:
@@ -266,7 +278,7 @@ def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
     flags |= {"rdzv-endpoint": settings.rdzv_endpoint} if settings.rdzv_endpoint else {}
     command = [*(f"--{flag}={value}" for flag, value in flags.items()), "--module", __name__, kind, *arguments]
     status = launch(command)
-    folder = settings.output_dir or "trainer_output"
+    folder = settings.output_dir or OUTPUT
     if status and has_checkpoint(folder):
         click.echo(f"{folder} has a complete checkpoint: start the same command with --resume to continue", err=True)
     return status
@@ -310,7 +322,8 @@ def train(kind: str, settings: Namespace) -> None:
         more["reward_funcs"] = reward_functions(settings)
     args.model_init_kwargs = None  # model_of has used them
     restarts = settings.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    shown = line(restarts)
+    from_newest = restarts and has_checkpoint(args.output_dir)
+    shown = line(restarts and (from_newest or not args.resume_from_checkpoint))
     trainer = pipelined(of_trl(kind, "Trainer"))(
         model_of(kind, settings), args=args, train_dataset=data, eval_dataset=held_out, peft_config=adapters,
         callbacks=[shown], pipeline=PipelinePlugin(**plugin_arguments(settings)), **more,
@@ -318,7 +331,7 @@ def train(kind: str, settings: Namespace) -> None:
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.training_step = shown.watching(trainer.training_step)
-    trainer.train(resume_from_checkpoint=restarts and has_checkpoint(args.output_dir))
+    trainer.train(resume_from_checkpoint=from_newest or args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     trainer.save_state()
     if kind != "reward":

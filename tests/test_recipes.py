@@ -171,6 +171,35 @@ def test_a_killed_rank_resumes(tmp_path: Path) -> None:
     assert losses(logs(tmp_path / "out")) == pytest.approx(expected, rel=1e-5) and len(expected) == 40
 
 
+@pytest.mark.turns
+def test_a_run_resumes_from_a_named_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """TRL's setting resume_from_checkpoint was read and ignored: training began at step 0."""
+    arguments = ["--config", toy(tmp_path, save_strategy="steps", save_steps=2)]
+    pool.run(of_ranks, 2, "sft", arguments, timeout=120)
+    expected = losses(logs(tmp_path / "out"))
+    named = (tmp_path / "out").rename(tmp_path / "before") / "checkpoint-2"
+    state = json.loads((named / "trainer_state.json").read_text())
+    state["log_history"][0]["named"] = 1.0
+    (named / "trainer_state.json").write_text(json.dumps(state))
+    pool.run(of_ranks, 2, "sft", [*arguments, f"--resume_from_checkpoint={named}"], timeout=120)
+    found = logs(tmp_path / "out")
+    assert found[0]["named"] == 1.0 and losses(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_restarts_over_an_earlier_run_are_refused(tmp_path: Path) -> None:
+    """A run that lost a rank before its first save went on from the last step of the run before it."""
+    arguments = ["--config", toy(tmp_path, max_restarts=1)]
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    with (
+        mock.patch("pipeshard.trainer.checkpoint.flaw_of", return_value=""),
+        mock.patch.object(tuning, "start", return_value=0) as start,
+    ):
+        refused = said("sft", *arguments)
+        assert refused.exit_code == 1 and "has checkpoints of an earlier run" in refused.output and not start.called
+        for option in ("--resume", "--max_restarts=0"):
+            assert said("sft", *arguments, option).exit_code == 0
+
+
 def test_rewards_are_in_the_order_of_trl() -> None:
     """The weights in reward_weights went to other functions than in TRL's script, and a function that makes the reward
     function was called in its place."""
