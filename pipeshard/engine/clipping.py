@@ -6,12 +6,13 @@ optimizer that steps.
 """
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeshard.distributed.collectives import CPU, control, gather_objects, local_grad
 from pipeshard.distributed.mesh import Grid
@@ -34,7 +35,8 @@ class ModelGradients:
     Attributes:
         names: maps each parameter of the full model to its name, including parameters that boost has replaced.
         trained: the names of the parameters that the model's optimizers train.
-        norm: the last gradient norm of the full model, or None if this step has not computed it.
+        norm: the last gradient norm of the full model (of `norm_type`) before clipping, or None if this step has not
+        computed it.
         overflow: whether the last step was skipped because a gradient overflowed.
     """
 
@@ -50,6 +52,7 @@ class ModelGradients:
         self.grid, self.max_norm, self.scaling = grid, max_norm, scaling
         self.all, self.trained = frozenset(names.values()), set[str]()
         self.norm: Tensor | None = None
+        self.norm_type = 2.0
         self._holders = {weight.parameter: weight.holders for weight in holdings.weights.values()}
         self._factor = self._scale  # the factor that the gradients currently include
         self._stepped: list[object] | None = None  # the optimizers that have stepped with the current gradients
@@ -71,6 +74,13 @@ class ModelGradients:
         """The tensors on this rank that may have gradients: the model's parameters and the master weights."""
         masters = [weight.master for weight in self.weights.values()]
         return [*self._holders, *masters]
+
+    def shard_of(self, tensors: Sequence[Tensor]) -> str | None:
+        """The name of a parameter of which one of these master weights is only this rank's shard, or None."""
+        sharded = {
+            id(w.master): w.name for w in self.weights.values() if isinstance(w.parameter, DTensor) and not w.plain
+        }
+        return next((sharded[id(tensor)] for tensor in tensors if id(tensor) in sharded), None)
 
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
         """The parameter lists that a training loop may mistake for complete: this rank's parameters of the model, and
@@ -101,6 +111,25 @@ class ModelGradients:
         followed = [optimizer.follow(adopts) for optimizer in optimizers if shares or not optimizer.zero]
         return any(followed)
 
+    def complete(self) -> None:
+        """Sum the gradients that were added under `no_sync` over the ranks that hold each parameter, as an incomplete
+        window of accumulation leaves them at the end of an epoch. Call it on all ranks."""
+        if self.sync.is_partial:
+            self._settle()
+            self.sync.begin()
+            self.sync.finish(True)
+            self.added()
+
+    def unscale(self) -> None:
+        """Record how the loop has changed the gradients, and divide them by the loss scale. Infinite elements become
+        NaN, so that a clamp of the elements does not hide an overflow."""
+        self._settle()
+        self.updates.judge()
+        self._rescale(1.0)
+        for parameter in self._holders if self.scaling is not None else ():
+            if (gradient := local_grad(parameter)) is not None:
+                gradient.masked_fill_(gradient.isinf(), math.nan)
+
     def settle(self) -> None:
         """Update the parameters with `follow` and `share`, before they are read outside a step. Call it on all
         ranks."""
@@ -128,6 +157,8 @@ class ModelGradients:
         """Clip and unscale the gradients, unless another optimizer has already done so in this step. Returns False if
         the optimizer must skip the step."""
         if self._stepped is None or optimizer in self._stepped:
+            before = self.norm, self.norm_type  # of the loop's own clipping
+            is_clipped = self._stepped is None and self.norm is not None
             self._stepped, self.overflow, self.norm = [], False, None
             self._settle()
             self.updates.judge()
@@ -135,18 +166,20 @@ class ModelGradients:
                 self._refuse_untrained()
                 self.clip(self.max_norm)
             elif self.scaling is not None:
-                self.norm = self.total(2.0)
+                self.norm, self.norm_type = self.total(2.0), 2.0
             if self.scaling is not None:
                 self.overflow = self.norm is not None and not bool(torch.isfinite(self.norm))
                 self._rescale(1.0)
                 self.scaling.update(self.overflow)
+            if is_clipped:
+                self.norm, self.norm_type = before
         self._stepped.append(optimizer)
         return not self.overflow
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Unscale the gradients and clip their norm to `max_norm`, as torch.nn.utils.clip_grad_norm_ does. Returns the
         norm before clipping. Call it on all ranks."""
-        self.norm = self.total(norm_type)
+        self.norm, self.norm_type = self.total(norm_type), norm_type
         self._rescale(1.0)
         if error_if_nonfinite and not torch.isfinite(self.norm):
             raise ConfigurationError(
@@ -159,7 +192,20 @@ class ModelGradients:
     def total(self, norm_type: float) -> Tensor:
         """The norm of the unscaled gradients of the full model, the same on every rank. Call it on all ranks."""
         self._settle()
-        return grad_norm(self._holders, self.grid.world, norm_type) / self._factor
+        return grad_norm(self._counted(), self.grid.world, norm_type) / self._factor
+
+    def _counted(self) -> dict[nn.Parameter, int]:
+        """The parameters whose gradients this rank contributes to the norm, with the number of ranks that contribute
+        the same gradient. With ZeRO, only owners contribute, since a loop can change gradients only in their groups."""
+        counted = dict(self._holders)
+        optimizers: Iterable[Any] = self.updates.in_use().values()
+        for optimizer in optimizers:
+            for weight in optimizer.weights.values() if optimizer.zero else ():
+                if weight.owner == self.grid.replica:
+                    counted[weight.parameter] = max(1, weight.holders // self.grid.dp_size)
+                else:
+                    counted.pop(weight.parameter, None)
+        return counted
 
     @property
     def _scale(self) -> float:

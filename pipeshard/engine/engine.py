@@ -228,7 +228,9 @@ class Pipeline:
         trace failed) and the Agreement. Each rank sends one message with a digest of the batches that it has read and
         the changes that it has detected; then all ranks act on the same messages."""
         criterion, train = asked.criterion, asked.train
-        problems = self.holdings.problems(self.cuts.config.num_microbatches) if train else []
+        config = self.cuts.config
+        is_whole = config.num_microbatches == 1 and not config.has_slices
+        problems = self.holdings.problems(is_whole) if train else []
         trained = self.holdings.trained()
         found: FoundWays | None = None
 

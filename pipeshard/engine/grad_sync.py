@@ -123,6 +123,7 @@ class GradientSync:
         self._summed: dict[nn.Parameter, Tensor] = {}  # summed gradients, set aside
         self._partial: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients added under no_sync, with their versions
         self._done: set[int] = set()
+        self.is_partial = False  # whether gradients were added under no_sync since the last synced step
 
     @property
     def is_early(self) -> bool:
@@ -180,6 +181,7 @@ class GradientSync:
         `sync`, keep both separate."""
         if self.sharded is not None:
             self.sharded.finish(sync)
+        self.is_partial = not sync
         if sync:
             self._reduce()
         else:

@@ -55,6 +55,11 @@ class LossScale:
         self.value, self.steps = float(state["value"]), int(state["steps"])
 
 
+def copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Copy the attributes that the user has set on a parameter to another one that replaces it."""
+    vars(other).update({key: value for key, value in vars(parameter).items() if not key.startswith("pipeshard_")})
+
+
 class MasterWeight:
     """The tensor that an optimizer updates for one parameter of a stage. `master` is the parameter itself, this rank's
     shard of a sharded parameter, or the fp32 values of a 16-bit parameter or shard. `full` is the unsharded fp32 tensor
@@ -81,7 +86,14 @@ class MasterWeight:
             parameter.grad_dtype = torch.float32
         if not self.plain:
             value = local(parameter.detach()) if full is None else slice_like(full, parameter)
-            self.master = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            self.master = self._like(value, requires_grad=parameter.requires_grad)
+
+    def _like(self, value: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        """A parameter of this value with the attributes that the user has set on the model's parameter, which an
+        optimizer may read."""
+        made = nn.Parameter(value, requires_grad)
+        copy_attributes(self.parameter, made)
+        return made
 
     @property
     def is_double(self) -> bool:
@@ -113,7 +125,7 @@ class MasterWeight:
     def complete(self) -> None:
         """Create fp32 values from the 16-bit parameter. The parameter was frozen, so the model has computed with
         exactly these values."""
-        self.master, self.plain = nn.Parameter(local(self.parameter.detach()).float()), False
+        self.master, self.plain = self._like(local(self.parameter.detach()).float()), False
         self._lent = None
 
     def leave(self) -> None:

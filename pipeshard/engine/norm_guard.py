@@ -78,6 +78,11 @@ class NormGuard(Guard):
                 f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "
                 f"until optimizer.step(). {REMEDY}"
             )
+        if held and (shard := gradients.shard_of(held)):
+            raise UsageError(
+                f"torch.nn.utils.{function} got shards of gradients, such as that of {shard}, so each rank would be "
+                f"scaled by a different factor. {REMEDY}"
+            )
         if len(held) < 2 or gradients.grid.pp_size == 1:
             return
         chosen = set(map(id, held))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeshard.distributed.collectives import broadcast, local, slice_like, together_in
+from pipeshard.distributed.collectives import broadcast, local, local_grad, slice_like, together_in
 from pipeshard.distributed.groups import ranks_of
 from pipeshard.distributed.progress import own_progress
 from pipeshard.distributed.watching import calling
@@ -369,6 +369,7 @@ class PipelineOptimizer(Optimizer):
     def _ready(self) -> bool:
         """Clip and unscale the gradients, and assign them to the updated tensors. Returns False if the step must be
         skipped."""
+        self.gradients.complete()
         if self.finite is not None:
             self.finite.before_update()
         ready = self.gradients.ready(self)
@@ -423,20 +424,30 @@ class PipelineOptimizer(Optimizer):
     ) -> Tensor:
         """Clip the gradients by their norm over the whole model, and return that norm. Call it on every rank."""
         with self.gradients.coupling.paused():
+            self.gradients.complete()
             self.gradients.updates.judge()
             norm = self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
             self.gradients.added()
         return norm
 
+    @together_in("optimizer.clip_grad_by_value")
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        nn.utils.clip_grad_value_(self.parameters, clip_value, *args, **kwargs)
+        """Clamp each element of this optimizer's gradients to at most `clip_value` in size. Call it on every rank."""
+        with self.gradients.coupling.paused():
+            self.gradients.complete()
+            self.gradients.unscale()
+            for weight in self.weights.values():
+                if (gradient := local_grad(weight.parameter)) is not None:
+                    gradient.clamp_(-clip_value, clip_value)
+            self.gradients.added()
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
         """Return the gradient norm of the whole model that the last `step` or `clip_grad_by_norm` computed before
         clipping. Otherwise, compute the norm of the current gradients, for which every rank must call this method."""
-        if self.gradients.norm is not None:
+        if self.gradients.norm is not None and self.gradients.norm_type == norm_type:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):
+            self.gradients.complete()
             return float(self.gradients.total(norm_type))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -26,6 +26,7 @@ logger = logging.getLogger("pipeshard")
 FEW = 2  # the number of parameters of each group in the first trial
 SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; the tolerated gap
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earlier boost, may set these
+SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can be compared, and its replacement
 KNOWN = "torch.optim.", "bitsandbytes.optim."  # modules whose optimizers do not couple parameters
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
 Place = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
@@ -254,8 +255,18 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
     trial.__dict__.update(copy.deepcopy(content, memo), state=state)
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for k, group in enumerate(trial.param_groups):
+        _speed_up(group)
         group["params"][:] = [parameter for (of, _), parameter in parameters.items() if of == k]
     return trial
+
+
+def _speed_up(group: dict[str, Any]) -> None:
+    """Raise a learning rate near 0, with which no update could be compared: a warm-up may begin with 0."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor) and rate.numel() == 1 and abs(float(rate)) < SLOWEST:
+        group["lr"] = torch.full_like(rate, USUAL_RATE)
+    elif isinstance(rate, int | float) and abs(rate) < SLOWEST:
+        group["lr"] = USUAL_RATE
 
 
 def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:

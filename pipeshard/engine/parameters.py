@@ -10,7 +10,7 @@ from pipeshard.distributed.collectives import gather_objects, is_packed, share_t
 from pipeshard.distributed.mesh import DP, TP, Grid
 from pipeshard.engine.fsdp import ShardedUnits
 from pipeshard.engine.grad_sync import Bucket, GradientSync, has_hooks, reduction_buckets
-from pipeshard.engine.mixed_precision import MasterWeight, Precision
+from pipeshard.engine.mixed_precision import MasterWeight, Precision, copy_attributes
 from pipeshard.errors import ConfigurationError
 from pipeshard.split.initialize import InitWeights, initialize
 from pipeshard.split.materialize import is_released
@@ -50,6 +50,9 @@ class HeldParameters:
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
         now = dict(model.named_parameters())
         self.held = {name: now[name] for name in before}
+        for name, parameter in self.held.items():
+            if parameter is not before[name]:
+                copy_attributes(before[name], parameter)
         if self.sharded is not None and dtype is not None:
             for parameter in [p for name, p in self.held.items() if name not in self.kept]:
                 parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # its compute dtype, for traces
@@ -126,11 +129,15 @@ class HeldParameters:
         with kept_tied(self.model):
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
 
-    def problems(self, num_microbatches: int | None) -> list[str]:
-        """Return messages about hooks that would receive only a part of a gradient. Warns once about gradient hooks,
-        since only linear hooks are exact if they run on each microbatch's gradient."""
-        problems, several = self.sync.problems(), num_microbatches != 1
-        hooked = [name for name, parameter in self.held.items() if several and parameter._backward_hooks]
+    def problems(self, is_whole: bool) -> list[str]:
+        """Return messages about hooks that would receive a part of a gradient. `is_whole` is whether a step has one
+        microbatch and no slices. Warns once about gradient hooks, since only linear hooks are exact if they run on each
+        microbatch's gradient."""
+        problems = self.sync.problems()
+        divided = {
+            name: p for name, p in self.held.items() if has_hooks(p) and not (is_whole and self._is_in_one(name))
+        }
+        hooked = [name for name, parameter in divided.items() if parameter._backward_hooks]
         if hooked and not problems and not self._warned:
             self._warned = True
             logger.warning(
@@ -143,9 +150,13 @@ class HeldParameters:
             f"{name} has a hook (register_post_accumulate_grad_hook) that would be called after each microbatch, when "
             "only a part of the gradient has been accumulated: remove the hook, and use the gradient between "
             "execute_pipeline and optimizer.step, or use one microbatch"
-            for name, parameter in self.held.items()
-            if several and getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for name, parameter in divided.items()
+            if getattr(parameter, "_post_accumulate_grad_hooks", None)
         ]
+
+    def _is_in_one(self, name: str) -> bool:
+        """Whether only one of this rank's stages uses the parameter."""
+        return sum(name in self.policy.ownership.held_by_parts[stage] for stage in self.policy.chunks) == 1
 
     def _refuse_hooks(self, before: Mapping[str, nn.Parameter]) -> None:
         replaced = [name for name, parameter in before.items() if self.held[name] is not parameter]

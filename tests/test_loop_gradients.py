@@ -1,0 +1,217 @@
+"""Gradients in a training loop: accumulated, clipped, measured and changed between execute_pipeline and step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from pipeshard.distributed.collectives import local_grad
+from pipeshard.engine.optimizer_trial import gap
+from pipeshard.entry import Engine
+from pipeshard.errors import ConfigurationError, UsageError
+from tests import zoo
+from tests.hunt.nets import data
+from tests.pool import Pool
+from tests.test_loop import boost, seeded, sgd
+
+pytestmark = pytest.mark.local
+
+REPLICAS: dict[str, dict[str, Any]] = {
+    "replicas": {"pp_size": 1, "dp_size": 2},
+    "zero": {"pp_size": 1, "dp_size": 2, "zero_stage": 1},
+    "fsdp": {"pp_size": 1, "dp_size": 2, "fsdp": True},
+    "stages": {"pp_size": 2},
+}
+
+
+def engine_of(**options: Any) -> Engine:
+    model = seeded()
+    return boost(model, sgd(model.parameters()), **options)
+
+
+def masters(engine: Engine) -> list[Tensor]:
+    """The values that this rank updates."""
+    return [p.detach().clone() for group in engine.optimizer.param_groups for p in group["params"]]
+
+
+def accumulated(options: dict[str, Any], leaves_out: bool) -> list[Tensor]:
+    """The values after two updates, each from two batches, of which the first (and with `leaves_out` also the last) is
+    not synchronized."""
+    engine = engine_of(**options)
+    for seed in range(4):
+        unsynced = seed % 2 == 0 or (leaves_out and seed == 3)
+        with engine.no_sync(engine.model) if unsynced else nullcontext():
+            engine.execute_pipeline(iter([data(seed)]))
+        if seed % 2:
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+    return masters(engine)
+
+
+def without_sync(options: dict[str, Any]) -> None:
+    torch.testing.assert_close(accumulated(options, True), accumulated(options, False))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", REPLICAS)
+def test_a_step_sums_what_no_sync_has_left(pool: Pool, name: str) -> None:
+    """The last window of an epoch is often too short to reach its synchronized batch: each replica stepped with its own
+    gradient, and the replicas were different models from then on."""
+    pool.run(without_sync, 2, REPLICAS[name])
+
+
+def clipped_by_value(options: dict[str, Any]) -> float:
+    """The largest change of a value in a step of size 0.5, with gradients of at most 0.01."""
+    engine = engine_of(**options)
+    before = masters(engine)
+    engine.execute_pipeline(iter([data(0)]))
+    engine.optimizer.clip_grad_by_value(0.01)
+    engine.optimizer.step()
+    pairs = zip(before, masters(engine), strict=True)
+    return max([float((old - new).abs().max()) for old, new in pairs if old.numel()], default=0.0)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_clip_by_value_is_one_of_unscaled_gradients(pool: Pool, precision: str) -> None:
+    """In fp16, the limit was compared with gradients that were multiplied by the loss scale."""
+    for name in ("stages", "zero"):
+        assert max(pool.run(clipped_by_value, 2, REPLICAS[name] | {"precision": precision})) == pytest.approx(
+            5e-3, rel=1e-3
+        )
+
+
+def infinite() -> bool:
+    engine = engine_of(precision="fp16")
+    before = masters(engine)
+    engine.execute_pipeline(iter([data(0)]))
+    for weight in engine.optimizer.weights.values():
+        if (gradient := local_grad(weight.parameter)) is not None:
+            gradient.view(-1)[0] = float("inf")
+    engine.optimizer.clip_grad_by_value(0.01)
+    engine.optimizer.step()
+    return all(map(torch.equal, before, masters(engine)))
+
+
+def test_a_clip_by_value_does_not_hide_an_overflow(pool: Pool) -> None:
+    """A clamp makes a number of infinity, and the update would not be skipped."""
+    assert pool.run(infinite, 2) == [True, True]
+
+
+def norms(options: dict[str, Any]) -> None:
+    engine = engine_of(**options)
+    engine.execute_pipeline(iter([data(0)]))
+    largest = engine.optimizer.get_grad_norm(float("inf"))
+    norm = float(engine.optimizer.clip_grad_by_norm(1e-3))
+    assert norm > largest > 1e-3
+    engine.optimizer.step()
+    assert engine.optimizer.get_grad_norm() == norm
+    assert engine.optimizer.get_grad_norm(float("inf")) <= 1e-3
+    engine.optimizer.zero_grad()
+    assert engine.optimizer.get_grad_norm() == norm
+    engine.execute_pipeline(iter([data(1)]))
+    assert engine.optimizer.get_grad_norm() not in (norm, 0.0)
+
+
+def test_the_norm_is_that_before_clipping(pool: Pool) -> None:
+    """A step forgot the norm of the loop's own clipping, so it was 1.0, or 0.0 after zero_grad; and the norm of another
+    type was the 2-norm."""
+    for options in ({}, {"precision": "fp16"}):
+        pool.run(norms, 2, options)
+
+
+def changed_gradients() -> float:
+    """The norm, with ZeRO, of gradients that are changed through the optimizer's groups alone."""
+    engine = engine_of(**REPLICAS["zero"], max_norm=1e9)
+    engine.execute_pipeline(iter([data(0)]))
+    for parameter in engine.model.unwrap().parameters():
+        if parameter.grad is not None:
+            parameter.grad.view(-1)[0] = float("nan")
+    for group in engine.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_()
+    engine.optimizer.step()
+    assert all(bool(value.isfinite().all()) for value in masters(engine))
+    return engine.optimizer.get_grad_norm()
+
+
+def test_with_zero_the_norm_is_that_of_the_owners(pool: Pool) -> None:
+    """Each replica gave a part of the norm, also of gradients that the loop could not change there: NaN, here."""
+    first, second = pool.run(changed_gradients, 2)
+    assert first == second and first == first
+
+
+def clipped_shards() -> None:
+    engine = engine_of(**REPLICAS["fsdp"])
+    engine.execute_pipeline(iter([data(0)]))
+    with pytest.raises(UsageError, match="got shards of gradients"):
+        torch.nn.utils.clip_grad_norm_([p for g in engine.optimizer.param_groups for p in g["params"]], 1.0)
+
+
+def test_a_norm_of_shards_is_refused(pool: Pool) -> None:
+    """torch's clip_grad_norm_ over the optimizer's groups scaled each shard by a norm of its own."""
+    pool.run(clipped_shards, 2)
+
+
+def attributes(options: dict[str, Any]) -> list[Any]:
+    model = seeded()
+    for parameter in model.parameters():
+        parameter.lr_scale = 0.1  # type: ignore[attr-defined]
+    engine = boost(model, sgd(model.parameters()), **options)
+    return [getattr(p, "lr_scale", None) for group in engine.optimizer.param_groups for p in group["params"]]
+
+
+def test_an_optimizer_sees_the_attributes_of_parameters(pool: Pool) -> None:
+    """An optimizer that reads a factor of the learning rate from its parameters found none in 16 bits, and no error."""
+    for options in ({"precision": "bf16"}, REPLICAS["zero"] | {"precision": "bf16"}, REPLICAS["fsdp"]):
+        for found in pool.run(attributes, 2, options):
+            assert found and set(found) == {0.1}
+
+
+class ByNorm(torch.optim.SGD):
+    """Divides its gradients by their common norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+
+
+def warmed_up() -> None:
+    model = seeded()
+    optimizer = ByNorm(model.parameters(), lr=0.5)
+    LambdaLR(optimizer, lambda step: step / 100)
+    assert optimizer.param_groups[0]["lr"] == 0.0 and gap(optimizer, model, sliced=False) > 0.1
+    with pytest.raises(ConfigurationError, match="couples parameters"):
+        boost(model, optimizer)
+
+
+def test_an_optimizer_is_tried_although_its_schedule_begins_with_0(pool: Pool) -> None:
+    """With a learning rate of 0, nothing moves, and no optimizer seemed to couple its parameters."""
+    pool.run(warmed_up, 2)
+
+
+def hooked() -> None:
+    batch = zoo.batch("llama")
+    model: nn.Module = zoo.build("llama")
+    options = {"num_microbatches": 1, "num_slices": 2, "dry_run_input": batch}
+    engine = boost(model, sgd(model.parameters()), **options)
+    for parameter in engine.model.unwrap().parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(UsageError, match="register_post_accumulate_grad_hook"):
+        engine.execute_pipeline(iter([batch]))
+
+
+def test_a_hook_on_the_gradient_of_a_slice_is_refused(pool: Pool) -> None:
+    """Only microbatches were counted: with one in slices, hooks ran on each slice's part."""
+    pool.run(hooked, 2)
