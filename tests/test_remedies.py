@@ -22,7 +22,8 @@ pytestmark = pytest.mark.local
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "the criterion, or the forward after its last layer": "test_hunt.py::test_hunted",
-    "torch's `clip_grad_norm_`": "test_updates.py::test_a_norm_of_one_stage_is_refused",
+    "torch's `clip_grad_norm_` or": "test_updates.py::test_a_norm_of_one_stage_is_refused",
+    "torch's `clip_grad_norm_` of gradients of which": "test_loop_gradients.py::test_a_norm_of_shards_is_refused",
     "your own code that multiplies gradients": "test_updates.py::test_a_norm_of_ones_own_is_refused",
     "noise on gradients": "test_updates.py::test_noise_that_is_drawn_in_turn_is_refused",
     "one number that your loop computes": "test_coupling.py::test_what_is_reduced_over_all_ranks_is_not_warned_of",
