@@ -22,6 +22,8 @@ from pipeshard.split.materialize import is_released
 
 MOST_IN_BATCH = 64  # larger tensors of a batch are not compared
 LIBRARIES = {"torch", "transformers"}  # the losses that their modules compute have no such values
+COMPARED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+COMPARED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 MOST_ELEMENTS = 2**20  # larger tensors are not compared
 
 
@@ -53,7 +55,8 @@ class LossState:
             self._versions = self._look()
 
     def _look(self) -> list[tuple[Tensor, int]]:
-        return [(tensor, tensor._version) for module in self._modules for tensor in _tensors(module)]
+        tensors = (tensor for module in self._modules for tensor in _tensors(module))
+        return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -98,7 +101,9 @@ def kind_of(tensor: Tensor) -> Hashable:
     """The kind of a tensor, or None if its values are not compared. Tensors of one kind are assumed to give the same
     rule."""
     numbers = tensor.detach()
-    if is_released(tensor) or not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.is_complex() or numbers.is_sparse:
+    if is_released(tensor) or type(numbers) is not Tensor or numbers.is_meta or numbers.layout is not torch.strided:
+        return None
+    if not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.dtype not in COMPARED:
         return None
     if numbers.numel() == 1:
         return kind_of_number(float(numbers))
