@@ -200,6 +200,22 @@ def test_an_optimizer_is_tried_although_its_schedule_begins_with_0(pool: Pool) -
     pool.run(warmed_up, 2)
 
 
+def silent(options: dict[str, Any], on_groups: bool) -> None:
+    engine = engine_of(**options)
+    of_groups = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    for parameter in of_groups if on_groups else engine.model.unwrap().parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: 0 * gradient)
+    with pytest.raises(UsageError, match="has a gradient hook that would not run"):
+        engine.execute_pipeline(iter([data(0)]))
+
+
+def test_hooks_that_would_not_run_are_refused(pool: Pool) -> None:
+    """A mask on the gradient of a shard, or of an optimizer's fp32 values, was ignored: frozen rows were trained."""
+    pool.run(silent, 2, REPLICAS["fsdp"], False)
+    pool.run(silent, 2, {"precision": "bf16"}, True)
+
+
 def hooked() -> None:
     batch = zoo.batch("llama")
     model: nn.Module = zoo.build("llama")

@@ -1,10 +1,11 @@
 """Parameters: this rank's parameters, broadcast, cast and sharded for training."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pipeshard.distributed.collectives import gather_objects, is_packed, share_tensor
 from pipeshard.distributed.mesh import DP, TP, Grid
@@ -133,7 +134,11 @@ class HeldParameters:
         """Return messages about hooks that would receive a part of a gradient. `is_whole` is whether a step has one
         microbatch and no slices. Warns once about gradient hooks, since only linear hooks are exact if they run on each
         microbatch's gradient."""
-        problems = self.sync.problems()
+        problems = self.sync.problems() + [
+            f"{name} has a gradient hook that would not run: {why}. Remove the hook, and modify the gradient between "
+            "execute_pipeline and optimizer.step"
+            for name, why in self._silent_hooks()
+        ]
         divided = {
             name: p for name, p in self.held.items() if has_hooks(p) and not (is_whole and self._is_in_one(name))
         }
@@ -153,6 +158,14 @@ class HeldParameters:
             for name, parameter in divided.items()
             if getattr(parameter, "_post_accumulate_grad_hooks", None)
         ]
+
+    def _silent_hooks(self) -> Iterator[tuple[str, str]]:
+        """The names of parameters with hooks, added after boost, of which autograd knows nothing, and why."""
+        for name, weight in self.weights.items():
+            if isinstance(weight.parameter, DTensor) and weight.parameter._backward_hooks:
+                yield name, "with fsdp, tp_size and ep_size, a step computes with other tensors than this shard"
+            if weight.master is not weight.parameter and has_hooks(weight.master):
+                yield name, "the tensor in the optimizer's groups is not that with which the model computes"
 
     def _is_in_one(self, name: str) -> bool:
         """Whether only one of this rank's stages uses the parameter."""
