@@ -159,6 +159,24 @@ def test_a_norm_of_shards_is_refused(pool: Pool) -> None:
     pool.run(clipped_shards, 2)
 
 
+def clipped_of_one_owner(precision: str) -> None:
+    """Refused through the optimizer's groups; of the model's parameters, replicas compute the same norm."""
+    engine = engine_of(**REPLICAS["zero"], precision=precision)
+    engine.execute_pipeline(iter([data(0)]))
+    with pytest.raises(UsageError, match="which another replica updates"):
+        torch.nn.utils.clip_grad_norm_([p for g in engine.optimizer.param_groups for p in g["params"]], 1.0)
+    norm = engine.optimizer.get_grad_norm()
+    total = float(torch.nn.utils.clip_grad_norm_(engine.model.unwrap().parameters(), 1e-3))
+    assert total == pytest.approx(norm, rel=1e-3)
+    assert engine.optimizer.get_grad_norm() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_a_norm_of_one_owner_is_refused(pool: Pool) -> None:
+    """With ZeRO, the groups of each replica have other parameters: each was clipped by a norm of its own."""
+    for precision in ("fp32", "bf16"):
+        pool.run(clipped_of_one_owner, 2, precision)
+
+
 def attributes(options: dict[str, Any]) -> list[Any]:
     model = seeded()
     for parameter in model.parameters():

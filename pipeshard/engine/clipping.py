@@ -85,15 +85,16 @@ class ModelGradients:
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
         """The parameter lists that a training loop may mistake for complete: this rank's parameters of the model, and
         of each optimizer group. Each list is paired with the names of the parameters that it lacks because only other
-        stages train them."""
+        stages train them or, with ZeRO, only other replicas update them."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
-        model: tuple[list[Tensor], frozenset[str]] = list(self._holders), elsewhere
-        groups = [
-            (group["params"], names & elsewhere)
-            for optimizer in self.updates.in_use().values()
-            for group, names in zip(optimizer.optim.param_groups, optimizer.given)
-        ]
-        return [model, *groups]
+        wholes: list[tuple[list[Tensor], frozenset[str]]] = [(list(self._holders), elsewhere)]
+        optimizers: Iterable[Any] = self.updates.in_use().values()
+        for optimizer in optimizers:
+            away = [w for w in optimizer.weights.values() if w.master not in optimizer.names]
+            lacking = elsewhere.union(weight.name for weight in away if weight.parameter.requires_grad)
+            groups = zip(optimizer.optim.param_groups, optimizer.given)
+            wholes += [(group["params"], names & lacking) for group, names in groups]
+        return wholes
 
     def add_to(self) -> None:
         """Prepare to accumulate gradients: record how the loop has changed the existing gradients, discard the cached

@@ -71,8 +71,8 @@ class NormGuard(Guard):
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
         """Raise UsageError if `held` contains all of this rank's parameters with gradients in the model or in an
-        optimizer group, and other stages hold more: the split has selected `held`, not the user. Also raise it if the
-        gradients are multiplied by the loss scale."""
+        optimizer group, and none of those that other stages hold or other replicas update: the split has selected
+        `held`, not the user. Also raise it if the gradients are shards or are multiplied by the loss scale."""
         if held and gradients.is_scaled:
             raise UsageError(
                 f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "
@@ -83,12 +83,13 @@ class NormGuard(Guard):
                 f"torch.nn.utils.{function} got shards of gradients, such as that of {shard}, so each rank would be "
                 f"scaled by a different factor. {REMEDY}"
             )
-        if len(held) < 2 or gradients.grid.pp_size == 1:
+        if len(held) < 2:
             return
-        chosen = set(map(id, held))
+        chosen, names = set(map(id, held)), {gradients.name_of(tensor) for tensor in held}
         for parameters, elsewhere in gradients.wholes():
             here = [parameter for parameter in parameters if parameter.grad is not None]
-            if here and elsewhere and all(id(parameter) in chosen for parameter in here):
+            is_lacking = elsewhere and names.isdisjoint(elsewhere)
+            if here and is_lacking and all(id(parameter) in chosen for parameter in here):
                 name = gradients.name_of(held[0]) or "a parameter"
                 raise UsageError(_problem(function, gradients, name, min(elsewhere)))
 
@@ -97,8 +98,12 @@ GUARD = NormGuard()
 
 
 def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str) -> str:
+    grid = gradients.grid
+    if elsewhere in gradients.weights:  # with ZeRO, all replicas hold it
+        own, other, kind = f"that replica {grid.replica} of {grid.dp_size} updates", "updates", "replica"
+    else:
+        own, other, kind = f"of stage {grid.stage} of {grid.pp_size}", "holds", "stage"
     return (
-        f"torch.nn.utils.{function} got only the gradients of stage {gradients.grid.stage} of "
-        f"{gradients.grid.pp_size}. Their norm includes {here}, but not {elsewhere}, which another stage holds, so "
-        f"each stage would be scaled by a different factor. {REMEDY}"
+        f"torch.nn.utils.{function} got only the gradients {own}. Their norm includes {here}, but not {elsewhere}, "
+        f"which another {kind} {other}, so each {kind} would be scaled by a different factor. {REMEDY}"
     )
