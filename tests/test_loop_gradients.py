@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -63,6 +65,42 @@ def test_a_step_sums_what_no_sync_has_left(pool: Pool, name: str) -> None:
     """The last window of an epoch is often too short to reach its synchronized batch: each replica stepped with its own
     gradient, and the replicas were different models from then on."""
     pool.run(without_sync, 2, REPLICAS[name])
+
+
+CALLS: dict[str, Callable[[Engine], Any]] = {
+    "step": lambda engine: engine.optimizer.step(),
+    "clip_grad_by_value": lambda engine: engine.optimizer.clip_grad_by_value(1.0),
+    "sync_grads": lambda engine: engine.plugin.sync_grads(engine.model),
+    "execute_pipeline": lambda engine: engine.execute_pipeline(iter([data(1)])),
+}
+
+
+def clamped(engine: Engine, syncs: bool) -> None:
+    """Clamp, on the first rank alone or once they are summed on both, the gradients of a batch under `no_sync`."""
+    engine.optimizer.zero_grad()
+    with engine.no_sync(engine.model):
+        engine.execute_pipeline(iter([data(0)]))
+    if syncs:
+        engine.plugin.sync_grads(engine.model)
+    if syncs or dist.get_rank() == 0:
+        torch.nn.utils.clip_grad_value_(engine.model.unwrap().parameters(), 1e-3)
+
+
+def modified_parts() -> None:
+    engine = engine_of(**REPLICAS["replicas"])
+    before = masters(engine)
+    for call in CALLS.values():
+        clamped(engine, syncs=False)
+        with pytest.raises(UsageError, match=r"was modified before it was summed over the ranks \(no_sync\)"):
+            call(engine)
+        assert all(map(torch.equal, before, masters(engine)))
+    clamped(engine, syncs=True)  # the remedy
+    engine.optimizer.step()
+
+
+def test_a_modified_part_of_a_gradient_is_refused(pool: Pool) -> None:
+    """In the first window since zero_grad, the replicas' clamped parts were summed: up to twice the limit, with two."""
+    pool.run(modified_parts, 2)
 
 
 def clipped_by_value(options: dict[str, Any]) -> float:

@@ -114,9 +114,12 @@ class ModelGradients:
 
     def complete(self) -> None:
         """Sum the gradients that were added under `no_sync` over the ranks that hold each parameter, as an incomplete
-        window of accumulation leaves them at the end of an epoch. Call it on all ranks."""
+        window of accumulation leaves them at the end of an epoch. Raises UsageError on every rank if a loop has
+        modified them on any. Call it on all ranks."""
         if self.sync.is_partial:
             self._settle()
+            if modified := [text for texts in gather_objects(self.sync.modified(), self.grid.world) for text in texts]:
+                raise UsageError(modified[0])
             self.sync.begin()
             self.sync.finish(True)
             self.added()

@@ -302,9 +302,7 @@ class Pipeline:
     def sync_grads(self) -> None:
         """Sum the gradients accumulated under `no_sync` over the ranks that hold each parameter."""
         with self.gradients.coupling.paused():
-            self.sync.begin()
-            self.sync.finish(True)
-            self.gradients.added()
+            self.gradients.complete()
 
     def _run(self, asked: Asked, read: list[Batch], found: FoundWays | None) -> dict[str, Any]:
         """Plan the microbatches' routes through the stages, run the program, and collect the loss and the outputs."""

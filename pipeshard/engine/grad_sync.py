@@ -133,22 +133,28 @@ class GradientSync:
     def problems(self) -> list[str]:
         """Error messages about hooks that would receive a partial gradient, and about partial gradients that were
         modified."""
-        problems = []
-        for name, parameter in self.shared:
-            if has_hooks(parameter):
-                problems.append(
-                    f"{name} has a gradient hook, but several ranks hold the parameter (tied stages, or replicas), and "
-                    "the hook would see only one rank's part of the gradient: remove the hook, and modify the summed "
-                    "gradient between execute_pipeline and optimizer.step"
-                )
-            elif parameter in self._summed and parameter in self._partial and parameter.grad is not None:
-                before, version = self._partial[parameter]
-                if parameter.grad is not before or parameter.grad._version != version:
-                    problems.append(
-                        f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
-                        "plugin.sync_grads(model) before you modify it, or set it to None (optimizer.zero_grad())"
-                    )
-        return problems
+        return [
+            f"{name} has a gradient hook, but several ranks hold the parameter (tied stages, or replicas), and the "
+            "hook would see only one rank's part of the gradient: remove the hook, and modify the summed gradient "
+            "between execute_pipeline and optimizer.step"
+            for name, parameter in self.shared
+            if has_hooks(parameter)
+        ] + self.modified()
+
+    def modified(self) -> list[str]:
+        """Error messages about partial gradients that were modified: what a clamp makes of each rank's part is not the
+        clamped sum."""
+        return [
+            f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
+            "plugin.sync_grads(model) before you modify it, or set it to None (optimizer.zero_grad())"
+            for name, parameter in self.shared
+            if parameter in self._partial and self._is_modified(parameter)
+        ]
+
+    def _is_modified(self, parameter: nn.Parameter) -> bool:
+        before, version = self._partial[parameter]
+        now = parameter.grad
+        return now is not None and (now is not before or now._version != version)
 
     def begin(self) -> None:
         """Begin a step: set summed gradients aside, so that `p.grad` accumulates only the gradients that this rank
