@@ -202,9 +202,9 @@ def load_training_state(
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
     given are not loaded. Each rank's random generators are always restored; if the sizes of the grid have changed,
-    every rank gets the states of the first rank. With `verify`, every file is compared with its
-    saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
-    `step-<step>.damaged`, and an older step is loaded, with a warning.
+    every rank gets the states of the first rank. With `verify`, every file is compared with its saved checksum. If a
+    file of the newest step has changed and `step` is not given, this step is renamed to `step-<step>.damaged`, and an
+    older step is loaded, with a warning.
 
     Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if a file of the step cannot be
     read, if the step lacks the state of a given object, and if a saved state does not fit its object.

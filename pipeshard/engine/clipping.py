@@ -67,7 +67,7 @@ class ModelGradients:
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The parameter name of `parameter`, which may be a master weight in an optimizer, or None if unknown."""
-        known = (self.names, *(optimizer.names for optimizer in self.updates.in_use().values()))
+        known = (self.names, *(optimizer.names for optimizer in self._optimizers))
         return next((names[parameter] for names in known if parameter in names), None)
 
     def trainables(self) -> list[Tensor]:
@@ -76,7 +76,7 @@ class ModelGradients:
         return [*self._holders, *masters]
 
     def shard_of(self, tensors: Sequence[Tensor]) -> str | None:
-        """The name of a parameter of which one of these master weights is only this rank's shard, or None."""
+        """The name of the first parameter for which one of `tensors` is only this rank's shard, or None."""
         sharded = {
             id(w.master): w.name for w in self.weights.values() if isinstance(w.parameter, DTensor) and not w.plain
         }
@@ -88,8 +88,7 @@ class ModelGradients:
         stages train them or, with ZeRO, only other replicas update them."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         wholes: list[tuple[list[Tensor], frozenset[str]]] = [(list(self._holders), elsewhere)]
-        optimizers: Iterable[Any] = self.updates.in_use().values()
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             away = [w for w in optimizer.weights.values() if w.master not in optimizer.names]
             lacking = elsewhere.union(weight.name for weight in away if weight.parameter.requires_grad)
             groups = zip(optimizer.optim.param_groups, optimizer.given)
@@ -108,8 +107,7 @@ class ModelGradients:
         """Make parameters and master weights equal after the loop has written to either (see MasterWeight.follow).
         Returns whether the replicas must then call `share`. If they cannot (`shares=False`), optimizers with ZeRO are
         left out."""
-        optimizers = self.updates.in_use().values()
-        followed = [optimizer.follow(adopts) for optimizer in optimizers if shares or not optimizer.zero]
+        followed = [optimizer.follow(adopts) for optimizer in self._optimizers if shares or not optimizer.zero]
         return any(followed)
 
     def complete(self) -> None:
@@ -143,7 +141,7 @@ class ModelGradients:
 
     def share(self) -> None:
         """With ZeRO, broadcast each replica's updated parameters to the other replicas. Call it on all ranks."""
-        for optimizer in self.updates.in_use().values():
+        for optimizer in self._optimizers:
             optimizer.share()
 
     def added(self) -> None:
@@ -202,14 +200,17 @@ class ModelGradients:
         """The parameters whose gradients this rank contributes to the norm, with the number of ranks that contribute
         the same gradient. With ZeRO, only owners contribute, since a loop can change gradients only in their groups."""
         counted = dict(self._holders)
-        optimizers: Iterable[Any] = self.updates.in_use().values()
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             for weight in optimizer.weights.values() if optimizer.zero else ():
                 if weight.owner == self.grid.replica:
                     counted[weight.parameter] = max(1, weight.holders // self.grid.dp_size)
                 else:
                     counted.pop(weight.parameter, None)
         return counted
+
+    @property
+    def _optimizers(self) -> Iterable[Any]:
+        return self.updates.in_use().values()
 
     @property
     def _scale(self) -> float:

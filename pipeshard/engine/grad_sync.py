@@ -142,8 +142,8 @@ class GradientSync:
         ] + self.modified()
 
     def modified(self) -> list[str]:
-        """Error messages about partial gradients that were modified: what a clamp makes of each rank's part is not the
-        clamped sum."""
+        """Error messages about partial gradients that were modified. The sum of clamped parts differs from the clamped
+        sum."""
         return [
             f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
             "plugin.sync_grads(model) before you modify it, or set it to None (optimizer.zero_grad())"

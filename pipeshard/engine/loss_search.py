@@ -133,7 +133,7 @@ class _Search:
     ) -> None:
         self.model, self.flow, self.batch, self.criterion = model, flow, batch, criterion
         self.read = read_by_loss(flow)
-        self.sizes = sizes  # at which the rule must hold, or None if the loss does not depend on sizes
+        self.sizes = sizes  # at which the rule must hold, or None for one of transformers' own losses
         self.until = sizes  # sizes up to which the found rule holds
         self.is_of_few = False  # whether a rule held on a few samples, but not at the batch's sizes
         self.is_untried = False  # whether the found rule could not be tried at the batch's sizes
@@ -174,8 +174,7 @@ class _Search:
         over samples, even if it sums means over several kinds of labels."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
-        known = self.criterion is None and has_known_loss(self.model)
-        return known and not ignored and self.rule(valid=True) is not None
+        return self.sizes is None and not ignored and self.rule(valid=True) is not None
 
     def _can_try(self, source: Batch, side_outputs: bool) -> bool:
         """Whether samples of `source` give a finite loss. Also sets `samples`, `trial`, `kind` (the distribution of
@@ -219,7 +218,7 @@ class _Search:
         for path in (*floats, *integers):  # masks, and weights
             if path in self.read:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
-        if self.criterion is None and has_known_loss(self.model):
+        if self.sizes is None:
             return
         for path in floats:  # positions that are omitted because a mask is 0 or a target is missing
             if path in self.read:

@@ -160,7 +160,7 @@ class HeldParameters:
         ]
 
     def _silent_hooks(self) -> Iterator[tuple[str, str]]:
-        """The names of parameters with hooks, added after boost, of which autograd knows nothing, and why."""
+        """Yield the name of each parameter with a hook that autograd never calls, and the reason."""
         for name, weight in self.weights.items():
             if isinstance(weight.parameter, DTensor) and weight.parameter._backward_hooks:
                 yield name, "with fsdp, tp_size and ep_size, a step computes with other tensors than this shard"

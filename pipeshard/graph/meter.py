@@ -170,8 +170,10 @@ class Meter(DispatchMode):
         with self, saved_tensors_hooks(lambda tensor: _note(self.glue[-1], tensor), self._unpack), FusedAttention():
             yield
         *before, tail = [self._of_glue(kept) for kept in self.glue]
-        self.works = [replace(work, kept={**glue, **work.kept}) for work, glue in zip(self.works, before, strict=True)]
-        self.plain = [replace(work, kept={**glue, **work.kept}) for work, glue in zip(self.plain, before, strict=True)]
+        self.works, self.plain = (
+            [replace(work, kept={**glue, **work.kept}) for work, glue in zip(works, before, strict=True)]
+            for works in (self.works, self.plain)
+        )
         self.tail = Work(0, 0, {}, tail, self._temporary_of_tail())
 
     @contextmanager

@@ -227,8 +227,8 @@ class Flags:
 
     Changes by the forwards themselves (counters, caches, lists that they fill) do not count: `stepped` finds them by
     comparing the state before and after a step. For another object, changed values of tensors (except parameters) also
-    count, also of tensors that were replaced by others, but changes of a float within its `kind_of_number` do not
-    (weights that are annealed from step to step).
+    count, even if the tensor was replaced. A float counts as changed if its `kind_of_number` changes, so weights may be
+    annealed from step to step.
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
