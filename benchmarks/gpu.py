@@ -101,6 +101,7 @@ def cases(device: str) -> list[Case]:
     of_two += [Case(microbatches=1, options=sliced), Case(options=sliced), Case(precision="bf16", options=sliced)]
     of_two += [Case(options=(option,)) for option in (("recompute", True), ("verify", True), ("check_finite", True))]
     of_two += [Case(schedule, options=(("offload", "activations"),)) for schedule in ("gpipe", "zb-h1", "zbv")]
+    of_two += [Case(precision=name, options=(("offload", "both"),)) for name in ("fp32", "bf16")]
     of_two += [Case(kernel=True)] * (device == "cuda") + [Case(options=compiled)]
     of_two += [Case(quantized=True), Case("zbv", quantized=True)]
     of_two += [Case(pp=1, ep=2)]  # not in 16 bits: rounding would make the router select other experts

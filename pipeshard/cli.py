@@ -93,7 +93,7 @@ def main() -> None:
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard each stage.")
 @click.option("--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard the experts.")
 @click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass.")
-@click.option("--offload", help="activations: keep those of at most 2 microbatches on the device, others on the host.")
+@click.option("--offload", help="What to keep on the host: activations (except of 2 microbatches) | optimizer | both.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="Train only LoRA adapters of this rank.")
 @click.option("--quantize", help="Quantize the base weights (requires --lora): nf4 | fp4 | int8.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices); uses 1F1B without --schedule.")

@@ -218,7 +218,7 @@ _POLICY = "pass the class as policy=..., or register it with pipeshard.register_
 # Unsupported arguments: ColossalAI's default, which is accepted, and the advice for any other value.
 INSTEAD: dict[str, tuple[Any, str]] = {
     "backoff_factor": (0.5, _SCALE),
-    "cpu_offload": (False, "optimizer states stay on the device: zero_stage=1, fsdp=True or recompute=... save memory"),
+    "cpu_offload": (False, "pass offload='optimizer'"),
     "custom_policy": (None, _POLICY),
     "dp_outside": (True, "the order of ranks is always tp-pp-dp, with replicas outermost: omit dp_outside"),
     "enable_sequence_parallelism": (False, _SEQUENCES),

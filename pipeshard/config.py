@@ -29,7 +29,7 @@ POSITIVE = "a positive integer"
 LEAST_OF_SLICE = 256  # the smallest number of positions per slice with num_slices="auto"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTO = "auto"  # search for a schedule
-OFFLOADED = ("activations",)
+OFFLOADED = ("activations", "optimizer", "both")
 OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between ranks
 
 
@@ -127,7 +127,9 @@ class PipelineConfig:
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
             stage's units in [0, 1] (repeated layers first), or a list of shares, one per stage (p·v).
         offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all other
-            activations to the host until their backward. On a CPU, nothing is copied.
+            activations to the host until their backward. "optimizer" keeps the optimizer's states, and the values that
+            it updates, on the host: gradients are copied there for the optimizer's step, which runs on the CPU, and the
+            updated values are copied back. "both" does both. On a CPU, nothing is copied.
         activation_checkpoint_interval: k > 0 recomputes every k-th unit call of the model, instead of `recompute`.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long outside a
             step) before all ranks abort with a table of each rank's current activity, or None for no limit. "adaptive"
@@ -194,8 +196,8 @@ class PipelineConfig:
         check_replicas(self.zero_stage, self.fsdp)
         refuse_compile_options(self.compile_options, self.pp_size, bool(self.compile) and self.deferred_batch_norm)
         check_precision(self.precision, self.autocast)
-        check_offload(self.offload)
-        if self.offload and self.compile:
+        check_offload(self.offload, self.fsdp, self.tp_size, self.ep_size)
+        if self.offloads("activations") and self.compile:
             raise ConfigurationError(
                 f"offload={self.offload!r} is not supported with compile={self.compile!r}: compiled units do not call "
                 "the hooks that copy activations to the host. Use only one of the two"
@@ -246,6 +248,10 @@ class PipelineConfig:
     def lowers(self) -> bool:
         """Whether parameters are cast to 16 bits, with additional fp32 values."""
         return self.precision != "fp32" and not self.autocast
+
+    def offloads(self, what: str) -> bool:
+        """Whether `offload` includes `what`, "activations" or "optimizer"."""
+        return is_offloaded(self.offload, what)
 
     @property
     def has_slices(self) -> bool:
@@ -473,9 +479,20 @@ def check_precision(precision: str, autocast: bool) -> None:
         raise ConfigurationError("autocast=True requires precision='bf16' or 'fp16', got 'fp32'")
 
 
-def check_offload(offload: Any) -> None:
+def is_offloaded(offload: str | None, what: str) -> bool:
+    """Whether this value of `offload` includes `what`, "activations" or "optimizer"."""
+    return offload in (what, "both")
+
+
+def check_offload(offload: Any, fsdp: bool, tp_size: int, ep_size: int) -> None:
     if offload not in (None, *OFFLOADED):
         raise ConfigurationError(f"offload={offload!r} is unknown: {hint(str(offload), OFFLOADED)}")
+    if is_offloaded(offload, "optimizer") and (fsdp or tp_size > 1 or ep_size > 1):
+        sharding = "fsdp=True" if fsdp else f"tp_size={tp_size}" if tp_size > 1 else f"ep_size={ep_size}"
+        raise ConfigurationError(
+            f"offload={offload!r} is not supported with {sharding}: the optimizer's states would be DTensors, which a "
+            "checkpoint gathers on the device. Use zero_stage=1 to shard the states across replicas, or more stages"
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -435,6 +435,37 @@ def test_groups_of_a_stage_and_schedules_are_exact(pool: Pool) -> None:
     assert pool.run(of_what_is_held, 2, timeout=120) == [[], []]
 
 
+def steps_inside() -> tuple[int, list[str]]:
+    """How many updates are counted in 3 steps of an optimizer whose step calls that of its class, of which the first
+    rank alone has made an instance."""
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    class Scaled(Plain):
+        """Subtracts half of an update twice."""
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            super().step()
+            return super().step(closure)
+
+    if dist.get_rank() == 0:
+        Plain([nn.Parameter(torch.zeros(1))], lr=0.1)
+    sides = Sides({}, lambda model: Scaled(model.parameters(), lr=0.1))
+    sides.optimizer.register_step_post_hook(lambda *_: None)
+    for step in range(3):
+        sides.train(sides.batches(step))
+        sides.step()
+    return sides.optimizer.gradients.updates.count, sides.done()
+
+
+def test_a_step_that_calls_that_of_its_class_is_one_update(pool: Pool) -> None:
+    """torch wraps a class's step when it first makes an instance, so hooks ran twice in one step on that rank alone: it
+    compared an update of which the other ranks knew nothing, and gloo aborted."""
+    assert pool.run(steps_inside, 2, timeout=60) == [(3, []), (3, [])]
+
+
 def test_torchs_functions_are_its_own_without_a_boosted_model() -> None:
     """The guard stands inside of torch's functions, so it has to be gone when nothing needs it."""
     import gc

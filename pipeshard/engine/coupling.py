@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from pipeshard.distributed.collectives import local
+from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.updates import FIRST, Updates
 from pipeshard.ghost import Ghost
@@ -134,8 +135,8 @@ class Coupling:
         for name, weight in self._weights.items():
             for parameter in (weight.parameter, weight.master):
                 yield name, parameter
-                if parameter.grad is not None:
-                    yield name, parameter.grad
+                if (gradient := stored_grad(parameter)) is not None:
+                    yield name, gradient
         for optimizer in self._optimizers:
             for parameter, name in optimizer.names.items():
                 yield from ((name, kept) for kept in tensors_in(optimizer.optim.state.get(parameter, {}).values()))

@@ -23,8 +23,10 @@ from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.cuts import Cuts
 from pipeshard.engine.dependent import Dependents
 from pipeshard.engine.division import divided, traced
+from pipeshard.engine.hosted import HostedWeight
 from pipeshard.engine.interpreter import Interpreter
-from pipeshard.engine.mixed_precision import LossScale, Precision
+from pipeshard.engine.mixed_precision import LossScale, MasterWeight, Precision
+from pipeshard.engine.offload import has_own_memory
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.places import Places
@@ -165,7 +167,8 @@ class Pipeline:
         init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
         self.blank = set() if init_weights else on_meta  # names of the parameters without values, on all stages
-        self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan)
+        kind = HostedWeight if config.offloads("optimizer") and has_own_memory(self.device) else MasterWeight
+        self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan, kind)
         for name in self.blank & self.holdings.weights.keys():
             self.holdings.weights[name].blank()
         self.places = Places(model, parameters=self.holdings.sharded is None)

@@ -97,35 +97,41 @@ class MasterWeight:
 
     @property
     def is_double(self) -> bool:
-        """Whether an optimizer updates values whose dtype differs from the dtype that the model computes with."""
+        """Whether an optimizer updates values that have their own memory, and that the model does not compute with."""
         return self.master.dtype != self.parameter.dtype
+
+    @property
+    def graded(self) -> Tensor:
+        """The tensor whose gradient the next update uses."""
+        return self.master
 
     @torch.no_grad()
     def follow(self, is_master_written: bool, adopts: bool) -> bool:
-        """Make the parameter and its fp32 values equal after a loop has written to one of them. Returns whether they
-        are now equal.
+        """Make the parameter and the values of `master` equal after a loop has written to one of them. Returns whether
+        they are now equal.
 
-        A write to the fp32 values is always copied to the parameter. If `adopts`, a write to the parameter is copied to
-        the fp32 values, but only in the elements that differ: replacing and restoring a parameter does not change the
+        A write to `master` is always copied to the parameter. If `adopts`, a write to the parameter is copied to
+        `master`, but only in the elements that differ: replacing and restoring a 16-bit parameter does not change its
         fp32 values.
         """
         if self.is_double and not is_master_written:
             if not adopts:
                 return False
-            value = local(self.parameter)
+            value = local(self.parameter).to(self.master.device)
             self.master.copy_(torch.where(value == self.master.to(value.dtype), self.master, value.to(self.master)))
         self.take_value()
         return True
 
     @property
     def lacks_values(self) -> bool:
-        """Whether the fp32 values are missing because the parameter was frozen when it was cast."""
+        """Whether `master` has no values of its own yet, because the parameter was frozen when it was cast."""
         return self.lowered and self.master.dtype is self.parameter.dtype
 
     def complete(self) -> None:
-        """Create fp32 values from the 16-bit parameter. The parameter was frozen, so the model has computed with
-        exactly these values."""
-        self.master, self.plain = self._like(local(self.parameter.detach()).float()), False
+        """Create the values of `master`. The model has computed with exactly these values, since the parameter was
+        frozen or in no optimizer."""
+        value = local(self.parameter.detach())
+        self.master, self.plain = self._like(value.float() if self.lowered else value), False
         self._lent = None
 
     def leave(self) -> None:
@@ -160,7 +166,7 @@ class MasterWeight:
     def load(self, value: Tensor) -> bool:
         """Load this rank's shard of the full tensor `value` of a checkpoint, but keep fp32 values that round to it, as
         they may be those of this checkpoint, already loaded with an optimizer. Returns whether they were kept."""
-        part = slice_like(value, self.parameter)
+        part = slice_like(value, self.parameter).to(self.master.device)
         is_kept = self.is_precise and part.dtype is self._computed_in and torch.equal(self.master.to(part.dtype), part)
         self.set_part(self.master.detach() if is_kept else part)
         return is_kept

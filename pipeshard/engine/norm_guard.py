@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.guard import Guard
+from pipeshard.engine.hosted import stored_grad
 from pipeshard.errors import UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.private import set_wrapped
@@ -65,7 +66,7 @@ class NormGuard(Guard):
 
     def _check_gradients(self, tensors: Sequence[Tensor]) -> None:
         for gradients in list(self._models):
-            of_gradients = {id(p.grad): p for p in gradients.trainables() if p.grad is not None}
+            of_gradients = {id(stored_grad(p)): p for p in gradients.trainables() if stored_grad(p) is not None}
             held = [of_gradients[id(tensor)] for tensor in tensors if id(tensor) in of_gradients]
             self._check(held, gradients, "get_total_norm")
 
@@ -87,7 +88,7 @@ class NormGuard(Guard):
             return
         chosen, names = set(map(id, held)), {gradients.name_of(tensor) for tensor in held}
         for parameters, elsewhere in gradients.wholes():
-            here = [parameter for parameter in parameters if parameter.grad is not None]
+            here = [parameter for parameter in parameters if stored_grad(parameter) is not None]
             is_lacking = elsewhere and names.isdisjoint(elsewhere)
             if here and is_lacking and all(id(parameter) in chosen for parameter in here):
                 name = gradients.name_of(held[0]) or "a parameter"

@@ -70,7 +70,12 @@ class CudaTransfer:
 
 def transfer_of(device: torch.device) -> Transfer | None:
     """Return a Transfer between a GPU and the host, or None for other devices (a CPU already uses host memory)."""
-    return CudaTransfer(device) if device.type == "cuda" else None
+    return CudaTransfer(device) if has_own_memory(device) else None
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether a device has memory of its own, other than the host's."""
+    return device.type == "cuda"
 
 
 class Block:

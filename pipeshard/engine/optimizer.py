@@ -22,6 +22,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import bundled
+from pipeshard.engine.hosted import HostedWeight
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
@@ -51,6 +52,8 @@ OWN = frozenset(
         "_tensors",
         "_locals",
         "_noted",
+        "_depth",
+        "_is_updated",
     }
 )
 
@@ -96,6 +99,8 @@ class PipelineOptimizer(Optimizer):
         self._locals: list[Tensor] = []
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
+        self._depth = 0  # number of its nested steps that have called their pre-hooks, but not their post-hooks
+        self._is_updated = False  # whether the parameters have the values of the current step
         self._last_hook = optim.register_step_pre_hook(self._before_update)
         self._first_hook = optim.register_step_post_hook(self._after_update)
         GUARD.boosted(self)
@@ -178,11 +183,15 @@ class PipelineOptimizer(Optimizer):
         """Add a group of the model's parameters. On every rank, pass the parameters with the same names, including
         parameters that the rank does not hold."""
         type(self.optim).add_param_group(self.optim, param_group)
+        before = set(self.weights)
         try:
             self._narrow()
         except PipeshardError:
             self.optim.param_groups.pop()
             raise
+        for name in self.weights.keys() - before:
+            self.weights[name].follow(is_master_written=False, adopts=True)  # no optimizer has followed its writes
+        self._note()
 
     def _narrow(self) -> None:
         """Keep in the groups only the parameters that this rank updates, each replaced with the `master` of its
@@ -219,8 +228,8 @@ class PipelineOptimizer(Optimizer):
         self._watch()
 
     def _watch(self) -> None:
-        """Track writes to weights that have several copies (fp32 values, replicas), since a training loop may write to
-        only one copy."""
+        """Track writes to weights that have several copies (fp32 values, values on the host, replicas), since a
+        training loop may write to only one copy."""
         self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
         self._tensors = [tensor for w in self._watched for tensor in (w.parameter, w.master)]
         self._locals = [*map(local, self._tensors)]
@@ -271,11 +280,11 @@ class PipelineOptimizer(Optimizer):
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
     def _complete(self) -> None:
-        """Create fp32 values for parameters that were frozen when they were cast to 16-bit, and are trainable now."""
+        """Create the values of the MasterWeights of parameters that were frozen before and are trainable now."""
         self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
-        """Create the missing fp32 values of the `weights` that this rank updates."""
+        """Create the missing values of the `weights` that this rank updates."""
         became: dict[Tensor, nn.Parameter] = {}
         for weight in weights:
             if weight.lacks_values and self._updates(weight):
@@ -291,7 +300,7 @@ class PipelineOptimizer(Optimizer):
             if before in self.optim.state:
                 state = self.optim.state.pop(before)
                 self.optim.state[master] = {
-                    key: value.float() if _shape(value) == master.shape and value.dtype is before.dtype else value
+                    key: value.to(master) if _shape(value) == master.shape and value.dtype is before.dtype else value
                     for key, value in state.items()
                 }
 
@@ -362,6 +371,7 @@ class PipelineOptimizer(Optimizer):
             def closed() -> Any:
                 loss = closure()
                 self._ready()
+                self._take_gradients()
                 return loss
 
             return self._step(closed, *args, **kwargs)
@@ -385,15 +395,19 @@ class PipelineOptimizer(Optimizer):
             self.gradients.coupling.begin()
         post_hooks: Any = self.optim._optimizer_step_post_hooks
         post_hooks.move_to_end(self._first_hook.id, last=False)
-        self.gradients.updates.hooks_begin(self.parameters, has_hooks)
-        self.is_stepping = True
+        self.gradients.updates.hooks_begin(self._graded, has_hooks)
+        self.is_stepping, self._depth, self._is_updated = True, 0, False
         try:
             result = self.optim.step(*args, **kwargs)
         finally:
             self.is_stepping = False
             self.gradients.coupling.end()
-        for weight in self.weights.values():
-            weight.take_value()
+            for weight in self._hosted:
+                weight.drop_gradient()
+        if self._is_updated:
+            self.follow(adopts=True)  # a post-hook of the user's may have written values
+        else:
+            self._take_values()
         if self.finite is not None:
             self.finite.after_update()
         self.share()
@@ -401,19 +415,50 @@ class PipelineOptimizer(Optimizer):
         return result
 
     def _before_update(self, *_: Any) -> None:
-        """Refuse or record the inner optimizer's update. This is the last hook that runs before the update."""
+        """Refuse or record the inner optimizer's update. This is the last hook that runs before the update.
+
+        torch wraps the `step` of each class whose instances it has seen, so the hooks run again if a step calls
+        super().step(). Only the outermost step counts as an update.
+        """
         self.refuse_alone(type(self.optim).__name__)
-        if self.is_stepping:
+        self._depth += 1
+        if self.is_stepping and self._depth == 1:
             self.gradients.coupling.end()
-            self.gradients.updates.hooks_end(self.parameters)
+            self.gradients.updates.hooks_end(self._graded)
+            self.follow(adopts=True)  # a pre-hook may have written values
+            self._take_gradients()
 
     def _after_update(self, *_: Any) -> None:
-        """Watch the user's post-hooks. This is the first hook that runs after the inner optimizer's update."""
-        if self.is_stepping:
+        """Copy the updated values to the parameters, and watch the user's post-hooks. This is the first hook that runs
+        after the inner optimizer's update."""
+        self._depth -= 1
+        if self.is_stepping and self._depth == 0:
+            self._take_values()
+            self._is_updated = True
             self.gradients.coupling.begin()
+
+    @property
+    def _hosted(self) -> list[HostedWeight]:
+        return [weight for weight in self._watched if isinstance(weight, HostedWeight) and weight.is_double]
+
+    @property
+    def _graded(self) -> list[Tensor]:
+        """The tensors whose gradients the next update uses."""
+        return [self.weights[self.names[tensor]].graded for tensor in self.parameters]
+
+    def _take_gradients(self) -> None:
+        for weight in self._hosted:
+            weight.take_gradient()
+
+    def _take_values(self) -> None:
+        for weight in self.weights.values():
+            weight.take_value()
+        self._note()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.sync.reset({weight.parameter for weight in self.weights.values()})
+        for hosted in self._hosted:
+            hosted.is_updating = True  # the inner optimizer may read its gradients, which are None
         type(self.optim).zero_grad(self.optim, set_to_none)
         for weight in self.weights.values():
             weight.zero_grad(set_to_none)

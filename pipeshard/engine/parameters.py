@@ -27,7 +27,7 @@ class HeldParameters:
 
     One holder of a parameter broadcasts its values to the other holders. Then the parameters are cast to 16-bit if
     `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
-    replicas. Each of these conversions may replace parameters.
+    replicas. Each of these conversions may replace parameters. `kind` is the class of the MasterWeights.
 
     Attributes:
         held: the current parameters, by name (a tied parameter by its first name).
@@ -36,7 +36,13 @@ class HeldParameters:
     """
 
     def __init__(
-        self, policy: Policy, grid: Grid, precision: Precision, fsdp: bool, plan: Mapping[str, str] | None = None
+        self,
+        policy: Policy,
+        grid: Grid,
+        precision: Precision,
+        fsdp: bool,
+        plan: Mapping[str, str] | None = None,
+        kind: type[MasterWeight] = MasterWeight,
     ) -> None:
         model = self.model = policy.model
         self.policy, self.grid, self._warned = policy, grid, False
@@ -59,7 +65,7 @@ class HeldParameters:
                 parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # its compute dtype, for traces
         self._refuse_hooks(before)
         self.weights = {
-            name: MasterWeight(name, p, self._holders(name), full.get(before[name]), before[name] in cast)
+            name: kind(name, p, self._holders(name), full.get(before[name]), before[name] in cast)
             for name, p in self.held.items()
         }
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]

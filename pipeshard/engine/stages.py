@@ -37,7 +37,7 @@ class Stages:
         self.config, self.policy, self.precision, self.held = config, policy, precision, held
         self.deferral = Deferral(module for unit in policy.get_held_layers() for module in unit.modules())
         self.carry = Carry(policy.model)
-        transfer = transfer_of(device) if config.offload else None
+        transfer = transfer_of(device) if config.offloads("activations") else None
         self.offload = None if transfer is None else Offload(transfer, device)
         head = len(policy.placement)  # the index of a stage after the last one
         self.whole = [self._stage(Stage, index, index == head - 1) for index in policy.chunks]

@@ -64,14 +64,14 @@ class Cutter:
 
     def _part(self, start: int, end: int) -> tuple[float, ...]:
         """A stage's costs of F, B and W, then four sizes in bytes: its memory without activations, the additional
-        memory at the end of a step, the activations of a microbatch (0 with offload), and the temporary memory of a
-        backward."""
+        memory at the end of a step, the activations of a microbatch (0 if they are offloaded), and the temporary memory
+        of a backward."""
         footprint = self.subject.footprint
         temporary, kept = footprint.temporary(start, end), footprint.activations(start, end)
         always = footprint.total(start, end, IDLE)
         update = footprint.total(start, end, None) - always
         costs = (sums[end] - sums[start] for sums in self.sums)
-        return *costs, always, update, 0 if self.subject.training.offload else kept, temporary
+        return *costs, always, update, 0 if self.subject.training.offloads("activations") else kept, temporary
 
     def _work(self, edges: Edges) -> Work:
         """The costs, memory and messages of the stages with these cuts."""

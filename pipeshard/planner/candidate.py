@@ -294,7 +294,7 @@ class Candidate:
                     activations=sum(part.activations for part in parts),
                     temporary=sum(part.temporary for part in parts),
                     absent=min(sum(part.absent for part in parts), memory.gradients),  # stages may share gradients
-                    host=subject.training.on_host(self.program.ranks[rank], self.kept),
+                    host=memory.host + subject.training.on_host(self.program.ranks[rank], self.kept),
                 )
             )
 
@@ -377,7 +377,7 @@ class Candidate:
                         activations=working.activations,
                         temporary=working.temporary,
                         absent=min(working.absent, memory.gradients),
-                        host=host,
+                        host=memory.host + host,
                     ),
                     alive=self.alive[s],
                     kept=self.kept[s],

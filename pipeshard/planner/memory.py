@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pipeshard.config import PipelineConfig, check_offload, check_precision, check_replicas
+from pipeshard.config import PipelineConfig, check_offload, check_precision, check_replicas, is_offloaded
 from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.dataflow import Dataflow
@@ -124,7 +124,9 @@ class Training:
     shards the states and these values across `dp_size` replicas. `fsdp` shards the states and the values (with "fp32",
     the parameters themselves); within a step, a stage's parameters and gradients are unsharded. Parameters in a
     tensor-parallel plan are sharded across `tp_size` ranks, parameters of experts across `ep_size` ranks. With
-    `offload`, a rank keeps the activations of at most two microbatches on its device.
+    `offload` "activations" or "both", a rank keeps the activations of at most two microbatches on its device; with
+    "optimizer" or "both", the states, fp32 copies of the trained parameters, and copies of the gradients are on the
+    host.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
     """
@@ -144,7 +146,7 @@ class Training:
             raise ConfigurationError(f"optimizer={self.optimizer!r} is unknown: {hint(self.optimizer, known)}")
         check_precision(self.precision, autocast=False)
         check_replicas(self.zero_stage, self.fsdp)
-        check_offload(self.offload)
+        check_offload(self.offload, self.fsdp, self.tp_size, self.ep_size)
         check_positive(dp_size=self.dp_size, tp_size=self.tp_size, ep_size=self.ep_size)
 
     def __str__(self) -> str:
@@ -155,7 +157,7 @@ class Training:
             f"optimizer {self.optimizer}{low}{replicas}"
             + (f", tp_size {self.tp_size}" if self.tp_size > 1 else "")
             + (f", ep_size {self.ep_size}" if self.ep_size > 1 else "")
-            + (f", {self.offload} on the host" if self.offload else "")
+            + (f", {self._on_host} on the host" if self.offload else "")
         )
 
     def config(
@@ -184,7 +186,8 @@ class Training:
         last = {action[1:]: action for action in compute}
         stages, trained, found = sorted({action.stage for action in compute}), set[int](), dict[Moment, None]()
         begun = set[tuple[int, int]]()
-        for action, here in zip(compute, (resident if self.offload else alive)(compute), strict=True):
+        on_device = resident if self.offloads("activations") else alive
+        for action, here in zip(compute, on_device(compute), strict=True):
             counts, pending = (Counter(stage for _, stage in each) for each in (here, begun & here))
             running = action.stage if action.kind is Kind.B else None
             if action.kind is not Kind.F:
@@ -196,8 +199,16 @@ class Training:
 
     def on_host(self, actions: Sequence[Action], sizes: Sequence[int]) -> int:
         """The largest number of bytes that a rank's activations take on the host, given the activation bytes of a
-        microbatch on each stage; 0 without `offload`."""
-        return most_on_host(actions, sizes) if self.offload else 0
+        microbatch on each stage; 0 unless `offload` includes activations."""
+        return most_on_host(actions, sizes) if self.offloads("activations") else 0
+
+    def offloads(self, what: str) -> bool:
+        """Whether `offload` includes `what`, "activations" or "optimizer"."""
+        return is_offloaded(self.offload, what)
+
+    @property
+    def _on_host(self) -> str:
+        return "activations and optimizer" if self.offload == "both" else str(self.offload)
 
     @property
     def slices(self) -> int:
@@ -211,7 +222,7 @@ class Training:
 
     def takes(self, parameters: Collection[nn.Parameter], forms: Forms) -> Memory:
         """The memory of these parameters, with their gradients, states and values."""
-        sizes = gradients = states = values = 0
+        sizes = gradients = states = values = host = 0
         for parameter in parameters:
             is_low, count = parameter in forms.lowered, forms.sliced.get(parameter, parameter.numel())
             scales = forms.packed[parameter].scales if parameter in forms.packed else 0
@@ -219,12 +230,16 @@ class Training:
             full = FULL * count if is_low else size
             trained = full if is_trainable(parameter) else 0
             sizes, gradients = sizes + size, gradients + trained
-            states += -(-self.states(count, trained) // self.parts)
+            own = -(-self.states(count, trained) // self.parts)
+            if self.offloads("optimizer"):
+                host += own + 2 * -(-trained // self.parts)  # and the values and gradients of the optimizer
+            else:
+                states += own
             if self.fsdp and self.dp_size > 1:
                 values += -(-full // self.dp_size)
-            elif is_low:
+            elif is_low and not self.offloads("optimizer"):
                 values += -(-trained // self.parts)
-        return Memory(sizes, gradients, states, values=values, update=self.update(gradients))
+        return Memory(sizes, gradients, states, values=values, update=self.update(gradients), host=host)
 
     def states(self, count: int, trained: int) -> int:
         """The bytes of the states of `count` elements whose gradients take `trained` bytes (0 if frozen)."""
@@ -236,9 +251,10 @@ class Training:
     def update(self, gradients: int) -> int:
         """The temporary bytes at the end of a step, given the bytes of the gradients: the larger of the messages
         between replicas (two are in flight) and the square roots of all second moments, which torch's AdamW computes
-        together on a GPU (`foreach`)."""
+        together on a GPU (`foreach`), unless they are on the host."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
-        return max(messages, gradients // self.parts if OPTIMIZERS.get(self.optimizer) == 2 else 0)
+        has_roots = OPTIMIZERS.get(self.optimizer) == 2 and not self.offloads("optimizer")
+        return max(messages, gradients // self.parts if has_roots else 0)
 
 
 class Part(NamedTuple):

@@ -131,6 +131,33 @@ def test_what_is_written_in_16_bits_is_kept(pool: Pool) -> None:
     pool.run(exchanged, 2, timeout=120)
 
 
+def clamped_in_hooks(layout: dict[str, Any], before: bool) -> list[float]:
+    """By how much weights are out of bounds that a hook of the step clamps, with a learning rate of 0."""
+    sides = Sides({**layout, "precision": "bf16"}, lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
+
+    @torch.no_grad()
+    def clamp(*_: Any) -> None:
+        for parameter in trained(sides):
+            parameter.clamp_(-BOUND, BOUND)
+
+    register = sides.optimizer.register_step_pre_hook if before else sides.optimizer.register_step_post_hook
+    register(clamp)
+    for step in range(2):
+        sides.split_loss(sides.batches(step))
+        sides.optimizer.step()
+    masters = [master.detach().to(torch.bfloat16) for master in of_groups(sides.optimizer)]
+    return [float(local(value.detach()).abs().max()) for value in (*trained(sides), *masters)]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("before", [False, True])
+def test_what_a_hook_of_the_step_writes_in_16_bits_is_kept(pool: Pool, before: bool) -> None:
+    """The values of the same step were written over it: weights that a hook clamped after each step never were."""
+    for ranks, layout in ((2, {}), (4, {"dp_size": 2, "zero_stage": 1})):
+        for most in pool.run(clamped_in_hooks, ranks, layout, before, timeout=120):
+            assert max(most) <= BOUND
+
+
 def changes_gradients(how: str, through_groups: bool) -> list[Tensor]:
     """The fp32 values after some steps in 16 bits, in which a loop has changed gradients in one place or the other."""
     sides = Sides({"precision": "bf16", "max_norm": 0.2}, momentum)

@@ -62,6 +62,23 @@ def test_offloaded_activations_are_on_the_host() -> None:
         planned("llama", model, offload="activation")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_offloaded_optimizer_is_on_the_host(precision: str) -> None:
+    model = zoo.build("llama", layers=6)
+    offloads = (None, "optimizer", "activations", "both")
+    plain, hosted, without, both = (
+        planned("llama", model, p=4, schedule="1f1b", precision=precision, offload=each).stages for each in offloads
+    )
+    for one, two, activations, three in zip(plain, hosted, without, both, strict=True):
+        assert two.memory.optimizer == two.memory.values == 0
+        moved = one.memory.optimizer + (one.memory.values or one.memory.parameters)
+        assert two.memory.host == moved + one.memory.gradients
+        assert two.memory.update < one.memory.update
+        assert two.memory.activations == one.memory.activations
+        assert three.memory.activations == activations.memory.activations
+        assert three.memory.host - two.memory.host == activations.memory.host
+
+
 def test_what_crosses_is_the_hidden_states_and_their_gradient() -> None:
     first, second = planned("llama", schedule="zb-h1").stages
     assert (first.received, first.returned, first.enters) == (0, 0, ())

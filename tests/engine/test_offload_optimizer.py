@@ -1,0 +1,294 @@
+"""Tests of the offload of the optimizer: its values and states are on the host, and training is the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from pipeshard.distributed.collectives import local
+from pipeshard.engine import engine
+from pipeshard.engine.mixed_precision import MasterWeight
+from pipeshard.errors import UsageError
+from pipeshard.split.materialize import is_released
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split, refusal
+
+Make = Callable[[Any], torch.optim.Optimizer]
+Loop = Callable[[Split, int], None]  # what a loop does between the backward and the optimizer's step
+
+
+@contextlib.contextmanager
+def apart(is_apart: bool = True) -> Iterator[None]:
+    """Inside, models are boosted as if the CPU were a device with its own memory."""
+    with mock.patch.object(engine, "has_own_memory", lambda _: is_apart):
+        yield
+
+
+def untouched(split: Split, step: int) -> None:
+    """The loop does nothing."""
+
+
+def steps(offload: str | None, loop: Loop = untouched, change: Any = None, **how: Any) -> list[Tensor]:
+    """The losses, gradients, parameters and optimizer states of four steps of training."""
+    model, data = zoo.build("llama", layers=4), zoo.batch("llama", rows=8)
+    torch.manual_seed(1)
+    model = change(model) if change is not None else model
+    p = 1 if how.keys() & {"dp_size", "tp_size"} else dist.get_world_size()
+    with apart():
+        split = Split(model, p, data, verify=False, offload=offload, **{"num_microbatches": 4, **how})
+    values = []
+    for step in range(4):
+        values.append(split.backward(data)["loss"])
+        values += [local(q.grad).clone() for q in split.held.values() if q.grad is not None]
+        loop(split, step)
+        split.step()
+        values += [local(q.detach()).clone() for q in split.held.values()]
+    weights = split.optimizer.weights
+    for tensor, name in split.optimizer.names.items():
+        weight = weights[name]
+        shares = weight.master.data_ptr() == local(weight.parameter).data_ptr()
+        assert weight.master is tensor and shares != weight.is_double
+        assert weight.is_double or offload is None or not tensor.requires_grad
+        values += [state for state in split.optimizer.state[tensor].values() if isinstance(state, Tensor)]
+    return [value.nan_to_num() for value in values if value is not None]  # fp16 overflows
+
+
+def differing(loop: Loop = untouched, offload: str = "optimizer", change: Any = None, **how: Any) -> int:
+    expected, found = steps(None, loop, change, **how), steps(offload, loop, change, **how)
+    assert len(expected) == len(found)
+    return sum(not torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def with_adapters(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"max_norm": 0.1},
+    "bf16": {"precision": "bf16", "max_norm": 0.1},
+    "fp16": {"precision": "fp16", "initial_scale": 2.0**24},  # whose first steps overflow
+    "zero": {"dp_size": 2, "zero_stage": 1},
+    "zero in bf16": {"dp_size": 2, "zero_stage": 1, "precision": "bf16"},
+    "adapters": {"change": with_adapters},
+    "zbv": {"schedule": "zbv"},
+    "both": {"offload": "both", "schedule": "gpipe"},
+}
+
+
+@pytest.mark.local
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("which", OPTIONS)
+def test_training_is_the_same(pool: Pool, which: str) -> None:
+    assert not any(pool.run(differing, 2, **OPTIONS[which]))
+
+
+def halves(split: Split, step: int) -> None:
+    for parameter in split.held.values():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def clips(split: Split, step: int) -> None:
+    """The norm is read, and the gradients are changed after it."""
+    split.optimizer.clip_grad_by_norm(0.5)
+    split.optimizer.get_grad_norm()
+    halves(split, step)
+
+
+def accumulates(split: Split, step: int) -> None:
+    """Between two backwards, gradients are halved, and one is replaced."""
+    halves(split, step)
+    first = next(iter(split.held.values()))
+    assert first.grad is not None
+    first.grad = first.grad.clone() + 1e-3
+    split.backward(zoo.batch("llama", rows=4))
+
+
+def drops(split: Split, step: int) -> None:
+    """The model's gradients are cleared and computed again."""
+    halves(split, step)
+    split.model.zero_grad()
+    split.backward(zoo.batch("llama", rows=4))
+
+
+def freezes_and_writes(split: Split, step: int) -> None:
+    """A weight is frozen for two steps, and every weight decays by hand."""
+    first = next(iter(split.held.values()))
+    first.requires_grad_(step not in (0, 1))
+    with torch.no_grad():
+        for parameter in split.held.values():
+            parameter.mul_(0.99)
+
+
+def hooks(split: Split, step: int) -> None:
+    """Hooks of the step halve the model's gradients before it, and clamp the model's weights after it."""
+
+    def clamped(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in split.held.values():
+                parameter.clamp_(-0.01, 0.01)
+
+    if step == 0:
+        split.optimizer.register_step_pre_hook(lambda *_: halves(split, step))
+        split.optimizer.register_step_post_hook(clamped)
+
+
+@pytest.mark.local
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "loop", [halves, clips, accumulates, drops, freezes_and_writes, hooks], ids=lambda loop: loop.__name__
+)
+def test_what_a_loop_changes_is_kept(pool: Pool, loop: Loop, precision: str) -> None:
+    assert not any(pool.run(differing, 2, loop, precision=precision))
+
+
+def clips_in_the_groups(split: Split, step: int) -> None:
+    for group in split.optimizer.param_groups:
+        nn.utils.clip_grad_norm_(group["params"], 1e-3)
+
+
+def replaces_in_the_groups(split: Split, step: int) -> None:
+    for group in split.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+
+
+def clips_in_a_hook(split: Split, step: int) -> None:
+    split.optimizer.register_step_pre_hook(lambda *_: clips_in_the_groups(split, step))
+
+
+def refused(loop: Loop) -> str:
+    with pytest.raises(UsageError) as caught:
+        steps("optimizer", loop)
+    return str(caught.value)
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("loop", [clips_in_the_groups, replaces_in_the_groups, clips_in_a_hook])
+def test_gradients_of_the_groups_are_refused(pool: Pool, loop: Loop) -> None:
+    """They are None until the update, so torch's clipping would do nothing."""
+    assert all("read and modify the gradients of model.parameters()" in said for said in pool.run(refused, 2, loop))
+
+
+def boosted(make: Make, offload: str | None, precision: str, p: int = 2) -> Split:
+    """A llama and the optimizer that `make` returns for it."""
+    model, data = zoo.build("llama", layers=4), zoo.batch("llama", rows=8)
+    options: dict[str, Any] = {"verify": False, "offload": offload, "num_microbatches": 2, "precision": precision}
+    with apart(), mock.patch.object(torch.optim, "AdamW", lambda *_, **__: make(model)):
+        return Split(model, p, data, **options)
+
+
+def values_of(split: Split) -> list[Tensor]:
+    return [local(parameter.detach()).clone() for parameter in split.held.values()]
+
+
+def joins(offload: str | None, precision: str) -> list[Tensor]:
+    """A layer joins the optimizer after a step, and has been written to since boost."""
+    split = boosted(lambda model: torch.optim.SGD(model.model.layers[1:].parameters(), lr=0.1), offload, precision)
+    layer = split.model.unwrap().model.layers[0]
+    for step in range(3):
+        split.backward(zoo.batch("llama", rows=8))
+        if step == 1:
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    if not is_released(parameter):
+                        parameter.mul_(0.5)
+            split.optimizer.add_param_group({"params": list(layer.parameters())})
+        split.step()
+    return values_of(split)
+
+
+def follows_closures(offload: str | None, precision: str) -> list[Tensor]:
+    """LBFGS evaluates its closure several times in each step."""
+    split = boosted(lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), offload, precision, p=1)
+
+    def closure() -> Tensor:
+        split.optimizer.zero_grad()
+        loss: Tensor = split.backward(zoo.batch("llama", rows=8))["loss"]
+        return loss
+
+    for _ in range(2):
+        split.optimizer.step(closure)
+    return values_of(split)
+
+
+@pytest.mark.local
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("way", [joins, follows_closures])
+def test_ways_of_an_optimizer(pool: Pool, way: Callable[..., list[Tensor]], precision: str) -> None:
+    """What was written between boost and add_param_group was lost in 16 bits: no optimizer followed the layer."""
+    p = 1 if way is follows_closures else 2
+    for plain, hosted in zip(*(pool.run(way, p, offload, precision) for offload in (None, "optimizer")), strict=True):
+        assert all(map(torch.equal, plain, hosted))
+
+
+def resumed(folder: str, precision: str, first: str | None, then: str | None) -> list[Tensor]:
+    """The parameters after four steps, two of which are resumed from a checkpoint of the first two."""
+    data = zoo.batch("llama", rows=8)
+    for offload, is_second in ((first, False), (then, True)):
+        with apart():
+            split = Split(
+                zoo.build("llama", layers=4),
+                2,
+                data,
+                verify=False,
+                offload=offload,
+                num_microbatches=4,
+                precision=precision,
+            )
+        if is_second:
+            split.booster.load_model(split.model, f"{folder}/model")
+            split.booster.load_optimizer(split.optimizer, f"{folder}/optimizer")
+        for _ in range(2):
+            split.backward(data)
+            split.step()
+        if not is_second:
+            split.booster.save_model(split.model, f"{folder}/model", shard=True)
+            split.booster.save_optimizer(split.optimizer, f"{folder}/optimizer", shard=True)
+    return [local(q.detach()).clone() for q in split.held.values()]
+
+
+@pytest.mark.local
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpoints_are_those_without_it(pool: Pool, precision: str, tmp_path: Path) -> None:
+    expected = pool.run(resumed, 2, str(tmp_path / "a"), precision, None, None)
+    for k, (first, then) in enumerate([("optimizer", None), (None, "optimizer"), ("optimizer", "optimizer")]):
+        found = pool.run(resumed, 2, str(tmp_path / str(k)), precision, first, then)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+def forgets(weight: MasterWeight) -> None:
+    """Leaves the parameter as it was."""
+
+
+def broken() -> int:
+    expected = steps(None)
+    with mock.patch.object(MasterWeight, "take_value", forgets):
+        found = steps("optimizer")
+    return sum(not torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.local
+def test_values_that_are_not_copied_back_are_seen(pool: Pool) -> None:
+    assert all(pool.run(broken, 2))
+
+
+def test_bad_input() -> None:
+    assert "offload='optimiser' is unknown: did you mean optimizer?" in refusal(offload="optimiser")
+    assert "is not supported with compile=True" in refusal(offload="both", compile=True)
+    for sharding in ({"fsdp": True}, {"tp_size": 2}, {"ep_size": 2}):
+        assert "is not supported with" in refusal(offload="optimizer", **sharding)
