@@ -17,6 +17,7 @@ from pipeshard.distributed.agreement import compare_ranks, optimizer_texts, take
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.coupling import end_of_deleted
+from pipeshard.engine.data_guard import GUARD as DATA_GUARD
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
@@ -108,6 +109,7 @@ def boost_model(
         )
     GUARD.watch(boosted.pipeline.gradients)
     NORM_GUARD.watch(boosted.pipeline.gradients)
+    DATA_GUARD.watch(boosted.pipeline.gradients)
     grid.mesh.warm_up(grid.device)
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion

@@ -42,6 +42,10 @@ class HostParameter(nn.Parameter):
             self._check(is_set=True)
         STORED.__set__(self, gradient)
 
+    def __getstate__(self) -> Any:
+        state = super().__getstate__()
+        return {k: v for k, v in state.items() if k != "pipeshard_weight"} if isinstance(state, dict) else state
+
     def _check(self, is_set: bool = False) -> None:
         reference = vars(self).get("pipeshard_weight")  # a copy of this parameter has none
         weight = None if reference is None else reference()
@@ -69,12 +73,9 @@ class HostedWeight(MasterWeight):
     """
 
     is_updating = False
-
-    def _like(self, value: Tensor, requires_grad: bool = True) -> nn.Parameter:
-        made = HostParameter(on_host(value), requires_grad)
-        made.pipeshard_weight = weakref.ref(self)
-        copy_attributes(self.parameter, made)
-        return made
+    _given: tuple[Tensor, int] | None = None  # the gradient on the device that was copied, and its version
+    _copy: Tensor | None = None  # of the gradient
+    _version = 0  # of the copy
 
     @property
     def is_double(self) -> bool:
@@ -82,7 +83,17 @@ class HostedWeight(MasterWeight):
 
     @property
     def lacks_values(self) -> bool:
-        return not self.is_double
+        return not isinstance(self.master, HostParameter)
+
+    def complete(self) -> None:
+        """Copy the values to the host. Until then, `master` has fp32 values of a 16-bit parameter on the device."""
+        if self.is_double:
+            self.follow(is_written=True, is_master_written=False, adopts=True)
+        value = self.master.detach()
+        made = HostParameter(on_host(value.float() if self.lowered else value), self.parameter.requires_grad)
+        made.pipeshard_weight = weakref.ref(self)
+        copy_attributes(self.parameter, made)
+        self.master, self.plain, self._lent = made, False, None
 
     @property
     def graded(self) -> Tensor:
@@ -96,18 +107,42 @@ class HostedWeight(MasterWeight):
 
     @torch.no_grad()
     def take_gradient(self) -> None:
-        """Copy the parameter's gradient to `master`, for the update that follows."""
-        if not self.is_double:
-            return
+        """Copy the parameter's gradient to `master` for the update that follows, unless it is the one that `master`
+        already has."""
         gradient = self.parameter.grad
-        self.is_updating = True
+        given = None if gradient is None else (gradient, gradient._version)
+        if self.is_updating and _same(given, self._given):
+            return
+        self.is_updating, self._given = True, given
         self.master.requires_grad_(self.parameter.requires_grad)
-        self.master.grad = None if gradient is None else on_host(gradient)  # new memory: an optimizer may keep it
+        copy = None if gradient is None else on_host(gradient)  # new memory: an optimizer may keep it
+        self.master.grad = self._copy = copy
+        self._version = 0 if copy is None else copy._version
 
+    @torch.no_grad()
     def drop_gradient(self) -> None:
-        """Remove the gradient of `master` after the update."""
+        """Remove the gradient of `master` after the update. If the optimizer has changed or cleared it, so is the
+        parameter's."""
+        gradient, given = stored_grad(self.master), self._given
+        if given is not None and gradient is None:
+            self.parameter.grad = None
+        elif given is not None and gradient is not None and self._is_changed(gradient):
+            if gradient.is_sparse or self.parameter.grad is not given[0]:
+                self.parameter.grad = gradient.to(self.parameter.device)
+            else:
+                given[0].copy_(gradient)
         self.master.grad, self.is_updating = None, False
+        self._given = self._copy = None
+
+    def _is_changed(self, gradient: Tensor) -> bool:
+        return gradient is not self._copy or gradient._version != self._version
 
     def zero_grad(self, set_to_none: bool) -> None:
         super().zero_grad(set_to_none)
-        self.is_updating = False
+        self.is_updating, self._given, self._copy = False, None, None
+
+
+def _same(one: tuple[Tensor, int] | None, other: tuple[Tensor, int] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one[0] is other[0] and one[1] == other[1]

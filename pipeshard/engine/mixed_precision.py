@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from pipeshard.batch.batch import Batch
 from pipeshard.config import PRECISIONS
 from pipeshard.distributed.collectives import local, local_grad, set_local_grad, slice_like
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import is_target
@@ -106,19 +106,28 @@ class MasterWeight:
         return self.master
 
     @torch.no_grad()
-    def follow(self, is_master_written: bool, adopts: bool) -> bool:
+    def follow(self, is_written: bool, is_master_written: bool, adopts: bool) -> bool:
         """Make the parameter and the values of `master` equal after a loop has written to one of them. Returns whether
-        they are now equal.
+        they are now equal. Raises UsageError if it has written different values to both.
 
         A write to `master` is always copied to the parameter. If `adopts`, a write to the parameter is copied to
         `master`, but only in the elements that differ: replacing and restoring a 16-bit parameter does not change its
         fp32 values.
         """
-        if self.is_double and not is_master_written:
-            if not adopts:
-                return False
+        if self.is_double and is_written:
             value = local(self.parameter).to(self.master.device)
-            self.master.copy_(torch.where(value == self.master.to(value.dtype), self.master, value.to(self.master)))
+            rounded = self.master.to(value.dtype)
+            if is_master_written and not torch.equal(value.nan_to_num(), rounded.nan_to_num()):
+                raise UsageError(
+                    f"the loop has written to both the model's parameter {self.name} and its tensor in "
+                    "optimizer.param_groups, which has values of its own with 16 bits and with offload='optimizer', "
+                    "so one of the writes would be lost: write to one of them between two calls of execute_pipeline "
+                    "or optimizer.step"
+                )
+            if not is_master_written:
+                if not adopts:
+                    return False
+                self.master.copy_(torch.where(value == rounded, self.master, value.to(self.master)))
         self.take_value()
         return True
 
@@ -130,8 +139,7 @@ class MasterWeight:
     def complete(self) -> None:
         """Create the values of `master`. The model has computed with exactly these values, since the parameter was
         frozen or in no optimizer."""
-        value = local(self.parameter.detach())
-        self.master, self.plain = self._like(value.float() if self.lowered else value), False
+        self.master, self.plain = self._like(local(self.parameter.detach()).float()), False
         self._lent = None
 
     def leave(self) -> None:

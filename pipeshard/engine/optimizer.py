@@ -6,23 +6,17 @@ one replica of each stage owns a weight (`assign_owners`): it keeps the optimize
 values to the other replicas. torch's ZeroRedundancyOptimizer would create new optimizers, over one process group.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeshard.distributed.collectives import broadcast, local, local_grad, slice_like, together_in
-from pipeshard.distributed.groups import ranks_of
-from pipeshard.distributed.progress import own_progress
+from pipeshard.distributed.collectives import local, local_grad, slice_like, together_in
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients
-from pipeshard.engine.grad_sync import bundled
-from pipeshard.engine.hosted import HostedWeight
+from pipeshard.engine.copies import WeightCopies
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
@@ -48,16 +42,11 @@ OWN = frozenset(
         "_backward",
         "_last_hook",
         "_first_hook",
-        "_watched",
-        "_tensors",
-        "_locals",
-        "_noted",
+        "_copies",
         "_depth",
         "_is_updated",
     }
 )
-
-VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writes
 
 
 class PipelineOptimizer(Optimizer):
@@ -94,9 +83,7 @@ class PipelineOptimizer(Optimizer):
         self.weights: dict[str, MasterWeight] = {}
         self.given: list[frozenset[str]] = []
         self.options: list[tuple[str, ...]] = []
-        self._watched: list[MasterWeight] = []
-        self._tensors: list[Tensor] = []
-        self._locals: list[Tensor] = []
+        self._copies = WeightCopies(self.weights, self.zero, self.grid)
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
         self._depth = 0  # number of its nested steps that have called their pre-hooks, but not their post-hooks
@@ -183,15 +170,11 @@ class PipelineOptimizer(Optimizer):
         """Add a group of the model's parameters. On every rank, pass the parameters with the same names, including
         parameters that the rank does not hold."""
         type(self.optim).add_param_group(self.optim, param_group)
-        before = set(self.weights)
         try:
             self._narrow()
         except PipeshardError:
             self.optim.param_groups.pop()
             raise
-        for name in self.weights.keys() - before:
-            self.weights[name].follow(is_master_written=False, adopts=True)  # no optimizer has followed its writes
-        self._note()
 
     def _narrow(self) -> None:
         """Keep in the groups only the parameters that this rank updates, each replaced with the `master` of its
@@ -213,62 +196,31 @@ class PipelineOptimizer(Optimizer):
                 weight.leave()
             elif weight.lacks_values and weight.parameter.requires_grad:
                 weight.complete()
+            elif weight.is_double:  # a loop may have written to the parameter before an optimizer had it
+                weight.follow(is_written=True, is_master_written=False, adopts=True)
         for group in self.optim.param_groups:
             kept = [p for p in group["params"] if p in self.names or p in updated]
             group["params"] = [updated[p].master if p in updated else p for p in kept]
         for parameter in [p for p in self.optim.state if p in fresh]:  # state from before boost, not sharded
             state = self.optim.state.pop(parameter)
             if parameter in updated:
-                weight, shape, device = updated[parameter], parameter.shape, updated[parameter].master.device
+                weight, shape = updated[parameter], parameter.shape
+                state = {key: _moved(value, parameter, weight.master) for key, value in state.items()}
                 self.optim.state[weight.master] = {
-                    key: slice_like(value.to(device), weight.parameter) if shape == _shape(value) else value
+                    key: slice_like(value, weight.parameter) if shape == _shape(value) else value
                     for key, value in state.items()
                 }
         self.names |= {weight.master: weight.name for weight in updated.values()}
-        self._watch()
-
-    def _watch(self) -> None:
-        """Track writes to weights that have several copies (fp32 values, values on the host, replicas), since a
-        training loop may write to only one copy."""
-        self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
-        self._tensors = [tensor for w in self._watched for tensor in (w.parameter, w.master)]
-        self._locals = [*map(local, self._tensors)]
-        self._note()
-
-    def _states(self) -> list[tuple[int, int, int]]:
-        """The versions and addresses of the watched tensors. A write to a DTensor changes the version of the DTensor, a
-        write to its shard the version of the shard."""
-        locals_ = self._locals
-        return [*zip(map(VERSION, self._tensors), map(VERSION, locals_), map(Tensor.data_ptr, locals_))]
-
-    def _note(self) -> None:
-        """Record the state of the watched tensors. Call it when the parameters and the updated tensors are equal."""
-        self._noted = self._states()
+        self._copies.watch()
 
     def follow(self, adopts: bool) -> bool:
-        """Make the model's parameters and the updated tensors equal again if a training loop has written to either
-        (`MasterWeight.follow`). Returns whether the replicas must `share` the values afterwards."""
-        now = self._states()
-        if now == self._noted:
-            return False
-        is_written = [one != other for one, other in zip(now, self._noted, strict=True)]
-        places = zip(self._watched, is_written[::2], is_written[1::2], strict=True)
-        followed = [
-            weight.follow(of_master, adopts) for weight, of_parameter, of_master in places if of_parameter or of_master
-        ]
-        if all(followed):
-            self._note()
-        return self.zero and any(followed)
+        """Make the model's parameters and the updated tensors equal again if a training loop has written to either.
+        Returns whether the replicas must `share` the values afterwards."""
+        return self._copies.follow(adopts)
 
     def share(self) -> None:
         """With ZeRO, broadcast each weight from its owner to the other replicas. Call it on all ranks."""
-        if not self.zero:
-            return
-        share_updates(self.weights.values(), self.grid.replicas)
-        states = self._states()
-        for k, weight in enumerate(self._watched):
-            if not weight.is_double:  # a double weight has this replica as its owner, and was not received
-                self._noted[2 * k : 2 * k + 2] = states[2 * k : 2 * k + 2]
+        self._copies.share()
 
     def _remember_groups(self, fresh: Mapping[Tensor, str]) -> None:
         for k, group in enumerate(self.optim.param_groups):
@@ -295,10 +247,10 @@ class PipelineOptimizer(Optimizer):
         for group in self.optim.param_groups if became else ():
             group["params"] = [became.get(parameter, parameter) for parameter in group["params"]]
         if became:
-            self._watch()
+            self._copies.watch()
         for before, master in became.items():
             if before in self.optim.state:
-                state = self.optim.state.pop(before)
+                state = {key: _moved(value, before, master) for key, value in self.optim.state.pop(before).items()}
                 self.optim.state[master] = {
                     key: value.to(master) if _shape(value) == master.shape and value.dtype is before.dtype else value
                     for key, value in state.items()
@@ -369,6 +321,7 @@ class PipelineOptimizer(Optimizer):
                 )
 
             def closed() -> Any:
+                self._drop_gradients()
                 loss = closure()
                 self._ready()
                 self._take_gradients()
@@ -402,16 +355,15 @@ class PipelineOptimizer(Optimizer):
         finally:
             self.is_stepping = False
             self.gradients.coupling.end()
-            for weight in self._hosted:
-                weight.drop_gradient()
+            self._drop_gradients()
         if self._is_updated:
             self.follow(adopts=True)  # a post-hook of the user's may have written values
         else:
-            self._take_values()
+            self._copies.take_values()
         if self.finite is not None:
             self.finite.after_update()
         self.share()
-        self._note()
+        self._copies.note()
         return result
 
     def _before_update(self, *_: Any) -> None:
@@ -425,6 +377,7 @@ class PipelineOptimizer(Optimizer):
         if self.is_stepping and self._depth == 1:
             self.gradients.coupling.end()
             self.gradients.updates.hooks_end(self._graded)
+        if self.is_stepping:
             self.follow(adopts=True)  # a pre-hook may have written values
             self._take_gradients()
 
@@ -432,14 +385,12 @@ class PipelineOptimizer(Optimizer):
         """Copy the updated values to the parameters, and watch the user's post-hooks. This is the first hook that runs
         after the inner optimizer's update."""
         self._depth -= 1
-        if self.is_stepping and self._depth == 0:
-            self._take_values()
+        if self.is_stepping:
+            self.follow(adopts=True)  # a post-hook of an inner step may have written values
+            self._copies.take_values()
             self._is_updated = True
+        if self.is_stepping and self._depth == 0:
             self.gradients.coupling.begin()
-
-    @property
-    def _hosted(self) -> list[HostedWeight]:
-        return [weight for weight in self._watched if isinstance(weight, HostedWeight) and weight.is_double]
 
     @property
     def _graded(self) -> list[Tensor]:
@@ -447,17 +398,16 @@ class PipelineOptimizer(Optimizer):
         return [self.weights[self.names[tensor]].graded for tensor in self.parameters]
 
     def _take_gradients(self) -> None:
-        for weight in self._hosted:
+        for weight in self._copies.hosted:
             weight.take_gradient()
 
-    def _take_values(self) -> None:
-        for weight in self.weights.values():
-            weight.take_value()
-        self._note()
+    def _drop_gradients(self) -> None:
+        for weight in self._copies.hosted:
+            weight.drop_gradient()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.sync.reset({weight.parameter for weight in self.weights.values()})
-        for hosted in self._hosted:
+        for hosted in self._copies.hosted:
             hosted.is_updating = True  # the inner optimizer may read its gradients, which are None
         type(self.optim).zero_grad(self.optim, set_to_none)
         for weight in self.weights.values():
@@ -507,6 +457,12 @@ def _shape(value: Any) -> Any:
     return getattr(value, "shape", None)
 
 
+def _moved(value: Any, parameter: Tensor, master: Tensor) -> Any:
+    """A value of the state of `parameter` on the device of `master`. A tensor that the optimizer keeps on another
+    device than the parameter, as most keep their step counts, is returned unchanged."""
+    return value.to(master.device) if isinstance(value, Tensor) and value.device == parameter.device else value
+
+
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
     """Assign each weight an owner, the replica that keeps its optimizer state. Weights are assigned from the largest to
     the smallest, each to the replica that owns the fewest elements so far (ZeRO stage 1, Rajbhandari et al. 2020,
@@ -517,31 +473,6 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
         if weight.owner is None:
             weight.owner = load.index(min(load))
         load[weight.owner] += local(weight.parameter).numel()
-
-
-@torch.no_grad()
-def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> None:
-    """Broadcast each weight from its owner to the other replicas in `group`. While a message is in flight, the next
-    message is built."""
-    ranks, under_way = ranks_of(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
-    bundles = bundled(weights, lambda w: (w.owner, w.parameter.dtype), lambda w: local(w.parameter).nbytes)
-    for bundle in bundles:
-        owner, tensors = bundle[0].owner, [local(weight.parameter) for weight in bundle]
-        assert owner is not None
-        in_place = len(tensors) == 1 and tensors[0].is_contiguous()
-        flat = tensors[0] if in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
-        work = broadcast(flat, ranks[owner], group)
-        under_way.append((work, flat, [] if in_place or owner == group.rank() else tensors))
-        if len(under_way) > 1:
-            _receive(group, *under_way.popleft())
-    for message in under_way:
-        _receive(group, *message)
-
-
-def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, tensors: list[Tensor]) -> None:
-    own_progress().wait_in(group, work)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]) if tensors else ()):
-        tensor.copy_(part.view_as(tensor))
 
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:

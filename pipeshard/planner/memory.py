@@ -232,7 +232,7 @@ class Training:
             sizes, gradients = sizes + size, gradients + trained
             own = -(-self.states(count, trained) // self.parts)
             if self.offloads("optimizer"):
-                host += own + 2 * -(-trained // self.parts)  # and the values and gradients of the optimizer
+                host += own + 2 * -(-pinned(trained) // self.parts)  # and the values and gradients of the optimizer
             else:
                 states += own
             if self.fsdp and self.dp_size > 1:
@@ -255,6 +255,11 @@ class Training:
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
         has_roots = OPTIMIZERS.get(self.optimizer) == 2 and not self.offloads("optimizer")
         return max(messages, gradients // self.parts if has_roots else 0)
+
+
+def pinned(size: int) -> int:
+    """The bytes that torch allocates for a pinned tensor of this size: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 class Part(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.booster import Booster
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from pipeshard import PipelinePlugin
 from pipeshard.distributed.collectives import local
 from pipeshard.engine import engine
 from pipeshard.engine.mixed_precision import MasterWeight
@@ -143,11 +146,35 @@ def hooks(split: Split, step: int) -> None:
         split.optimizer.register_step_post_hook(clamped)
 
 
+def writes_data(split: Split, step: int) -> None:
+    """Weights are clamped in the model or, in odd steps, in the groups, without a new version."""
+    groups = [parameter for group in split.optimizer.param_groups for parameter in group["params"]]
+    for parameter in groups if step % 2 else split.held.values():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def clears(split: Split, step: int) -> None:
+    """A hook of the step clears some gradients in the groups, and scales the others, which the loop keeps."""
+
+    def cleared(optimizer: Any, *_: Any) -> None:
+        for k, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            if k % 2:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.mul_(2.0)
+
+    if step == 0:
+        split.optimizer.register_step_post_hook(cleared)
+    split.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
+
+
 @pytest.mark.local
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "loop", [halves, clips, accumulates, drops, freezes_and_writes, hooks], ids=lambda loop: loop.__name__
+    "loop",
+    [halves, clips, accumulates, drops, freezes_and_writes, hooks, writes_data, clears],
+    ids=lambda loop: loop.__name__,
 )
 def test_what_a_loop_changes_is_kept(pool: Pool, loop: Loop, precision: str) -> None:
     assert not any(pool.run(differing, 2, loop, precision=precision))
@@ -223,12 +250,60 @@ def follows_closures(offload: str | None, precision: str) -> list[Tensor]:
     return values_of(split)
 
 
+def is_boosted_later(offload: str | None, precision: str) -> list[Tensor]:
+    """An optimizer is boosted after the model, whose weights have been drawn again since."""
+    data = zoo.batch("llama", rows=8)
+    options: dict[str, Any] = {"verify": False, "offload": offload, "num_microbatches": 2, "precision": precision}
+    with apart():
+        booster = Booster(plugin=PipelinePlugin(pp_size=2, dry_run_input=data, **options))
+        model, *_ = booster.boost(zoo.build("llama", layers=4))
+        held = [parameter for parameter in model.unwrap().parameters() if not is_released(parameter)]
+        with torch.no_grad():
+            for parameter in held:
+                parameter.mul_(0.5)
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        booster.execute_pipeline(iter([data]), model, None, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in held]
+
+
+class Inner(torch.optim.SGD):
+    """Calls a closure twice, and clears the gradients of the first call in between by its own means."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def calls_its_closure_twice(offload: str | None, precision: str) -> list[Tensor]:
+    split = boosted(lambda model: Inner(model.parameters(), lr=0.1), offload, precision)
+    for _ in range(2):
+        split.optimizer.step(lambda: split.backward(zoo.batch("llama", rows=8))["loss"])
+        split.optimizer.zero_grad()
+    return values_of(split)
+
+
+WAYS = [joins, follows_closures, is_boosted_later, calls_its_closure_twice]
+
+
 @pytest.mark.local
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("way", [joins, follows_closures])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_ways_of_an_optimizer(pool: Pool, way: Callable[..., list[Tensor]], precision: str) -> None:
-    """What was written between boost and add_param_group was lost in 16 bits: no optimizer followed the layer."""
+    """What was written between boost and add_param_group was lost in 16 bits: no optimizer followed the layer. A
+    gradient that a step cleared on the host alone was added to the next one."""
     p = 1 if way is follows_closures else 2
     for plain, hosted in zip(*(pool.run(way, p, offload, precision) for offload in (None, "optimizer")), strict=True):
         assert all(map(torch.equal, plain, hosted))
@@ -285,6 +360,30 @@ def broken() -> int:
 @pytest.mark.local
 def test_values_that_are_not_copied_back_are_seen(pool: Pool) -> None:
     assert all(pool.run(broken, 2))
+
+
+def both(precision: str) -> str:
+    """The loop writes other values to the model's weights than to those in the groups."""
+    data = zoo.batch("llama", rows=8)
+    with apart():
+        split = Split(zoo.build("llama"), 2, data, verify=False, offload="optimizer", num_microbatches=2)
+    split.backward(data)
+    split.step()
+    with torch.no_grad(), pytest.raises(UsageError) as caught:
+        for parameter in split.held.values():
+            parameter.mul_(0.5)
+        for parameter in split.optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.9)
+        split.evaluate(data, return_loss=True)
+    assert len(pickle.dumps(split.optimizer.param_groups))
+    return str(caught.value)
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_that_were_written_in_both_places_are_refused(pool: Pool, precision: str) -> None:
+    """One of the writes was lost without a word."""
+    assert all("written to both the model's parameter" in said for said in pool.run(both, 2, precision))
 
 
 def test_bad_input() -> None:

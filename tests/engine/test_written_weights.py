@@ -69,7 +69,7 @@ def test_what_is_written_to_an_optimizers_groups_is_seen_by_the_next_forward(poo
 
 
 @torch.no_grad()
-def clamps(layout: dict[str, Any], through_groups: bool, at_once: bool = False) -> None:
+def clamps(layout: dict[str, Any], through_groups: bool, at_once: bool = False, by_data: bool = False) -> None:
     """In 16 bits, with a learning rate by which nothing leaves the bound again."""
     sides = Sides({**layout, "precision": "bf16"}, lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
     for step in range(2):
@@ -81,7 +81,7 @@ def clamps(layout: dict[str, Any], through_groups: bool, at_once: bool = False) 
             torch._foreach_clamp_min_(written, -BOUND)
             torch._foreach_clamp_max_(written, BOUND)
         for parameter in () if at_once else written:
-            parameter.clamp_(-BOUND, BOUND)
+            (parameter.data if by_data else parameter).clamp_(-BOUND, BOUND)
     pipeshard.to_sequential(sides.engine.model)
     sides.split_loss(sides.batches(3))
     sides.optimizer.step()
@@ -122,12 +122,13 @@ def exchanged() -> None:
 def test_what_is_written_in_16_bits_is_kept(pool: Pool) -> None:
     """The next update wrote the fp32 values over it: weights that a loop clamped or drew anew were what they had been.
     What is exchanged for an evaluation and put back leaves the fp32 values to the last bit. Writes by foreach functions
-    were lost for longer, since torch does not count them in a mode."""
+    were lost for longer, since torch does not count them in a mode, and those through `parameter.data`."""
     for through_groups in (False, True):
         pool.run(clamps, 2, {}, through_groups, timeout=120)
     pool.run(clamps, 4, {"dp_size": 2, "zero_stage": 1}, False, timeout=120)
     for through_groups in (False, True):
         pool.run(clamps, 2, {}, through_groups, at_once=True, timeout=120)
+        pool.run(clamps, 2, {}, through_groups, by_data=True, timeout=120)
     pool.run(exchanged, 2, timeout=120)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from pipeshard import plan
 from pipeshard.errors import BatchError, ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.units import find_units
-from pipeshard.planner.memory import Memory, format_bytes, parse_bytes
+from pipeshard.planner.memory import Memory, format_bytes, parse_bytes, pinned
 from pipeshard.planner.plan import Estimate, Plan, in_short
 from pipeshard.planner.planner import recommend
 from pipeshard.schedule.schedules import IN_A_V, SCHEDULES
@@ -62,6 +62,11 @@ def test_offloaded_activations_are_on_the_host() -> None:
         planned("llama", model, offload="activation")
 
 
+def test_pinned_memory_is_allocated_in_powers_of_two() -> None:
+    """The host column was too low by up to half."""
+    assert [*map(pinned, (0, 1, 3, 4, 5, 11008 * 4096 * 4))] == [0, 1, 4, 4, 8, 2**28]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_offloaded_optimizer_is_on_the_host(precision: str) -> None:
     model = zoo.build("llama", layers=6)
@@ -71,8 +76,9 @@ def test_an_offloaded_optimizer_is_on_the_host(precision: str) -> None:
     )
     for one, two, activations, three in zip(plain, hosted, without, both, strict=True):
         assert two.memory.optimizer == two.memory.values == 0
-        moved = one.memory.optimizer + (one.memory.values or one.memory.parameters)
-        assert two.memory.host == moved + one.memory.gradients
+        values = one.memory.values or one.memory.parameters
+        rounded = two.memory.host - one.memory.optimizer
+        assert values + one.memory.gradients <= rounded < 2 * (values + one.memory.gradients)
         assert two.memory.update < one.memory.update
         assert two.memory.activations == one.memory.activations
         assert three.memory.activations == activations.memory.activations

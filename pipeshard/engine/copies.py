@@ -1,0 +1,120 @@
+"""Copies: the weights of an optimizer that have several copies, which are kept equal if a loop writes to one copy.
+
+A weight may have fp32 values beside its 16-bit parameter, values on the host beside those on the device, or replicas.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeshard.distributed.collectives import broadcast, local
+from pipeshard.distributed.groups import ranks_of
+from pipeshard.distributed.mesh import Grid
+from pipeshard.distributed.progress import own_progress
+from pipeshard.engine.data_guard import count_reads, reads
+from pipeshard.engine.grad_sync import bundled
+from pipeshard.engine.hosted import HostedWeight, HostParameter
+from pipeshard.engine.mixed_precision import MasterWeight
+
+VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writes
+State = tuple[int, int, int, int]
+
+
+class WeightCopies:
+    """Tracks writes to those of the `weights` that have several copies. With `zero`, one replica updates each weight
+    for all replicas."""
+
+    def __init__(self, weights: Mapping[str, MasterWeight], zero: bool, grid: Grid) -> None:
+        self._weights, self._zero, self._grid = weights, zero, grid
+        self._watched: list[MasterWeight] = []
+        self._tensors: list[Tensor] = []
+        self._locals: list[Tensor] = []
+        self._noted: list[State] = []
+
+    def watch(self) -> None:
+        """Track the weights that have several copies now. Writes to tensors that were tracked before are kept."""
+        before = dict(zip(map(id, self._tensors), self._noted, strict=True))
+        self._watched = [weight for weight in self._weights.values() if self._zero or weight.is_double]
+        self._tensors = [tensor for w in self._watched for tensor in (w.parameter, w.master)]
+        self._locals = [*map(local, self._tensors)]
+        for tensor in self._tensors:
+            count_reads(tensor)
+        self._noted = [before.get(id(tensor), now) for tensor, now in zip(self._tensors, self._states())]
+
+    def _states(self) -> list[State]:
+        """The versions and addresses of the tracked tensors, and how often a loop has read `data`, through which it can
+        write without a new version. A write to a DTensor changes the version of the DTensor, a write to its shard the
+        version of the shard."""
+        places = map(Tensor.data_ptr, self._locals)
+        return [*zip(map(VERSION, self._tensors), map(VERSION, self._locals), places, map(reads, self._tensors))]
+
+    def note(self) -> None:
+        """Record the state of the tracked tensors. Call it when the copies are equal."""
+        self._noted = self._states()
+
+    def follow(self, adopts: bool) -> bool:
+        """Make the copies on this rank equal again if a loop has written to one of them (`MasterWeight.follow`).
+        Returns whether the replicas must `share` the values afterwards."""
+        now = self._states()
+        if now == self._noted:
+            return False
+        is_written = [one != other for one, other in zip(now, self._noted, strict=True)]
+        places = zip(self._watched, is_written[::2], is_written[1::2], strict=True)
+        followed = [
+            weight.follow(of_parameter, of_master, adopts)
+            for weight, of_parameter, of_master in places
+            if of_parameter or of_master
+        ]
+        if all(followed):
+            self.note()
+        return self._zero and any(followed)
+
+    def take_values(self) -> None:
+        """Copy the updated values to the parameters on this rank."""
+        for weight in self._weights.values():
+            weight.take_value()
+        self.note()
+
+    def share(self) -> None:
+        """With ZeRO, broadcast each weight from its owner to the other replicas. Call it on all ranks."""
+        if not self._zero:
+            return
+        share_updates(self._weights.values(), self._grid.replicas)
+        states = self._states()
+        for k, weight in enumerate(self._watched):
+            if not weight.is_double:  # a double weight has this replica as its owner, and was not received
+                self._noted[2 * k : 2 * k + 2] = states[2 * k : 2 * k + 2]
+
+    @property
+    def hosted(self) -> list[HostedWeight]:
+        """The weights whose values are on the host."""
+        return [w for w in self._watched if isinstance(w, HostedWeight) and isinstance(w.master, HostParameter)]
+
+
+@torch.no_grad()
+def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> None:
+    """Broadcast each weight from its owner to the other replicas in `group`. While a message is in flight, the next
+    message is built."""
+    ranks, under_way = ranks_of(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
+    bundles = bundled(weights, lambda w: (w.owner, w.parameter.dtype), lambda w: local(w.parameter).nbytes)
+    for bundle in bundles:
+        owner, tensors = bundle[0].owner, [local(weight.parameter) for weight in bundle]
+        assert owner is not None
+        in_place = len(tensors) == 1 and tensors[0].is_contiguous()
+        flat = tensors[0] if in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        work = broadcast(flat, ranks[owner], group)
+        under_way.append((work, flat, [] if in_place or owner == group.rank() else tensors))
+        if len(under_way) > 1:
+            _receive(group, *under_way.popleft())
+    for message in under_way:
+        _receive(group, *message)
+
+
+def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, tensors: list[Tensor]) -> None:
+    own_progress().wait_in(group, work)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]) if tensors else ()):
+        tensor.copy_(part.view_as(tensor))
