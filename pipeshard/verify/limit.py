@@ -1,10 +1,15 @@
 """Limit: the time that a proof may take."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
 
 from pipeshard.verify.local import Unproven
 
+FORWARDS = 3  # duration of a step, in forwards: a backward takes about as long as two
 STEPS_MORE = 5  # the smallest time limit of a proof's fallback, in steps of the unsplit model
 
 
@@ -33,6 +38,38 @@ class Limit:
         if self.until is not None and self.elapsed + more > self.until:
             raise TooMuch(f"the check takes longer than {self.seconds:g} s")
 
+    @contextmanager
+    def measuring(self, model: nn.Module, steps: int) -> Iterator[None]:
+        """Context manager for the first step of the unsplit model. Raises TooMuch as soon as the second layer of its
+        largest ModuleList has run (the first one also initializes libraries) if `steps` steps would take too long."""
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+        layers = max(lists, key=_size, default=None)
+        if layers is None or self.until is None:
+            yield
+            return
+        share, start = _size(layers[1]) / (_size(layers) or 1), 0.0
+
+        def begins(*_: Any) -> None:
+            nonlocal start
+            start = time.perf_counter()
+
+        def ends(*_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            step = FORWARDS * (time.perf_counter() - start) / share if share else 0.0
+            try:
+                self.refuse_long(steps * step)
+            except TooMuch:
+                self.step = step
+                raise
+
+        handles = [layers[1].register_forward_pre_hook(begins), layers[1].register_forward_hook(ends)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def allow_more(self) -> None:
         """Restart the limit for the next part of the proof, which may take at least STEPS_MORE steps."""
         if self.seconds is not None:
@@ -41,3 +78,7 @@ class Limit:
     def remove(self) -> None:
         """Remove the limit: there is a difference, and the proof must determine whether rounding is the cause."""
         self.until = None
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

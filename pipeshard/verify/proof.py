@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from pipeshard.verify.whole import MOVES, Coupled, WholeBatch, WholeFound, copie
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
+STEPS_LEFT = 4  # smallest number of steps of a proof after its first one
 STEPS_OF_PROOF = 6  # duration of a proof after its first step if nothing differs, in steps of the unsplit model
 BEGINS = {
     "forward": "All units return the same results: the difference begins in the model's code between or after units, "
@@ -160,16 +162,23 @@ class _Proving:
         if large is not None and not large.fits:
             raise Unproven(large.reason)
         self.given = self._drawn(self.given)
+        why = large.reason if large is not None else self._too_much()
+        if why is None:
+            return
+        self.limit.step = self.limit.step or self.limit.elapsed
+        if large is None and not self.smaller and self._prove_smaller():
+            return
+        self._compare_outputs()
+        raise TooMuch(why)
+
+    def _too_much(self) -> str | None:
+        """Compare, and return the reason if it takes too much time. The error itself would keep the copies in memory
+        that its traceback refers to."""
         try:
-            if large is not None:
-                raise TooMuch(large.reason)
             self._compare_few_or_all()
-        except TooMuch:
-            self.limit.step = self.limit.step or self.limit.elapsed
-            if large is None and not self.smaller and self._prove_smaller():
-                return
-            self._compare_outputs()
-            raise
+        except TooMuch as error:
+            return str(error)
+        return None
 
     def _prove_smaller(self) -> bool:
         """Prove a smaller copy instead of a model that takes too long; return whether a copy was fast enough."""
@@ -285,23 +294,25 @@ class _Proving:
         Unproven if it does not run or has no finite loss."""
         torch.manual_seed(SEED)
         before, start = generators(self.device), self.limit.elapsed
-        tried, loss = self._unsplit()
+        tried, loss = self._unsplit(is_first=True)
         if not torch.isfinite(loss):
             raise Unproven(f"the unsplit model's loss is {float(loss)}")
         self.limit.step = self.limit.elapsed - start
-        self.limit.refuse_long(4 * self.limit.step)
+        self.limit.refuse_long(STEPS_LEFT * self.limit.step)
         self.draws = before != generators(self.device)
         self.undivided = None
         if self.is_divided and self.given.sample.rows > 1:
             self.undivided = Undivided(self._reference(self._copy())) if self.draws else Undivided(tried, loss)
 
-    def _unsplit(self) -> tuple[Reference, Tensor]:
-        """A copy of the unsplit model after a step, and its loss."""
+    def _unsplit(self, is_first: bool = False) -> tuple[Reference, Tensor]:
+        """A copy of the unsplit model after a step, and its loss. Raises TooMuch if the time is limited, and the first
+        layers of the first step already take too long."""
         reference = self._reference(self._copy())
         torch.manual_seed(SEED)
         try:
             batch = self.samples.of_step(reference.own.sample, 0)
-            loss, _ = reference.step([batch], ALL, (SEED, 0), self.limit.tick)
+            with self.limit.measuring(reference.model, STEPS_LEFT) if is_first else nullcontext():
+                loss, _ = reference.step([batch], ALL, (SEED, 0), self.limit.tick)
         except NoLoss:
             raise Unproven("found no loss to train on: add labels to the batch, or pass a criterion") from None
         except TooMuch:
