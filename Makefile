@@ -28,7 +28,7 @@
 # make soak     trains STEPS steps (2,000) of ragged batches with evaluations, saves and restarts beside them: nothing may grow,
 #               and the weights are to be those of an undisturbed run; draws docs/soak.svg
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
-#               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay guards
+#               writes docs/benchmarks.md; PART=work measures one part of: work orders overhead lengths memory partition replay guards
 #               slices generation
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
@@ -58,7 +58,7 @@ ROUNDS       ?= 9
 INPUTS       ?= 1000000
 JOBS         ?= 3
 DEVICE       ?= cuda
-PART         ?= work links overhead lengths memory partition replay guards
+PART         ?= work orders links overhead lengths memory partition replay guards
 #               slices generation
 PYTHONS      ?= $(wildcard $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python)
 

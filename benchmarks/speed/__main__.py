@@ -17,6 +17,7 @@ from benchmarks.speed.parts import (
     lengths,
     links,
     memory,
+    orders,
     overhead,
     partition,
     replay,
@@ -28,6 +29,7 @@ from benchmarks.speed.section import Section
 
 PARTS: dict[str, Part] = {
     "work": work.run,
+    "orders": orders.run,
     "links": links.run,
     "overhead": overhead.run,
     "lengths": lengths.run,
