@@ -9,7 +9,7 @@ the whole batch.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,9 +111,32 @@ def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
     return place.until == -1 or place.name not in route.spoiled
 
 
-# By module: the sum, the sum of squares and the number of the values that a step has normalized in each channel. This
-# state is not stored in modules or hooks, where changes by units are compared with the trace.
-_SUMS: dict[nn.Module, tuple[Tensor, Tensor, int]] = {}
+class Moments(NamedTuple):
+    """The number of the values that a step has normalized in each channel, their mean, and the sum of their squared
+    deviations from this mean, in fp64."""
+
+    size: int
+    mean: Tensor
+    deviations: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Moments":
+        """The moments of one input, computed in at least fp32, as torch does."""
+        x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        size = x.numel() // x.shape[1]
+        variance, mean = torch.var_mean(x, [dim for dim in range(x.ndim) if dim != 1], correction=0)
+        return cls(size, mean.double(), variance.double() * size)
+
+    def merged(self, other: "Moments") -> "Moments":
+        """The moments of both inputs (Chan et al. 1979). Differences of sums of squares would cancel out."""
+        size, difference = self.size + other.size, other.mean - self.mean
+        mean = self.mean + difference * (other.size / size)
+        between = difference.square() * (self.size * other.size / size)
+        return Moments(size, mean, self.deviations + other.deviations + between)
+
+
+# By module. This state is not stored in modules or hooks, where changes by units are compared with the trace.
+_MOMENTS: dict[nn.Module, Moments] = {}
 
 
 @contextmanager
@@ -124,7 +147,7 @@ def deferred(units: Iterable[nn.Module]) -> Iterator[None]:
     """
     modules: dict[Any, None] = {module: None for unit in units for module in unit.modules() if _tracks(module)}
     before = {module: [buffer.clone() for buffer in _statistics(module)] for module in modules}
-    hooks = [module.register_forward_pre_hook(_add) for module in modules]
+    hooks = [module.register_forward_pre_hook(_add, with_kwargs=True) for module in modules]
     try:
         yield
     finally:
@@ -132,8 +155,8 @@ def deferred(units: Iterable[nn.Module]) -> Iterator[None]:
             hook.remove()
         with torch.no_grad():
             for module, buffers in before.items():
-                if module in _SUMS:
-                    _move(module, buffers, *_SUMS.pop(module))
+                if module in _MOMENTS:
+                    _move(module, buffers, _MOMENTS.pop(module))
 
 
 def _tracks(module: nn.Module) -> bool:
@@ -145,18 +168,16 @@ def _statistics(module: BatchNorm) -> list[Tensor]:
     return [buffer for buffer in buffers if buffer is not None]
 
 
-def _add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    x: Tensor = inputs[0].detach()
-    dims = [dim for dim in range(x.ndim) if dim != 1]
-    total, squares, count = _SUMS.get(module, (0, 0, 0))
-    _SUMS[module] = total + x.sum(dims), squares + x.square().sum(dims), count + x.numel() // x.shape[1]
+def _add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    added, before = Moments.of(next(iter((*args, *kwargs.values())))), _MOMENTS.get(module)
+    _MOMENTS[module] = added if before is None else before.merged(added)
 
 
-def _move(module: Any, before: list[Tensor], total: Tensor, squares: Tensor, count: int) -> None:
+def _move(module: Any, before: list[Tensor], moments: Moments) -> None:
     for buffer, value in zip(_statistics(module), before, strict=True):
         buffer.copy_(value)
     module.num_batches_tracked += 1
     momentum = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
-    mean = total / count
-    module.running_mean.mul_(1 - momentum).add_(mean * momentum)
-    module.running_var.mul_(1 - momentum).add_((squares / count - mean.square()) * momentum)
+    variance = moments.deviations / moments.size
+    for buffer, value in ((module.running_mean, moments.mean), (module.running_var, variance)):
+        buffer.copy_(torch.lerp(buffer.double(), value, momentum))

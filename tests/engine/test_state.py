@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.batch.read import read_batch
+from pipeshard.engine.running_state import deferred
 from pipeshard.errors import TraceError
 from pipeshard.split.materialize import is_released
 from tests.pool import Pool
@@ -443,3 +444,19 @@ def test_batch_norm_once_a_batch(pool: Pool, options: dict[str, Any]) -> None:
     errors = pool.run(norms_once_a_batch, 2, options)
     assert len(set().union(*errors)) == 13 and all(error < 1e-5 for found in errors for error in found.values()), errors
     assert "does not support compile" in refusal(deferred_batch_norm=True, compile=True)
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [(torch.float16, 300.0), (torch.bfloat16, 8.0), (torch.float32, 2023.0)])
+def test_batch_norm_once_a_batch_sums_as_precisely_as_torch(dtype: torch.dtype, mean: float) -> None:
+    """E[x^2] - E[x]^2 in the input's dtype was inf in fp16, and in bf16, or for a constant column, a wrong or negative
+    variance. An input that was passed by its name was an IndexError."""
+    torch.manual_seed(0)
+    norm, parts = nn.BatchNorm1d(2, momentum=1.0), [(torch.randn(64, 2) + mean).to(dtype) for _ in range(4)]
+    for part in parts:
+        part[:, 1] = mean  # a constant column
+    with deferred([norm]):
+        for part in parts:
+            norm(input=part)
+    expected = torch.cat(parts).double()
+    torch.testing.assert_close(norm.running_mean, expected.mean(0).float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.running_var, expected.var(0, correction=0).float(), rtol=1e-5, atol=1e-6)
