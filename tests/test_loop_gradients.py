@@ -67,6 +67,35 @@ def test_a_step_sums_what_no_sync_has_left(pool: Pool, name: str) -> None:
     pool.run(without_sync, 2, REPLICAS[name])
 
 
+def frozen_between(options: dict[str, Any], syncs: bool) -> list[Tensor]:
+    """The values after an update of two batches, each replica's own; layers are frozen after the first batch, which is
+    synchronized or not."""
+    engine = engine_of(**options)
+    for seed in range(2):
+        with nullcontext() if syncs or seed else engine.no_sync(engine.model):
+            engine.execute_pipeline(iter([data(2 * seed + dist.get_rank() % engine.plugin.grid.dp_size)]))
+        engine.model.get_submodule("layers.1").requires_grad_(False)
+        engine.model.head.requires_grad_(False)
+    engine.optimizer.step()
+    return masters(engine)
+
+
+def without_sync_and_frozen(options: dict[str, Any]) -> list[Tensor]:
+    values = frozen_between(options, syncs=False)
+    torch.testing.assert_close(values, frozen_between(options, syncs=True))
+    return values
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["replicas", "zero", "fsdp"])
+def test_a_gradient_of_no_sync_is_summed_although_its_parameter_is_frozen_since(pool: Pool, name: str) -> None:
+    """Only gradients of trained parameters were summed, and optimizers step whatever has a gradient: each replica
+    stepped with its own, and the replicas were different models from then on."""
+    first, second = pool.run(without_sync_and_frozen, 2, REPLICAS[name])
+    if name == "replicas":
+        assert all(map(torch.equal, first, second))
+
+
 CALLS: dict[str, Callable[[Engine], Any]] = {
     "step": lambda engine: engine.optimizer.step(),
     "clip_grad_by_value": lambda engine: engine.optimizer.clip_grad_by_value(1.0),

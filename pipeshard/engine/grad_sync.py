@@ -37,13 +37,15 @@ class Bucket:
     ) -> None:
         self.parameters, self.group, self.stages, self.tie = parameters, group, stages, tie
         self.trained: list[nn.Parameter] = []
+        self.unsummed: set[nn.Parameter] = set()  # trained under no_sync since the last all-reduce; may be frozen now
         self.flat = torch.empty(0)
         self.work: dist.Work | None = None
 
     def start(self) -> None:
         """Start the all-reduce. A holder without a gradient contributes zeros. The flat tensor ends with a count for
         each parameter: the number of holders that have a gradient."""
-        self.trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        self.trained = [p for p in self.parameters.values() if p.requires_grad or p in self.unsummed]
+        self.unsummed = set()
         if not self.trained:
             return
         sizes, first = [local(parameter).numel() for parameter in self.trained], self.trained[0]
@@ -191,6 +193,8 @@ class GradientSync:
         if sync:
             self._reduce()
         else:
+            for bucket in self.buckets:
+                bucket.unsummed |= {p for p in bucket.parameters.values() if p.requires_grad}
             self._partial |= {p: (p.grad, p.grad._version) for _, p in self.shared if p.grad is not None}
         for parameter in [parameter for parameter in self._summed if parameter.grad is None]:  # nothing was added
             set_local_grad(parameter, self._summed.pop(parameter))
