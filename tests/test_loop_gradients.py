@@ -96,6 +96,28 @@ def test_a_gradient_of_no_sync_is_summed_although_its_parameter_is_frozen_since(
         assert all(map(torch.equal, first, second))
 
 
+def cleared_by_the_model(options: dict[str, Any], of_model: bool) -> list[Tensor]:
+    """The values after an update of one batch, after another under `no_sync` whose gradients are dropped."""
+    engine = engine_of(**options)
+    with engine.no_sync(engine.model):
+        engine.execute_pipeline(iter([data(0)]))
+    (engine.model if of_model else engine.optimizer).zero_grad()
+    engine.execute_pipeline(iter([data(1)]))
+    engine.optimizer.step()
+    return masters(engine)
+
+
+def cleared_alike(options: dict[str, Any]) -> None:
+    torch.testing.assert_close(cleared_by_the_model(options, True), cleared_by_the_model(options, False))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["replicas", "fsdp"])
+def test_the_model_s_zero_grad_drops_what_no_sync_has_left(pool: Pool, name: str) -> None:
+    """With fsdp, only the optimizer's zero_grad dropped them: those of an earlier window were added to the next."""
+    pool.run(cleared_alike, 2, REPLICAS[name])
+
+
 CALLS: dict[str, Callable[[Engine], Any]] = {
     "step": lambda engine: engine.optimizer.step(),
     "clip_grad_by_value": lambda engine: engine.optimizer.clip_grad_by_value(1.0),

@@ -86,7 +86,7 @@ ASKED_BY = {
 
 # Attributes of PipelineModel itself; all others are the model's.
 OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})
-OWN_METHODS = ("forward", "compile", "extra_repr")
+OWN_METHODS = ("forward", "compile", "extra_repr", "zero_grad")
 # Methods of nn.Module that are called on the model itself, so that names, children, hooks and keys are the model's.
 PUBLIC = [name for name, value in vars(nn.Module).items() if callable(value) and not name.startswith("_")]
 ANSWERED = ("_apply", *(name for name in PUBLIC if name not in OWN_METHODS))
@@ -166,6 +166,11 @@ class PipelineModel(nn.Module):
             if name.startswith("__"):
                 raise
             return getattr(super().__getattr__("module"), name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, including those that `no_sync` has left, which with fsdp are not in `.grad` yet."""
+        self.pipeline.sync.reset(self.pipeline.held_parameters().keys())
+        self.module.zero_grad(set_to_none)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, if this process holds the full model (pp_size=1); pass its loss to `booster.backward`.
