@@ -273,6 +273,31 @@ def test_every_rank_takes_the_weights_of_the_first(pool: Pool) -> None:
         assert pool.run(other_seeds, 2, partly, timeout=120) == [[], []]
 
 
+class Projected(Net):
+    """Adds random tensors that no state dict has to its logits: a buffer, and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.randn(self.head.out_features), persistent=False)
+        self.scale = torch.rand(self.head.out_features)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits * self.scale + self.shift, labels)
+
+
+def other_buffers() -> None:
+    unsplit = seeded(Projected)
+    torch.manual_seed(dist.get_rank())
+    engine = boost(Projected())
+    loss = engine.execute_pipeline(iter([data(0)]))["loss"]
+    torch.testing.assert_close(loss.as_subclass(Tensor), unsplit(**data(0))["loss"].detach())
+
+
+def test_every_rank_takes_the_buffers_of_the_first(pool: Pool) -> None:
+    """Buffers that a state dict leaves out, and tensors in attributes, stayed those of each rank's own seed."""
+    pool.run(other_buffers, 2)
+
+
 class Positions(nn.Module):
     """Has buffers alone, as in tutorials of transformers."""
 

@@ -75,13 +75,13 @@ def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Copy the first rank's parameters and persistent buffers to every rank if any rank has different values. Call it
-    on every rank. DistributedDataParallel does the same.
+    """Copy the first rank's parameters, buffers and tensors in attributes of modules to every rank if any rank has
+    different values. Call it on every rank. DistributedDataParallel does the same with parameters and buffers.
 
     Ranks compare a few elements of each tensor, which differ if the ranks used different seeds. Tensors that are on
     the meta device on any rank are skipped: they are initialized or loaded later.
     """
-    tensors = model.state_dict(keep_vars=True)
+    tensors = _tensors(model)
     ranks = gather_objects({name: _digest(tensor) for name, tensor in tensors.items()}, group)
     shared = [name for name in ranks[0] if None not in (digests.get(name) for digests in ranks)]
     different = next((name for name in shared if len({digests[name] for digests in ranks}) > 1), None)
@@ -100,10 +100,19 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
         tensors[name].detach().copy_(values)
 
 
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a state dict, other buffers, and tensors in attributes of modules, by name and shape: a rank may
+    have resized a buffer."""
+    attributes = ((f"{path}.{key}", held) for path, one in model.named_modules() for key, held in vars(one).items())
+    others = {name.lstrip("."): held for name, held in attributes if isinstance(held, Tensor)}
+    every = model.state_dict(keep_vars=True) | dict(model.named_buffers()) | others
+    return {f"{name} of shape {tuple(t.shape)} and {t.dtype}": t for name, t in every.items() if isinstance(t, Tensor)}
+
+
 @torch.no_grad()
-def _digest(tensor: Any) -> str | None:
+def _digest(tensor: Tensor) -> str | None:
     """A digest of up to four elements along each dimension, or None for a tensor that is on meta or not strided."""
-    if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor.is_meta or tensor.layout is not torch.strided:
         return None
     some = tensor[tuple(slice(None, None, max(1, -(-size // 4))) for size in tensor.shape)]
     data = some.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
