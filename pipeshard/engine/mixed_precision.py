@@ -307,17 +307,26 @@ class Precision:
         `model.bfloat16()`."""
         if not self.lowers:
             return set()
-        in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-        in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ()) if self.scales else set()
-        pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(in_fp32)) or r"(?!)")
-        dtypes = self._constructed(model)
+        dtypes, in_fp32 = self._constructed(model), self._kept_in_fp32(model)
         tensors: set[Tensor] = set()
         for path, module in model.named_modules():
             for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 name = f"{path}.{key}" if path else key
                 is_low = dtypes[name] is self.dtype if name in dtypes else tensor.is_floating_point()
-                if is_low and tensor.is_floating_point() and not pattern.search(name):
+                if is_low and tensor.is_floating_point() and tensor not in in_fp32:
                     tensors.add(tensor)
+        return tensors
+
+    def _kept_in_fp32(self, model: nn.Module) -> set[Tensor]:
+        """The tensors that the transformers models in `model` keep in fp32."""
+        tensors: set[Tensor] = set()
+        for module in model.modules():
+            names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+            names |= set(getattr(module, "_keep_in_fp32_modules", None) or ()) if self.scales else set()
+            if names:
+                pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
+                named = *module.named_parameters(), *module.named_buffers()
+                tensors |= {tensor for name, tensor in named if pattern.search(name)}
         return tensors
 
     def _constructed(self, model: nn.Module) -> dict[str, torch.dtype]:

@@ -211,6 +211,14 @@ def test_what_is_lowered_is_what_transformers_makes_so(name: str, dtype: str, tm
     assert ours == {key: tensor.dtype for key, tensor in (*theirs.named_parameters(), *theirs.named_buffers())}
 
 
+def test_what_is_lowered_in_a_wrapper_is_what_is_lowered_without_it() -> None:
+    """A transformers model inside a module of a user lost what its architecture keeps in fp32: T5 overflows in fp16."""
+    inner, precision = zoo.build("t5"), Precision("fp16", False, torch.device("cpu"))
+    lowered = precision.lowered(inner)
+    assert 0 < len(lowered) < len([*inner.parameters(), *inner.buffers()])
+    assert precision.lowered(torch.nn.ModuleDict({"model": inner})) == lowered
+
+
 def overflowing(world_stage: int) -> list[Any]:
     """fp16 training in which one stage's gradient overflows at the third step."""
     model = zoo.build("gpt2")
