@@ -171,7 +171,7 @@ class Pipeline:
         self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan, kind)
         for name in self.blank & self.holdings.weights.keys():
             self.holdings.weights[name].blank()
-        self.places = Places(model, parameters=self.holdings.sharded is None)
+        self.places = Places(model)
         self.sync = self.holdings.sync
         names = {parameter: name for name, parameter in model.named_parameters()}
         # Optimizers created earlier still contain released or replaced parameters; weak keys do not keep these alive.

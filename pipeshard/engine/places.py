@@ -9,14 +9,15 @@ from pipeshard.errors import UsageError
 
 
 class Places:
-    """Records the places of the modules in `model` and, with `parameters`, of its parameters (False with FSDP, which
-    replaces parameters itself). A module that is assigned after boost (a new head, an adapter) would not be split: its
-    gradients would not be summed, and other ranks would not have it."""
+    """Records the places of the modules in `model` and of its parameters. A module that is assigned after boost (a new
+    head, an adapter) would not be split: its gradients would not be summed, and other ranks would not have it. With
+    FSDP, the places of parameters have their shards, except during a step."""
 
-    def __init__(self, model: nn.Module, parameters: bool) -> None:
-        dicts = ("_modules", "_parameters") if parameters else ("_modules",)
+    def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            (name, module, of, dict(getattr(module, of))) for name, module in model.named_modules() for of in dicts
+            (name, module, of, dict(getattr(module, of)))
+            for name, module in model.named_modules()
+            for of in ("_modules", "_parameters")
         ]
 
     def check(self) -> None:

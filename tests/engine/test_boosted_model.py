@@ -109,6 +109,16 @@ def adds_a_parameter() -> None:
         sides.split_loss(sides.batches(1))
 
 
+def replaces_a_sharded_parameter() -> None:
+    sides = Sides({"dp_size": 2, "fsdp": True})
+    for _ in range(2):
+        sides.train(sides.batches(0))
+        sides.step()
+    sides.model.layers[0].a.weight = nn.Parameter(torch.zeros_like(sides.unsplit.layers[0].a.weight))
+    with pytest.raises(UsageError, match=r"layers.0.a.weight of this Linear was added, replaced or removed"):
+        sides.split_loss(sides.batches(1))
+
+
 def loads_keys_of_a_model() -> None:
     sides = Sides({})
     torch.manual_seed(1)
@@ -129,6 +139,11 @@ def test_what_is_set_on_a_boosted_model_is_set_on_the_model(pool: Pool, size: in
     assert pool.run(sets_attributes, size, timeout=120) == [[]] * size
     pool.run(replaces_its_head, size, timeout=120)
     pool.run(adds_a_parameter, size, timeout=120)  # was not noticed on a module without parameters of its own
+
+
+def test_a_sharded_parameter_that_is_replaced_is_refused(pool: Pool) -> None:
+    """With fsdp, the new parameter was overwritten in the next step, or trained by nobody."""
+    pool.run(replaces_a_sharded_parameter, 2)
 
 
 @pytest.mark.turns
