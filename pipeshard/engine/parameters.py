@@ -51,10 +51,11 @@ class HeldParameters:
         self._share_values()
         lowered, dtype = precision.lowered(model), precision.dtype if precision.lowers else None
         self.kept = {name for name, p in model.named_parameters() if p not in lowered} if precision.lowers else set()
-        cast = lowered - self._in_units() if fsdp else lowered
+        is_sharded = fsdp and grid.dp_size > 1
+        cast = lowered - self._in_units() if is_sharded else lowered
         full = precision.lower(cast)
         self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
-        self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
+        self.sharded = self._sharded(dtype) if is_sharded else None
         now = dict(model.named_parameters())
         self.held = {name: now[name] for name in before}
         for name, parameter in self.held.items():

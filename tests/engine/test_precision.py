@@ -194,6 +194,25 @@ def test_bf16_is_that_of_one_process_in_every_layout(pool: Pool, name: str, layo
         assert max(found) < 1e-6, found
 
 
+def without_replicas(precision: str) -> None:
+    """Two steps with fsdp on one replica, which has nothing to shard, beside those without fsdp."""
+    data, losses = zoo.batch("gpt2"), []
+    for fsdp in (False, True):
+        split = Split(zoo.build("gpt2"), 1, data, num_microbatches=2, precision=precision, fsdp=fsdp)
+        losses.append([])
+        for _ in range(2):
+            losses[-1].append(float(split.backward(data)["loss"]))
+            split.step()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp_with_one_replica_trains_as_without_it(pool: Pool, precision: str) -> None:
+    """The units kept fp32 parameters, which FSDP should have cast as it gathers them, and met 16-bit activations."""
+    pool.run(without_replicas, 1, precision)
+
+
 DTYPES = "causal-lm/deepseek_v3", "causal-lm/xglm", "causal-lm/zamba", "sequence-classification/gemma3_text"
 
 
