@@ -17,7 +17,7 @@ from pipeshard.engine.optimizer_trial import gap
 from pipeshard.entry import Engine
 from pipeshard.errors import ConfigurationError, UsageError
 from tests import zoo
-from tests.hunt.nets import data
+from tests.hunt.nets import Net, data
 from tests.pool import Pool
 from tests.test_loop import boost, seeded, sgd
 
@@ -212,6 +212,30 @@ def test_the_norm_is_that_before_clipping(pool: Pool) -> None:
     type was the 2-norm."""
     for options in ({}, {"precision": "fp16"}):
         pool.run(norms, 2, options)
+
+
+class Narrow(Net):
+    """Two of its parameters have a first dimension of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.head.in_features
+        self.layers[0].a, self.layers[0].b = nn.Linear(width, 1), nn.Linear(1, width)
+
+
+def largest_element() -> None:
+    model, unsplit = seeded(Narrow), seeded(Narrow)
+    engine = boost(model, sgd(model.parameters()), **REPLICAS["fsdp"])
+    engine.execute_pipeline(iter([data(0)]))
+    unsplit(**data(0))["loss"].backward()
+    expected = max(float(p.grad.abs().max()) for p in unsplit.parameters() if p.grad is not None)
+    assert engine.optimizer.get_grad_norm(float("inf")) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_infinity_norm_leaves_out_empty_shards(pool: Pool) -> None:
+    """With fsdp, a parameter with fewer rows than replicas has an empty shard, whose infinity norm is torch's error: on
+    one rank, while the others waited."""
+    pool.run(largest_element, 2)
 
 
 def changed_gradients() -> float:

@@ -252,6 +252,8 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
         gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
         if gradient.dtype is torch.float64:
             dtype = torch.float64
+        if gradient.numel() == 0:  # an empty shard has no infinity norm
+            continue
         finer = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient.to(finer), norm_type).double()
         terms.append(norm if is_max else norm**norm_type / count)
