@@ -126,6 +126,8 @@ class ShardedUnits:
                 unsharded = parameter._unsharded_param
                 if unsharded.requires_grad and unsharded.grad is None:
                     unsharded.grad = torch.zeros_like(unsharded, dtype=torch.float32 if self.casts else None)
+                elif unsharded.grad is not None and unsharded.grad.is_sparse:
+                    unsharded.grad = unsharded.grad.to_dense()  # torch cannot reduce-scatter a sparse gradient
             self._waiting.remove(module)
             _post_backward(module)
 
