@@ -34,7 +34,8 @@ REFUSED: dict[type, str] = {
 
 def plain(model: nn.Module, warns: bool = True) -> nn.Module:
     """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, with a warning if `warns`.
-    Raises ConfigurationError for lazy parameters, bitsandbytes layers and modules in other wrappers."""
+    Raises ConfigurationError for lazy parameters, bitsandbytes layers, synchronized batch norms and modules in other
+    wrappers."""
     compiled = False
     while "_orig_mod" in model._modules and isinstance(inner := model._orig_mod, nn.Module):
         model, compiled = inner, True
@@ -68,6 +69,12 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                 f"{name} is a bitsandbytes {type(module).__name__}, whose forward replaces its weight. Create the "
                 "model with PipelinePlugin.from_pretrained(cls, folder, "
                 "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then quantizes its own weights"
+            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ConfigurationError(
+                f"{name or 'the model'} is an nn.SyncBatchNorm, which would wait in each microbatch for ranks that run "
+                "other layers: use nn.BatchNorm1d or nn.BatchNorm2d (omit convert_sync_batchnorm), optionally with "
+                "deferred_batch_norm=True, which updates running statistics once per step from the whole batch"
             )
         for kind, instead in refused.items():
             if isinstance(module, kind):

@@ -95,12 +95,19 @@ def scripted() -> nn.Module:
     return model
 
 
+def synced() -> nn.Module:
+    model = Net()
+    model.layers[1] = nn.SyncBatchNorm(8)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "ddp": (lambda: DistributedDataParallel(Net()), "the model is wrapped in DistributedDataParallel.*dp_size"),
     "fsdp": (sharded, r"layers\.2 is wrapped in FSDPModule.*fsdp=True"),
     "layer.compile": (compiled_layer, r"layers\.1 \(Block\) was compiled separately.*compile=True"),
     "compiled body": (compiled_body, r"net \(OptimizedModule\) was compiled separately"),
     "scripted layer": (scripted, r"layers\.1 is wrapped in ScriptModule.*release TorchScript parameters"),
+    "synced batch norm": (synced, r"layers\.1 is an nn\.SyncBatchNorm.*use nn\.BatchNorm.*deferred_batch_norm=True"),
     "cuts in a list": (listed, "CutPoint that is not one of its modules.*nn.ModuleList"),
 }
 
@@ -114,7 +121,7 @@ def boosted(kind: str) -> None:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_cut_is_refused_at_boost(pool: Pool, kind: str) -> None:
     """DDP hung in the first step, layer.compile() ended in dynamo's recursion, marks in a list were passed over, a
-    scripted layer ended in a KeyError."""
+    scripted layer ended in a KeyError, a SyncBatchNorm in an error of CPUs, or on GPUs in a wait for other stages."""
     error = TraceError if kind == "cuts in a list" else ConfigurationError
     for message in pool.run_expecting(error, boosted, 2, kind):
         assert re.search(REFUSED[kind][1], message), message
