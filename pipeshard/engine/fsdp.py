@@ -88,6 +88,11 @@ class ShardedUnits:
         _fsdp_state(self.root)._lazy_init()
         self._waiting: list[Any] = []  # groups whose gradients have not been reduced in this step
 
+    @property
+    def parameters(self) -> frozenset[nn.Parameter]:
+        """The parameters that are sharded."""
+        return frozenset(parameter.sharded_param for parameter in self._all_parameters())
+
     def begin(self) -> None:
         """Begin a step: gather the parameters."""
         self._waiting = list(self.groups)

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 class Bucket:
     """Parameters, by name, that all ranks of `group` hold: the stages of a tie, data-parallel replicas, tensor-parallel
-    ranks, or a combination. Their gradients have the same dtype, and are all-reduced as one flat tensor: for a `tie`,
-    at the end of a step; otherwise when the `stages` of this rank that use the parameters have finished."""
+    ranks, or a combination. Their gradients have the same dtype, and are all-reduced as one flat tensor: for a `tie` or
+    shards, at the end of a step; otherwise when the `stages` of this rank that use the parameters have finished."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: frozenset[int], tie: bool
@@ -121,6 +121,8 @@ class GradientSync:
     ) -> None:
         self.tp_sharded, self.sharded = list(tp_sharded), sharded
         self.buckets = list(buckets)  # in the same order on all ranks
+        shards = frozenset[nn.Parameter]() if sharded is None else sharded.parameters
+        self._early = [b for b in buckets if not b.tie and shards.isdisjoint(b.parameters.values())]
         self.shared = [item for bucket in buckets for item in bucket.parameters.items()]
         self._summed: dict[nn.Parameter, Tensor] = {}  # summed gradients, set aside
         self._partial: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients added under no_sync, with their versions
@@ -130,7 +132,7 @@ class GradientSync:
     @property
     def is_early(self) -> bool:
         """Whether any gradients can be reduced before the end of a step."""
-        return self.sharded is not None or any(not bucket.tie for bucket in self.buckets)
+        return self.sharded is not None or bool(self._early)
 
     def problems(self) -> list[str]:
         """Error messages about hooks that would receive a partial gradient, and about partial gradients that were
@@ -176,12 +178,12 @@ class GradientSync:
 
     def stage_done(self, stage: int) -> None:
         """Record that a stage has finished, and start to reduce each bucket whose stages on this rank have all
-        finished. Ties are reduced in `finish`."""
+        finished. Ties are reduced in `finish`, and so are shards, whose reduce-scatter has only started here."""
         self._done.add(stage)
         if self.sharded is not None:
             self.sharded.stages_done(self._done)
-        for bucket in self.buckets:
-            if not bucket.tie and bucket.work is None and bucket.stages <= self._done:
+        for bucket in self._early:
+            if bucket.work is None and bucket.stages <= self._done:
                 bucket.start()
 
     def finish(self, sync: bool) -> None:

@@ -9,12 +9,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeshard.engine import grad_sync
 from pipeshard.engine.fsdp import ShardedUnits
-from pipeshard.engine.grad_sync import GradientSync
+from pipeshard.engine.grad_sync import Bucket, GradientSync
 from pipeshard.engine.weight_grad import Lookup
 from tests import zoo
 from tests.pool import Pool
@@ -99,3 +99,21 @@ def test_units_are_gathered_a_few_at_a_time() -> None:
     units.groups, units.casts = {Gathered(): frozenset({0}) for _ in range(8)}, False
     units.begin()
     assert Gathered.under_way == set() and Gathered.most == 2
+
+
+def test_gradients_of_shards_are_summed_after_the_wait_for_their_reduction() -> None:
+    """The last backward of a stage only starts the reduce-scatter, in a stream of its own. The sum over tensor-parallel
+    ranks read its result at once, which on a GPU may not be there yet."""
+    parameters, calls = [nn.Parameter(torch.ones(2)) for _ in range(2)], mock.Mock()
+    whole, sharded = (Bucket({"": each}, mock.Mock(), frozenset({0}), tie=False) for each in parameters)
+    whole.start, sharded.start = calls.sum_of_whole, calls.sum_of_sharded  # type: ignore[method-assign]
+    units = calls.units
+    units.parameters = {parameters[1]}
+    sync = GradientSync([whole, sharded], sharded=units)
+    sync.begin()
+    sync.stage_done(0)
+    whole.work = mock.Mock()
+    with mock.patch.object(Bucket, "wait", lambda bucket: torch.empty(0)):
+        sync.finish(True)
+    names = [name for name, *_ in calls.mock_calls]
+    assert names == ["units.begin", "units.stages_done", "sum_of_whole", "units.finish", "sum_of_sharded"]
