@@ -214,6 +214,20 @@ def test_the_norm_is_that_before_clipping(pool: Pool) -> None:
         pool.run(norms, 2, options)
 
 
+def evaluated() -> bool:
+    """Whether an evaluation between a synchronized batch and its update leaves gradients to sum."""
+    engine = engine_of(**REPLICAS["fsdp"])
+    engine.execute_pipeline(iter([data(0)]))
+    with torch.no_grad():
+        engine.execute_pipeline(iter([data(1)]))
+    return engine.model.pipeline.sync.is_partial
+
+
+def test_an_evaluation_leaves_no_gradients_to_sum(pool: Pool) -> None:
+    """With fsdp, it counted as a batch under no_sync: the next update gathered all parameters, and summed zeros."""
+    assert pool.run(evaluated, 2) == [False, False]
+
+
 class Narrow(Net):
     """Two of its parameters have a first dimension of 1."""
 

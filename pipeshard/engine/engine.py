@@ -344,8 +344,10 @@ class Pipeline:
         self.steps, self.forwards = (self.steps + 1, 0) if train else (self.steps, self.forwards + 1)
         self.traces.stepped()
         own_progress().start("the sums of gradients and losses")
-        if train or self.holdings.sharded is not None:
-            self.sync.finish(train and self.synchronizes)
+        if train:
+            self.sync.finish(self.synchronizes)
+        elif self.holdings.sharded is not None:
+            self.holdings.sharded.finish(False)
         own_progress().in_flight = False
         return self._collect(asked, cut[-1][0], flow)
 
@@ -365,8 +367,9 @@ class Pipeline:
         own_progress().in_flight = self.grid.size > 1
         if train:
             self.gradients.add_to()
-        if train or self.holdings.sharded is not None:
             self.sync.begin()
+        elif self.holdings.sharded is not None:
+            self.holdings.sharded.begin()
         reduces = train and self.synchronizes and self.sync.is_early
         stages = {stage.index: stage for stage in self.stages.running}
         with self.stages.deferring():
