@@ -96,6 +96,47 @@ def test_a_gradient_of_no_sync_is_summed_although_its_parameter_is_frozen_since(
         assert all(map(torch.equal, first, second))
 
 
+class Sometimes(Net):
+    """Skips a layer if a batch has the token 0."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.skips = bool((ids == 0).any())
+        return super().forward(ids, labels)
+
+    def body(self, x: Tensor) -> Any:
+        for k, layer in enumerate(self.layers):
+            x = x if k == 1 and self.skips else layer(x)
+        return x
+
+
+def batch_with(has_zero: bool, seed: int) -> dict[str, Tensor]:
+    batch = data(seed)
+    batch["ids"].clamp_(min=1)
+    batch["ids"][:, 0] *= not has_zero
+    return batch
+
+
+def frozen_and_skipped(syncs: bool) -> list[Tensor]:
+    """As `frozen_between`, with a layer that only one replica has called."""
+    model = seeded(Sometimes)
+    engine = boost(model, sgd(model.parameters()), dry_run_input=batch_with(False, 0), **REPLICAS["fsdp"])
+    with nullcontext() if syncs else engine.no_sync(engine.model):
+        engine.execute_pipeline(iter([batch_with(dist.get_rank() == 0, 0)]))
+    engine.model.get_submodule("layers.1").requires_grad_(False)
+    engine.execute_pipeline(iter([batch_with(False, 1)]))
+    engine.optimizer.step()
+    return masters(engine)
+
+
+def skipped_alike() -> None:
+    torch.testing.assert_close(frozen_and_skipped(False), frozen_and_skipped(True))
+
+
+def test_a_gradient_of_one_replica_is_summed_although_its_parameter_is_frozen_since(pool: Pool) -> None:
+    """With fsdp, only that replica took part in the sum: the process ended, by a collective mismatch."""
+    pool.run(skipped_alike, 2)
+
+
 def cleared_by_the_model(options: dict[str, Any], of_model: bool) -> list[Tensor]:
     """The values after an update of one batch, after another under `no_sync` whose gradients are dropped."""
     engine = engine_of(**options)

@@ -347,7 +347,7 @@ class Pipeline:
         if train:
             self.sync.finish(self.synchronizes)
         elif self.holdings.sharded is not None:
-            self.holdings.sharded.finish(False)
+            self.holdings.sharded.reshard()
         own_progress().in_flight = False
         return self._collect(asked, cut[-1][0], flow)
 

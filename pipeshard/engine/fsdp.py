@@ -111,11 +111,17 @@ class ShardedUnits:
         self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:
-        """End a step: with `sync`, reduce-scatter the remaining gradients; then reshard the parameters."""
+        """End a training step: with `sync`, reduce-scatter the remaining gradients; then reshard the parameters."""
         if sync:
             self._reduce(list(self._waiting))
             self.root.set_is_last_backward(True)
             _fsdp_state(self.root)._root_post_backward_final_callback()
+        for module in self.groups if not sync else ():
+            self._fill(module)  # now, since parameters may be frozen when these gradients are reduced
+        self.reshard()
+
+    def reshard(self) -> None:
+        """End a step without gradients."""
         for module in self.groups:
             module.reshard()
 
@@ -127,14 +133,19 @@ class ShardedUnits:
 
     def _reduce(self, modules: Collection[Any]) -> None:
         for module in modules:
-            for parameter in _fsdp_parameters(module):  # torch would skip a missing gradient on this replica only
-                unsharded = parameter._unsharded_param
-                if unsharded.requires_grad and unsharded.grad is None:
-                    unsharded.grad = torch.zeros_like(unsharded, dtype=torch.float32 if self.casts else None)
-                elif unsharded.grad is not None and unsharded.grad.is_sparse:
-                    unsharded.grad = unsharded.grad.to_dense()  # torch cannot reduce-scatter a sparse gradient
+            self._fill(module)
             self._waiting.remove(module)
             _post_backward(module)
+
+    def _fill(self, module: Any) -> None:
+        """Make gradients dense, which torch reduces, and missing ones zeros, which torch would skip on this replica
+        only."""
+        for parameter in _fsdp_parameters(module):
+            unsharded = parameter._unsharded_param
+            if unsharded.requires_grad and unsharded.grad is None:
+                unsharded.grad = torch.zeros_like(unsharded, dtype=torch.float32 if self.casts else None)
+            elif unsharded.grad is not None and unsharded.grad.is_sparse:
+                unsharded.grad = unsharded.grad.to_dense()
 
     def _all_parameters(self) -> Iterator[Any]:
         for module in self.groups:
