@@ -85,9 +85,10 @@ class WeightCopies:
             return
         share_updates(self._weights.values(), self._grid.replicas)
         states = self._states()
+        self._noted[::2] = states[::2]  # a broadcast changes the version of the parameter that it sends, too
         for k, weight in enumerate(self._watched):
             if not weight.is_double:  # a double weight has this replica as its owner, and was not received
-                self._noted[2 * k : 2 * k + 2] = states[2 * k : 2 * k + 2]
+                self._noted[2 * k + 1] = states[2 * k + 1]
 
     @property
     def hosted(self) -> list[HostedWeight]:

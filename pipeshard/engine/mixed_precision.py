@@ -189,6 +189,11 @@ class MasterWeight:
             self.master.data.fill_(math.nan)
 
     @property
+    def is_blank(self) -> bool:
+        """Whether the fp32 values are not loaded yet."""
+        return self.is_precise and bool(self.master.isnan().all())
+
+    @property
     def is_precise(self) -> bool:
         """Whether this rank has values of a higher precision than that in which the model computes."""
         return self._computed_in is not self.master.dtype

@@ -196,7 +196,9 @@ class PipelineOptimizer(Optimizer):
                 weight.leave()
             elif weight.lacks_values and weight.parameter.requires_grad:
                 weight.complete()
-            elif weight.is_double:  # a loop may have written to the parameter before an optimizer had it
+            elif (
+                weight.is_double and not weight.is_blank
+            ):  # a loop may have written to the parameter before an optimizer had it
                 weight.follow(is_written=True, is_master_written=False, adopts=True)
         for group in self.optim.param_groups:
             kept = [p for p in group["params"] if p in self.names or p in updated]

@@ -120,7 +120,7 @@ CASES: dict[str, Case] = {
     "a replica does not get what another has updated": (
         "tied",
         {"dp_size": 2, "zero_stage": 1},
-        f"{ENGINE}optimizer.share_updates",
+        f"{ENGINE}copies.share_updates",
         nothing,
     ),
     "a replica counts its own labels alone": (
