@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeshard.graph.carried import Held, Place, place_of
+from pipeshard.graph.carried import Held, Place
 from pipeshard.graph.dataflow import Carried
-from pipeshard.graph.places import format_path
-from pipeshard.graph.snapshot import Snapshot, flagged, undo
 from pipeshard.private import BatchNorm
 from pipeshard.split.route import Route
 
@@ -67,22 +65,13 @@ class Carry:
     @contextmanager
     def _passing(self, route: Route) -> Iterator[None]:
         """Context manager for a forward on a stage that stops before the end of the model's forward. On exit, restores
-        state that glue has changed and would have restored later (a depth counter, a list of losses)."""
-        first = Snapshot({"": self.model}) if route.stop is not None and -1 not in route.proven else None
-        places = [Place(self.model, path) for path in route.passing.values()]
+        the state that glue would have restored later (a depth counter, a list of losses)."""
+        paths = route.flow.passing if route.stop is not None else ()
+        places = [Place(self.model, path) for path in paths]
         held = [place.take() for place in places]
         yield
         for place, before in zip(places, held):
             place.put(before)
-        carried = {place.name for place in route.flow.carried}
-        for change in [] if first is None else list(flagged(first)):
-            path = place_of(self.model, change.path)
-            has_grown = isinstance(change.before, Tensor) and isinstance(change.now, Tensor)  # such as a position table
-            by_hook = any(str(step.key).endswith("_hooks") for step in path)  # the user's hook
-            if format_path(path) not in carried and not has_grown and not by_hook:
-                route.passing[format_path(path)] = path
-                undo(change)
-        route.proven.add(-1)
 
     def end(self) -> None:
         """For each place in the model, write the state from this rank's last stage on which the state is correct."""

@@ -30,7 +30,7 @@ from pipeshard.graph.places import (
     resolve,
 )
 from pipeshard.graph.preserve import Before
-from pipeshard.graph.snapshot import Snapshot, noting_reads
+from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
 from pipeshard.graph.taint import storage_of
 from pipeshard.graph.tracer import Tracer
 
@@ -166,6 +166,32 @@ class _Record:
         return [(key, self.before.writes.times[key]) for key in map(storage_of, self.held.tensors)]
 
 
+def run_watched(tracer: Tracer, batch: Batch, real: Batch | None) -> Dataflow:
+    """Run the glue on `batch`, and return the Dataflow, with `passing` listing the places outside the modules in units
+    that differ from their start after some call, but not at the end."""
+    inside = (module for unit in tracer.units.values() for module in unit.modules() if module is not unit)
+    before = Snapshot({"": tracer.model}, without=inside)
+    passing: dict[str, Path] = {}
+
+    def listen(call: int | None, is_through: bool) -> None:
+        if call is not None and not is_through:
+            return
+        paths = [place_of(tracer.model, change.path) for change in flagged(before)]
+        of_model = {format_path(path): path for path in paths if not any("_hooks" in str(step.key) for step in path)}
+        if is_through:
+            passing.update(of_model)
+            return
+        for name in of_model:
+            passing.pop(name, None)
+
+    quiet, tracer.listen = tracer.listen, listen
+    try:
+        flow = tracer.run(batch, real)
+    finally:
+        tracer.listen = quiet
+    return replace(flow, passing=tuple(passing.values()))
+
+
 def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, flow: Dataflow) -> Dataflow:
     """Return `flow`, the tracer's Dataflow for `batch`, with `carried` listing the places of the model that have
     changed since `before`. If any place has changed, the tracer runs again."""
@@ -181,7 +207,7 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 
     quiet, tracer.listen = tracer.listen, listen
     tracer.reset = before.restore
-    flow = tracer.run(batch, real)
+    flow = replace(tracer.run(batch, real), passing=flow.passing)
     tracer.listen = quiet
     records = [record for record in records if record.writers]
     for record in records:

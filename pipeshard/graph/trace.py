@@ -14,7 +14,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import BatchError, TraceError
 from pipeshard.ghost import inside_pipeshard
-from pipeshard.graph.carried import carrying, informed
+from pipeshard.graph.carried import carrying, informed, run_watched
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.places import is_comparable
 from pipeshard.graph.preserve import preserving
@@ -86,7 +86,7 @@ def _traced(
             logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
     with preserving(model, criterion) as before:
         tracer = Tracer(model, criterion, sample, cuts=cuts, device=device, lent=lent)
-        flow = carrying(tracer, sample, None, before, tracer.run(sample))
+        flow = carrying(tracer, sample, None, before, run_watched(tracer, sample, None))
     return _pinned(replace(informed(flow), axes=Axes.of(sample, encoder_decoder)), 0)
 
 
@@ -105,11 +105,11 @@ def _trace_any(
     short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
     with preserving(model, criterion) as before:
         try:
-            flow = tracer.run(short, real)
+            flow = run_watched(tracer, short, real)
         except TraceError:
             if short is sample:
                 raise
-            flow = tracer.run(short := sample, real)
+            flow = run_watched(tracer, short := sample, real)
         flow = carrying(tracer, short, real, before, flow)
         return informed(_generalize(tracer, flow, short, Axes.of(short, encoder_decoder), real))
 

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.dataflow import Call, Carried, Dataflow, Wanted
-from pipeshard.graph.places import Path
 from pipeshard.graph.shapes import Count, TensorSpec
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
@@ -228,8 +227,7 @@ class Route:
     """One stage's path through one Dataflow, with a step per unit call. The stage leaves the forward after `stop` steps
     (None: it runs to the end). `inputs` are the leaves of the batch whose values the stage needs (all, with
     `whole`). `spoiled` is the state for the next forward that its glue cannot compute for lack of inputs. `proven` has
-    the numbers of the held steps whose results have been checked (-1: the full forward; -2: its zeros). `passing` are
-    the places that are restored by glue that this stage does not run."""
+    the numbers of the held steps whose results have been checked (-2: zeros have been tracked)."""
 
     stage: int
     steps: tuple[Step, ...]
@@ -241,7 +239,6 @@ class Route:
     spoiled: frozenset[str] = frozenset()
     whole: bool = False
     proven: set[int] = field(default_factory=set, compare=False)
-    passing: dict[str, Path] = field(default_factory=dict, compare=False)
     zeros: bool = False  # whether any blank is 0
     _sizes: dict[Sequence[int], list[list[Any]]] = field(default_factory=dict, compare=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.batch.read import read_batch
@@ -110,6 +112,33 @@ class Warms(Net):
     def last(self, x: Tensor) -> None:
         self.is_first = self.beside.is_first = False
         self.kept = self.kept or "known"  # read where it is set
+
+
+class Lengthens(Net):
+    """The greatest length so far, which no short batch of the trace exceeds: the first stage forgot it."""
+
+    longest = 64
+
+    def first(self, x: Tensor) -> Tensor:
+        self.longest = max(self.longest, x.shape[1])
+        return x * self.longest / 64
+
+    def last(self, x: Tensor) -> None:
+        x *= self.longest / 64
+
+
+class Rotates(nn.Module):
+    """Llama with dynamic RoPE, whose frequencies are computed again for each batch that is the longest so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+        config = LlamaConfig(vocab_size=11, max_position_embeddings=64, rope_parameters=rope, **sizes)
+        self.llama = LlamaForCausalLM(config)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.llama(input_ids=ids, labels=labels).loss}
 
 
 class Normal(nn.Module):
@@ -285,12 +314,14 @@ class Counting:
         return loss
 
 
-def batch(seed: int) -> dict[str, Tensor]:
+def batch(seed: int, length: int = 6) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(0, 11, (4, 6), generator=generator) for name in ("ids", "labels")}
+    return {name: torch.randint(0, 11, (4, length), generator=generator) for name in ("ids", "labels")}
 
 
-def wrong(make: type[nn.Module], counts: bool = False, **arguments: Any) -> list[str]:
+def wrong(
+    make: type[nn.Module], counts: bool = False, lengths: Sequence[int] = (6, 6, 6, 6), **arguments: Any
+) -> list[str]:
     """What differs from the unsplit model in three steps of two microbatches, an evaluation, and the model after."""
     torch.manual_seed(0)
     model = make()
@@ -300,8 +331,8 @@ def wrong(make: type[nn.Module], counts: bool = False, **arguments: Any) -> list
     booster = Booster(plugin=PipelinePlugin(pp_size=dist.get_world_size(), **options))
     boosted, optimizer, given, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1), given)
     reference, found = torch.optim.SGD(unsplit.parameters(), 0.1), []
-    for step in range(4):
-        data, train = batch(step), step != 2
+    for step, length in enumerate(lengths):
+        data, train = batch(step, length), step != 2
         unsplit.train(train)
         boosted.train(train)
         total = 0.0
@@ -343,6 +374,13 @@ def all_wrong(makes: list[type[nn.Module]], **arguments: Any) -> dict[str, list[
 def test_state_is_that_of_the_unsplit_model(pool: Pool, p: int, options: dict[str, Any]) -> None:
     makes = [CountsFirst, CountsLast, Warms, Normalizes, Remembers, Draws, Scales, Shifts, Net]
     assert pool.run(all_wrong, p, makes, timeout=200.0, **options) == [{}] * p
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("options", SCHEDULES)
+def test_state_of_long_sequences_persists(pool: Pool, options: dict[str, Any]) -> None:
+    """A place that only the glue of long sequences changes was taken for one that the forward restores as it ends."""
+    assert pool.run(all_wrong, 2, [Lengthens, Rotates], lengths=(100, 80, 90, 40), **options) == [{}, {}]
 
 
 @pytest.mark.turns
