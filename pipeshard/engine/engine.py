@@ -208,7 +208,7 @@ class Pipeline:
         is_exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
         asked = Asked(criterion, train, return_loss, outputs, is_exact, weight)
         batches, found, agreed = self._read(asked, data_iter, num_batches)
-        forwards = 0 if train else self.forwards
+        forwards = 0 if train else self.forwards + 1
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed), forwards):
             out = self._run(asked, batches, found)
         if train:

@@ -161,7 +161,7 @@ class Forward:
         passed: list[dict[Value, Tensor]] = [{} for _ in batches]  # outputs of the previous stage on this rank
         outputs: list[Any] = []
         changed: list[tuple[Entries, Entries]] = []
-        with replay.randomness.step(pipeline.seed, pipeline.steps, forwards=pipeline.forwards):
+        with replay.randomness.step(pipeline.seed, pipeline.steps, forwards=pipeline.forwards + 1):
             for k, stage in enumerate(pipeline.stages.whole):
                 source = placement[stage.index - 1] if stage.index else pipeline.rank
                 destination = pipeline.rank if stage.is_last else placement[stage.index + 1]

@@ -18,7 +18,8 @@ from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
 
 class Randomness:
     """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so that a dropout mask is
-    the same for every p. Between two training steps, the hash also contains the number of the forward-only call.
+    the same for every p. In a forward-only call, the hash also contains the number of the call since the last training
+    step.
 
     A position is a unit call or the glue before the call. Every stage that runs this code uses the same random numbers
     as the unsplit model. Torch is always seeded, for dropout. `random` and numpy take longer to seed, and are seeded
@@ -39,7 +40,7 @@ class Randomness:
         exit.
 
         `first` is the number of this replica's first microbatch: microbatches are numbered across replicas. `forwards`
-        is the number of forward-only calls between the last training step and this one.
+        is the number of a forward-only call, counted from the last training step, or 0 for a training step.
         """
         states = _states(self.generators)
         self._key, self._first = (seed, step, first, *([forwards] if forwards else ())), first
