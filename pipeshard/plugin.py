@@ -65,8 +65,8 @@ class PipelinePlugin:
             only affect speed are ignored with a warning. Any other argument must have its default value; otherwise the
             error names the replacement.
 
-    Every boosted model has its own pipeline and, with "fp16", its own loss scale. If the plugin has boosted several
-    models, pass the model to the plugin's methods.
+    Every boosted model has its own pipeline, its own random numbers and, with "fp16", its own loss scale. If the plugin
+    has boosted several models, pass the model to the plugin's methods.
 
     Attributes:
         config: the arguments as a PipelineConfig. Each of its fields is also an attribute of the plugin.
@@ -220,6 +220,7 @@ class PipelinePlugin:
             boosted, criterion = boost_model(self.config, self.grid, model, optimizer, criterion, dataloader, kind)
             if boosted is not model:
                 boosted.checkpoint_io = self._checkpoint_io
+                boosted.pipeline.policy.replay.randomness.model = len(self._boosted)
                 self._boosted.append(weakref.ref(boosted))
                 vars(self).pop("stage_manager", None)  # a search may have found other chunks
             boosted_optimizer = boost_optimizer(boosted, optimizer, wrapper(PipelineOptimizer, "OptimizerWrapper"))

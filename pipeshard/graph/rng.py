@@ -19,7 +19,7 @@ from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
 class Randomness:
     """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so that a dropout mask is
     the same for every p. In a forward-only call, the hash also contains the number of the call since the last training
-    step.
+    step. For each `model` but 0, the hash also contains the model's number.
 
     A position is a unit call or the glue before the call. Every stage that runs this code uses the same random numbers
     as the unsplit model. Torch is always seeded, for dropout. `random` and numpy take longer to seed, and are seeded
@@ -30,6 +30,7 @@ class Randomness:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[device.index])
+        self.model = 0  # number of the model among those of its plugin
         self._key: tuple[int, ...] = (0, 0, 0)
         self._first = 0
         self.python = True
@@ -43,7 +44,8 @@ class Randomness:
         is the number of a forward-only call, counted from the last training step, or 0 for a training step.
         """
         states = _states(self.generators)
-        self._key, self._first = (seed, step, first, *([forwards] if forwards else ())), first
+        others = (forwards, self.model) if self.model else (forwards,) if forwards else ()
+        self._key, self._first = (seed, step, first, *others), first
         try:
             yield
         finally:

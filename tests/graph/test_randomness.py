@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.booster import Booster
 from torch import nn
 
-from pipeshard import load_training_state, save_training_state
+from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from tests import zoo
 from tests.covering import covering
 from tests.pool import Pool
@@ -121,6 +122,26 @@ def test_each_forward_draws_its_own_numbers(pool: Pool, tmp_path: Path) -> None:
     ((again, more), *_) = pool.run(evaluated, 2, str(tmp_path), True, True)
     assert again == losses and len(set(more)) == 12
     assert [*more[:6], *more[9:]] == seen
+
+
+def of_peers() -> list[float]:
+    """The losses of two equal models of one plugin, of a training step and of a forward-only call."""
+    data = zoo.batch("gpt2")
+    booster = Booster(plugin=PipelinePlugin(dist.get_world_size(), num_microbatches=2, dry_run_input=data))
+    losses = []
+    for _ in range(2):
+        model = with_dropout(zoo.build("gpt2"))
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1))
+        for used in (optimizer, None):
+            losses.append(float(booster.execute_pipeline(iter([data]), boosted, None, used)["loss"]))
+    return losses
+
+
+def test_peers_draw_their_own_numbers(pool: Pool) -> None:
+    """Two models that learn from each other had the same dropout masks."""
+    losses, *_ = pool.run(of_peers, 1)
+    assert len(set(losses)) == 4
+    assert pool.run(of_peers, 2) == [losses] * 2
 
 
 @pytest.mark.turns
