@@ -6,8 +6,10 @@ batch (a scalar, a samples-by-samples matrix), every rank raises UsageError befo
 """
 
 from collections.abc import Callable, Collection, Sequence
+from operator import eq
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +23,7 @@ from pipeshard.graph.shapes import TensorSpec
 from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_only, tree_tensors, tree_unflatten
 
 ReturnOutputs = bool | str | Collection[str] | Callable[[Any, Any], Any]
+NUMERIC = "biufc"  # the kinds of numpy's dtypes that torch has, too
 BACKWARD = (
     "execute_pipeline already runs the backward pass and accumulates the gradients in .grad: remove "
     "booster.backward(...) and loss.backward()"
@@ -166,20 +169,32 @@ class Outputs:
         named, tree = flatten_with_names(self.kept[0])
         columns = zip(*(tree_flatten(output)[0] for output in self.kept), strict=True)
         is_whole = len(self._batches) == 1 and self._batches[0].place is None
-        leaves = []
+        leaves: list[Any] = []
         for k, ((name, first), column) in enumerate(zip(named, columns, strict=True)):
             slopes = specs[name].slopes if name in specs else ()
             dim = next((d for d, slope in enumerate(slopes) if slope and slope[0]), None)
             if k in self._losses and loss is not None:
                 leaves.append(loss)
-            elif is_whole or not isinstance(first, Tensor | int | float | str):
+            elif is_whole or not isinstance(first, Tensor | np.ndarray | np.generic | int | float | str):
                 leaves.append(first)
+            elif isinstance(first, np.ndarray):
+                leaves.append(self._joined(name, column, flow))
             elif not isinstance(first, Tensor) or first.ndim == 0 or (dim is None and slopes):
                 leaves.append(_same(name, column))
             else:
                 dim = self._sample_dim(name, column) if dim is None else dim
                 leaves.append(self._restored(name, column, dim, flow))
         return tree_unflatten(leaves, tree)
+
+    def _joined(self, name: str, column: Sequence[np.ndarray], flow: Dataflow) -> np.ndarray:
+        """Merge an output's numpy arrays of all microbatches along their batch dimension. Arrays of objects or strings,
+        and arrays without a batch dimension, must be equal."""
+        rows = [batch.rows for batch in self._batches]
+        sizes = [list(of_dim) for of_dim in zip(*(array.shape for array in column))]
+        if column[0].dtype.kind not in NUMERIC or rows not in sizes:
+            return _same(name, column)
+        tensors = [torch.from_numpy(array) for array in column]
+        return self._restored(name, tensors, self._sample_dim(name, tensors), flow).numpy()
 
     def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
         """Merge an output's tensors of all microbatches along the batch dimension `dim`, with the samples in their
@@ -278,6 +293,7 @@ def _unmergeable(path: str, why: str) -> UsageError:
 def _same(name: str, column: Sequence[Any]) -> Any:
     """Return the value that is the same in all microbatches. Raises UsageError if the values differ."""
     first = column[0]
-    if all(torch.equal(first, other) if isinstance(first, Tensor) else first == other for other in column[1:]):
+    equal = torch.equal if isinstance(first, Tensor) else np.array_equal if isinstance(first, np.ndarray) else eq
+    if all(equal(first, other) for other in column[1:]):
         return first
     raise _unmergeable(name, "differs between microbatches, and has no batch dimension")

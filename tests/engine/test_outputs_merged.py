@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +38,9 @@ class Telling(nn.Module):
             "sum": x.mean(0),
             "pairs": x @ x.T,
             "same": [self.scale, 3, "a", None],
+            "array": x.detach().numpy(),
+            "array of sums": x.detach().numpy().sum(0),
+            "number of numpy": x.detach().numpy().mean(),
         }
         return x.square().mean() * self.scale, x, beside[self.kind]
 
@@ -61,7 +65,10 @@ def merged(kind: str) -> tuple[list[str], bool]:
         else:
             if out["outputs"] is not None:
                 pairs = zip(out["outputs"][:2], expected[:2], strict=True)
-                good = all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) and out["outputs"][2] == expected[2]
+                good = all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+                good &= (
+                    np.allclose(out["outputs"][2], expected[2]) if kind == "array" else out["outputs"][2] == expected[2]
+                )
         whole = run(iter([rows()]), split.model, own, None, return_outputs=lambda out, batch: len(out[1]))
         good &= whole["outputs"] in (None, [2, 2, 2])
     return told, good
@@ -75,10 +82,14 @@ def merged(kind: str) -> tuple[list[str], bool]:
         ("sum", r"\[2\] cannot be merged .* has no batch dimension"),
         ("pairs", r"\[2\] cannot be merged .* has 2 dimensions that grow with the batch"),
         ("same", None),
+        ("array", None),
+        ("array of sums", r"\[2\] cannot be merged .* differs between microbatches"),
+        ("number of numpy", r"\[2\] cannot be merged .* differs between microbatches"),
     ],
 )
 def test_no_microbatch_s_own_passes_for_the_batch_s(pool: Pool, kind: str, why: str | None) -> None:
-    """The first microbatch's loss, scalars and numbers were returned, and (6, 2) for the (6, 6) of all pairs."""
+    """The first microbatch's loss, scalars, numbers and numpy arrays were returned, and (6, 2) for the (6, 6) of all
+    pairs."""
     for told, good in pool.run(merged, 2, kind):
         assert good
         assert_told(told, [] if why is None else [why])
