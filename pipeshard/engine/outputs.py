@@ -167,8 +167,10 @@ class Outputs:
         microbatches."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
-        columns = zip(*(tree_flatten(output)[0] for output in self.kept), strict=True)
         is_whole = len(self._batches) == 1 and self._batches[0].place is None
+        if not is_whole:
+            self._refuse_lists(named, flow)
+        columns = zip(*(tree_flatten(output)[0] for output in self.kept), strict=True)
         leaves: list[Any] = []
         for k, ((name, first), column) in enumerate(zip(named, columns, strict=True)):
             slopes = specs[name].slopes if name in specs else ()
@@ -185,6 +187,18 @@ class Outputs:
                 dim = self._sample_dim(name, column) if dim is None else dim
                 leaves.append(self._restored(name, column, dim, flow))
         return tree_unflatten(leaves, tree)
+
+    def _refuse_lists(self, named: Sequence[tuple[str, Any]], flow: Dataflow) -> None:
+        """Raise UsageError if the output has another structure in each microbatch, or a list with one entry per sample.
+        `named` are the leaves of the first output."""
+        if len({str(tree_flatten(output)[1]) for output in self.kept}) > 1:
+            raise _unmergeable("(its structure)", "depends on the number of samples")
+        rows = self._batches[0].rows
+        nodes, _ = tree_flatten(self.kept[0], is_leaf=lambda node: type(node) is list and len(node) == rows)
+        lists = [tree_tensors(node) for node in nodes if isinstance(node, list)] if not flow.axes.groups else []
+        for tensor, *_ in filter(None, lists):
+            name = next(name for name, leaf in named if leaf is tensor)
+            raise _unmergeable(name, f"is in a list of {rows} entries, as many as the microbatch has samples")
 
     def _joined(self, name: str, column: Sequence[np.ndarray], flow: Dataflow) -> np.ndarray:
         """Merge an output's numpy arrays of all microbatches along their batch dimension. Arrays of objects or strings,

@@ -130,6 +130,8 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: 
                     ]
                     asked[group] = delta, other.questions
                     break
+    if 0 not in shapes:  # the model's path depends on the number of samples
+        shapes, asked = {}, {}
     axes = axes.pin({group for group in range(len(axes.sizes)) if group not in shapes})
     columns = [shapes[group] for group in sorted(shapes)]
     slopes = [tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True)] if columns else []

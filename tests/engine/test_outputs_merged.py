@@ -95,6 +95,45 @@ def test_no_microbatch_s_own_passes_for_the_batch_s(pool: Pool, kind: str, why: 
         assert_told(told, [] if why is None else [why])
 
 
+class Detects(nn.Module):
+    """Returns what it has found in each sample in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.layers = nn.Embedding(11, H), nn.ModuleList(nn.Linear(H, H) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.enter(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.square().mean(), "logits": x, "found": [{"boxes": sample.view(-1, 4)} for sample in x]}
+
+
+def detected(num_microbatches: int) -> tuple[bool, str]:
+    """Whether the logits are those of the whole batch, and what is said of the lists."""
+    torch.manual_seed(0)
+    model, data = Detects(), {"ids": torch.arange(ROWS * 5).view(ROWS, 5) % 11}
+    with torch.no_grad():
+        expected = model(**data)["logits"]
+    split = Split(model, dist.get_world_size(), data, num_microbatches=num_microbatches)
+    logits = split.evaluate(data, return_outputs="logits")["outputs"]
+    with pytest.raises(UsageError) as caught:
+        split.evaluate(data, return_outputs="found")
+    return logits is None or torch.allclose(logits["logits"], expected, atol=1e-6), str(caught.value)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("num_microbatches", [3, 4])
+def test_lists_with_an_entry_per_sample_are_told(pool: Pool, num_microbatches: int) -> None:
+    """The first samples of all microbatches were joined, logits were joined along their length, and batches that do
+    not divide evenly ended the last rank alone."""
+    for good, message in pool.run(detected, 2, num_microbatches):
+        assert good
+        assert_told(
+            [message], [r"\['found'\]\[0\]\['boxes'\] .* list of 2 entries" if num_microbatches == 3 else "structure"]
+        )
+
+
 def numbers() -> str:
     torch.manual_seed(0)
     split = Split(Telling("number"), dist.get_world_size(), rows(), num_microbatches=4)
