@@ -47,6 +47,12 @@ CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
 TIME = "max_time"
 
+# RoPE types whose frequencies depend on the greatest position in the batch, and the names of the position from which
+# they do.
+ROPES_OF_LENGTH = "dynamic", "longrope"
+ROPE_LIMITS = "original_max_position_embeddings", "max_position_embeddings"
+NOISE = "neftune_noise_alpha"
+
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft saved
 
 
@@ -212,6 +218,25 @@ def recomputes(module: nn.Module) -> bool:
     """Whether transformers' activation checkpointing recomputes this module."""
     is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
     return is_layer and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def rope_limit(module: nn.Module) -> int | None:
+    """The greatest number of positions for which the module's RoPE frequencies do not depend on this number, or None if
+    they never do."""
+    kinds = vars(module).get("rope_type")
+    kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+    if not any(kind in ROPES_OF_LENGTH for kind in kinds):
+        return None
+    config = config_of(module)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sources = [vars(config), *(part for part in (rope, *rope.values()) if isinstance(part, dict))]
+    limits = [source.get(name) for source in sources for name in ROPE_LIMITS]
+    return min((limit for limit in limits if type(limit) is int), default=0)
+
+
+def adds_noise(module: nn.Module) -> bool:
+    """Whether NEFTune adds noise to the results of this embedding, with a scale that depends on their length."""
+    return module.training and NOISE in vars(module) and bool(module._forward_hooks)
 
 
 def can_recompute(model: nn.Module) -> bool:

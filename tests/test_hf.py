@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from pipeshard import hf
@@ -186,6 +187,28 @@ def test_layers_that_recompute_themselves() -> None:
     assert hf.can_recompute(model) and not hf.recomputes(layer)
     model.gradient_checkpointing_enable()
     assert hf.recomputes(layer) and not hf.recomputes(layer.mlp) and not hf.can_recompute(nn.ReLU())
+
+
+def test_frequencies_that_depend_on_the_number_of_positions() -> None:
+    def limit(kind: Any, make: Any, rope: dict[str, Any], **options: Any) -> int | None:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        options |= {"vocab_size": 9, "pad_token_id": 0, "rope_parameters": rope | {"rope_theta": 1e4, "factor": 2.0}}
+        return hf.rope_limit(make(kind(**sizes, **options)).rotary_emb)
+
+    llama_config, llama_model = transformers.LlamaConfig, transformers.LlamaModel
+    assert limit(llama_config, llama_model, {"rope_type": "linear"}) is None
+    assert limit(llama_config, llama_model, {"rope_type": "dynamic"}, max_position_embeddings=64) == 64
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes = {"max_position_embeddings": 64, "original_max_position_embeddings": 32}
+    assert limit(transformers.Phi3Config, transformers.Phi3Model, factors, **sizes) == 32
+
+
+def test_the_name_of_neftune() -> None:
+    embedding = nn.Embedding(2, 2).train()
+    assert not hf.adds_noise(embedding)
+    setattr(embedding, hf.NOISE, 1.0)
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    assert hf.adds_noise(embedding) and not torch.equal(embedding(torch.zeros(1, 1).long()), embedding.weight[:1, None])
 
 
 def fields() -> set[str]:

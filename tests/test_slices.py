@@ -16,7 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError, PipeshardError
@@ -240,6 +250,10 @@ def of_class(kind: str) -> str:
     if kind == "no cache":
         return refused(nn.Sequential(nn.Embedding(zoo.VOCABULARY, 8), nn.Linear(8, 8)), data)
     llama = LlamaForCausalLM(LlamaConfig(**sizes))
+    if kind == "neftune":
+        llama.model.embed_tokens.neftune_noise_alpha = 5.0
+        llama.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
+        return refused(llama.train(), data)
     if kind == "checkpointing":
         llama.gradient_checkpointing_enable()
         return refused(llama, data)
@@ -259,6 +273,7 @@ def of_class(kind: str) -> str:
         ("encoder", "ConfigurationError: num_slices: T5ForConditionalGeneration has an encoder"),
         ("no cache", "ConfigurationError: num_slices: the forward of Sequential takes no past_key_values"),
         ("checkpointing", "ConfigurationError: num_slices: transformers' own gradient checkpointing"),
+        ("neftune", "ConfigurationError: NEFTune scales the noise that it adds to the results of model.embed_tokens"),
         ("packed", "BatchError: num_slices: position_ids restart within a sample"),
     ],
 )
@@ -266,6 +281,41 @@ def test_what_cannot_be_sliced_is_refused(pool: Pool, kind: str, says: str) -> N
     """Slices read what is before them alone, through the cache: all else would train otherwise without an error."""
     for said in pool.run(of_class, 2, kind):
         assert said.startswith(says), said
+
+
+LONG: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "dynamic": (LlamaConfig, LlamaForCausalLM, {"max_position_embeddings": 40}),
+    "longrope": (Phi3Config, Phi3ForCausalLM, {"max_position_embeddings": 80, "original_max_position_embeddings": 40}),
+}
+
+
+def beyond(kind: str, **options: Any) -> list[str]:
+    """What a step says whose positions change the frequencies of RoPE, and one whose do not: for each rank the loss's
+    error, or the error."""
+    config, make, sizes = LONG[kind]
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    torch.manual_seed(0)
+    model = make(config(**SMALL | sizes, vocab_size=zoo.VOCABULARY, pad_token_id=0, rope_parameters=rope)).train()
+    unsplit = copy.deepcopy(model)
+    split, said = Split(model, dist.get_world_size(), data_of("llama", 12, 0), verify=False, **options), []
+    for length in (36, 60):
+        data = data_of("llama", length, 1)
+        data["attention_mask"] = torch.arange(length) < torch.tensor([length, 9, 9, 9])[:, None]
+        data["labels"] = data["input_ids"].masked_fill(~data["attention_mask"], -100)
+        try:
+            error = abs(float(split.backward(data)["loss"]) - float(unsplit(**data).loss))
+            said.append("exact" if error < ROUNDED * 10 else f"the loss differs by {error}")
+        except PipeshardError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("options", [{"num_microbatches": 1, "num_slices": 2}, {"microbatch_tokens": 64}], ids=str)
+def test_frequencies_that_depend_on_the_length_are_told(pool: Pool, kind: str, options: dict[str, Any]) -> None:
+    """Positions before the end of a longer sequence were rotated as in a short one."""
+    for short, long in pool.run(beyond, 2, kind, **options):
+        assert short == "exact" and long.startswith("BatchError: this batch has 60 positions"), (short, long)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])

@@ -33,7 +33,13 @@ from pipeshard.engine.places import Places
 from pipeshard.engine.ragged import Ragged
 from pipeshard.engine.reader import Agreement, News, Reader
 from pipeshard.engine.recording import Recording
-from pipeshard.engine.refusals import refuse_compiled, refuse_criterion, refuse_differentiable, refuse_recomputed
+from pipeshard.engine.refusals import (
+    refuse_compiled,
+    refuse_criterion,
+    refuse_differentiable,
+    refuse_recomputed,
+    refuse_shorter,
+)
 from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.stages import Stages
@@ -320,6 +326,11 @@ class Pipeline:
                     refuse_cacheless(self.model)
                     refuse_padding(self.model, read, self.padding)
                     sliced = self.traces.slice_each(cut, slices, found, planned, criterion, outputs.needed)
+                    whole = [microbatch for of_batch in cut for microbatch in of_batch]
+                    refuse_shorter(self.model, zip(whole, slices), "Use num_slices=1")
+                elif self.config.is_ragged:
+                    remedy = "Use num_microbatches instead of microbatch_tokens"
+                    refuse_shorter(self.model, zip(read, cut), remedy)
         self.cuts.forget()
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:

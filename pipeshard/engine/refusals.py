@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -17,7 +17,8 @@ from pipeshard.distributed.agreement import texts_of
 from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.units import containers
-from pipeshard.hf import is_of_peft, recomputes
+from pipeshard.hf import adds_noise, is_of_peft, recomputes, rope_limit
+from pipeshard.slices.cut import positions_of
 from pipeshard.split.adapters import BEGINNING, base_names
 from pipeshard.split.packed import is_quantized
 
@@ -194,6 +195,26 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
             f"{name} ({type(whole).__name__}) recomputes its forward, which boost has split into units: "
             "call model.gradient_checkpointing_enable() before booster.boost"
         )
+
+
+def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]], remedy: str) -> None:
+    """Raise ConfigurationError or BatchError if a module scales noise or computes RoPE frequencies by the number of
+    positions, and a batch in `cut` has parts with fewer positions. `remedy` keeps a batch's positions together."""
+    modules = dict(model.named_modules())
+    for name in (name for name, module in modules.items() if adds_noise(module)):
+        raise ConfigurationError(
+            f"NEFTune scales the noise that it adds to the results of {name} by their length, and the parts of a batch "
+            f"are shorter than the batch. {remedy}, or turn NEFTune off (neftune_noise_alpha=None)"
+        )
+    limits = {name: limit for name, module in modules.items() if (limit := rope_limit(module)) is not None}
+    for whole, parts in cut if limits else ():
+        longest, shortest = positions_of(whole), min(map(positions_of, parts))
+        for name in (name for name, limit in limits.items() if shortest < longest and limit < longest):
+            raise BatchError(
+                f"this batch has {longest} positions, and with more than {limits[name]} positions, {name} "
+                f"({type(modules[name]).__name__}) computes its frequencies from their number, but a part of the batch "
+                f"has only {shortest} positions. {remedy}, or truncate samples to {limits[name]} positions"
+            )
 
 
 def refuse_differentiable(batches: Iterable[Batch], num_stages: int, num_microbatches: int) -> None:

@@ -62,6 +62,12 @@ def sequence_of(batch: Batch) -> int:
     )
 
 
+def positions_of(batch: Batch) -> int:
+    """The greatest position of a batch, counted from 1."""
+    given = batch.tensors.get(POSITIONS)
+    return sequence_of(batch) if given is None or given.is_meta else int(given.max()) + 1
+
+
 def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Split a batch along its sequence into slices of these sizes. Raises BatchError for media, and for samples that
     contain several documents."""
