@@ -238,11 +238,15 @@ class Flags:
         self.values: dict[int, dict[int, Tensor]] = {}  # by state and id: values of tensors that count
         self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
-        self.unsure: int | None = None  # a new state, until a step shows which places it changes
-        self.next = 0
+        self.unsure: set[int] = set()  # states in which no step has shown which places it changes
+        self.now = self.next = 0  # the number of the current state, and of the next new one
 
     def number(self) -> int:
         """The number of the current state: that of a known equal state, otherwise a new number."""
+        self.now = self._number()
+        return self.now
+
+    def _number(self) -> int:
         for number in self.states:
             if any(leaf.requires_grad != required for leaf, required in self.trained[number].values()):
                 continue
@@ -255,8 +259,9 @@ class Flags:
         counting = [t for *_, t, _ in state.tensors if self.without and not isinstance(t, nn.Parameter)]
         self.values[self.next] = {id(tensor): tensor.detach().clone() for tensor in counting}
         self.trained[self.next] = self._trained(state)
-        self.unsure, self.next = self.next, self.next + 1
-        return self.unsure
+        self.unsure.add(self.next)
+        self.next += 1
+        return self.next - 1
 
     def foreign(self, number: int) -> dict[str, Tensor]:
         """The leaf tensors of a state, by place, that require grad and are not parameters of the model."""
@@ -273,9 +278,9 @@ class Flags:
     def stepped(self) -> None:
         """Record that a step has run since the last call of `number`. Places that this step has changed do not
         count."""
-        if self.unsure is not None and self.unsure in self.states:
-            self.moved |= {(id(change.holder), change.key) for change in self._changes(self.unsure)}
-        self.unsure = None
+        if self.now in self.unsure & self.states.keys():
+            self.moved |= {(id(change.holder), change.key) for change in self._changes(self.now)}
+        self.unsure.discard(self.now)
 
     def _changes(self, number: int) -> Iterator[Change]:
         state, values = self.states[number], self.values[number]

@@ -19,6 +19,7 @@ from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.batch.read import read_batch
 from pipeshard.engine.running_state import deferred
 from pipeshard.errors import TraceError
+from pipeshard.graph.snapshot import Flags
 from pipeshard.split.materialize import is_released
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, parameter_error, refusal
@@ -381,6 +382,24 @@ def test_state_is_that_of_the_unsplit_model(pool: Pool, p: int, options: dict[st
 def test_state_of_long_sequences_persists(pool: Pool, options: dict[str, Any]) -> None:
     """A place that only the glue of long sequences changes was taken for one that the forward restores as it ends."""
     assert pool.run(all_wrong, 2, [Lengthens, Rotates], lengths=(100, 80, 90, 40), **options) == [{}, {}]
+
+
+def test_a_flag_is_no_change_by_a_step_that_ran_without_it() -> None:
+    """A flag that was set for a step that failed, and set back, counted as changed by the next step, so that its trace
+    was that of both."""
+    model = CountsFirst()
+    flags = Flags(model)
+
+    def run(flag: bool, is_failed: bool = False) -> int:
+        model.flag = flag
+        number = flags.number()
+        if not is_failed:
+            model.count += 1
+            flags.stepped()
+        return number
+
+    model.flag = False
+    assert [run(False), run(True, is_failed=True), run(False), run(True), run(True), run(False)] == [0, 1, 0, 1, 1, 0]
 
 
 @pytest.mark.turns
