@@ -273,7 +273,7 @@ class Pipeline:
             )
         unseen, self._unseen = self._unseen, None
         if agreed.news & UNSEEN and unseen is not None:
-            self._refuse_other_way(*unseen[1:])
+            self._refuse_other_way(*unseen[1:], train=True)
         if agreed.news & TRAINED:
             found = self._find(asked, batches)
         if not agreed.alike or agreed.news & TRAINED:
@@ -402,16 +402,16 @@ class Pipeline:
         if outputs.needed:
             self.traces.saw(flow)
         if is_nan:
-            self._refuse_other_way(batch, flow, criterion)
+            self._refuse_other_way(batch, flow, criterion, train)
         if train and not is_looked_at:
             is_unknown = None if loss is None else loss.detach().isnan()
             self._unseen = Unseen(is_unknown, batch, flow, criterion)
         shown = total.to(self.device).as_subclass(StepLoss) if asked.loss and total is not None else None
         return {"loss": shown, "outputs": merged}
 
-    def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None) -> None:
+    def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None, train: bool) -> None:
         with self.precision.running():
-            self.traces.refuse_other_way(batch, flow, criterion, self.grid.world)
+            self.traces.refuse_other_way(batch, flow, criterion, self.grid.world, train)
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:

@@ -75,7 +75,7 @@ class Traces:
         self.flags_of: dict[Hashable, Flags] = {}  # of criteria
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
-        self._confirmed: dict[int, Dataflow] = {}
+        self._confirmed: dict[tuple[int, bool], Dataflow] = {}
         self._seen: dict[int, Dataflow] = {}  # Dataflows whose outputs were checked
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
         self._prints: dict[int, str] = {}  # fingerprints of Dataflows, by their ids
@@ -281,41 +281,41 @@ class Traces:
         entry = batch.entry if batch is not None else ""
         return key_of(criterion), self._state, self._training, modes()[1:], watched, entry
 
-    def _trace(self, batch: Batch, criterion: Criterion | None) -> Way:
-        flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths))
+    def _trace(self, batch: Batch, criterion: Criterion | None, grad: bool = True) -> Way:
+        flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths), grad)
         deltas = flow.axes.deltas(batch)
         if deltas is None or not _answers(flow, deltas, batch):  # the trace is valid only for its own sizes or values
-            flow = self._traced(batch, criterion, True)
+            flow = self._traced(batch, criterion, True, grad)
             deltas = flow.axes.deltas(batch)
         assert deltas is not None
         return flow, deltas
 
-    def _traced(self, batch: Batch, criterion: Criterion | None, exact: bool) -> Dataflow:
-        return trace(self.model, batch, criterion, exact, device=self.policy.replay.device, lent=self._lent)
+    def _traced(self, batch: Batch, criterion: Criterion | None, exact: bool, grad: bool) -> Dataflow:
+        return trace(self.model, batch, criterion, exact, device=self.policy.replay.device, lent=self._lent, grad=grad)
 
     def refuse_other_way(
-        self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup
+        self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup, train: bool
     ) -> None:
-        """Trace the batch again after a NaN loss, which results that were not sent may have caused. Raises TraceError
-        on all ranks if on any rank the new trace reads different unit results than `flow`. Does nothing for a Dataflow
-        that was already confirmed."""
-        if id(flow) in self._confirmed:
+        """Trace the batch again after a NaN loss, which results that were not sent may have caused; without `train`, as
+        under no_grad. Raises TraceError on all ranks if on any rank the new trace reads different unit results than
+        `flow`. Does nothing for a Dataflow that was already confirmed."""
+        if (id(flow), train) in self._confirmed:
             return
         now, then = (
             [*((call.unit, call.reads.values) for call in one.calls), one.loss and one.loss.values]
-            for one in (self._trace(batch, criterion)[0], flow)
+            for one in (self._trace(batch, criterion, train)[0], flow)
         )
         if any(gather_objects(True if now != then else None, world)):
             raise TraceError(
                 f"the forward of {type(self.model).__name__} uses different unit outputs than in its trace, although "
                 "pipeshard detected no change in the state that the forward depends on (does the model count its "
-                "forwards, or read an environment variable?): keep this state in attributes of the model or in "
-                "globals, and set it between steps"
+                "forwards, read an environment variable, or branch on torch.is_grad_enabled()?): keep this state in "
+                "attributes of the model (such as self.training) or in globals, and set it between steps"
             )
         for known in (self._confirmed, self._seen):
             if len(known) > MOST_FLOWS:
                 known.clear()
-        self._confirmed[id(flow)] = flow
+        self._confirmed[id(flow), train] = flow
 
     def saw(self, flow: Dataflow) -> None:
         """Record that the outputs of this Dataflow were checked."""

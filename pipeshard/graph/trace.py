@@ -39,6 +39,7 @@ def trace(
     cuts: Sequence[str] = (),
     device: torch.device | None = None,
     lent: Mapping[str, Mapping[str, Tensor]] | None = None,
+    grad: bool = True,
 ) -> Dataflow:
     """Return the Dataflow of `model(batch)` and of `criterion(output, batch)` (by default the output's loss).
 
@@ -51,7 +52,7 @@ def trace(
     Modules named in `cuts` are units at any depth. A module without parameters is also a unit if its code branches on
     activations. A unit that does not run on meta (it needs values, or its kernels need memory) runs once on `device`
     (default: the model's). Its own tensors then have the values in `lent` (by unit and name) or on this rank, and are
-    zeros if neither has values.
+    zeros if neither has values. Without `grad`, the glue runs as under no_grad, and no result requires grad.
 
     Raises TraceError, which names the unit or line that fails, and PartitionError for a name in `cuts` that is not a
     module inside the model.
@@ -60,10 +61,11 @@ def trace(
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
     encoder_decoder = is_encoder_decoder(model)
     cuts = paths_of(model, cuts)
-    flow = _traced(model, sample, criterion, exact, encoder_decoder, cuts, device, lent)
-    while flow.decisions and (more := flow.deciders.difference(cuts)):
-        cuts = [*cuts, *sorted(more)]
+    with torch.set_grad_enabled(grad):  # specs record whether a result requires grad
         flow = _traced(model, sample, criterion, exact, encoder_decoder, cuts, device, lent)
+        while flow.decisions and (more := flow.deciders.difference(cuts)):
+            cuts = [*cuts, *sorted(more)]
+            flow = _traced(model, sample, criterion, exact, encoder_decoder, cuts, device, lent)
     return flow
 
 

@@ -98,7 +98,6 @@ class Tracer:
             as_trained(self.model),
             Randomness(self.device).step(0, 0),
             handled(self.units, self._answer),
-            torch.enable_grad(),  # specs record whether a result requires grad
             self.meter.running(self.taint) if self.meter else nullcontext(),
             self.taint,
             Reading(self.taint),

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
@@ -52,7 +53,9 @@ def metered(
     with preserving(model, criterion):
         if not model.training:
             model.train()
-        flow = Tracer(model, criterion, microbatch, meter, paths_of(model, cuts)).run(microbatch)
+        tracer = Tracer(model, criterion, microbatch, meter, paths_of(model, cuts))
+        with torch.enable_grad():  # specs record whether a result requires grad
+            flow = tracer.run(microbatch)
     axes = Axes.of(microbatch)
     return replace(flow, axes=axes.pin(set(range(len(axes.sizes))))), meter
 

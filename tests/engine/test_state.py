@@ -128,6 +128,18 @@ class Lengthens(Net):
         x *= self.longest / 64
 
 
+class AddsUnderNoGrad(Net):
+    """Glue that reads more without gradients, which nobody sends."""
+
+    def first(self, x: Tensor) -> Tensor:
+        self.made = x
+        return x
+
+    def last(self, x: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            x += self.made.sum()
+
+
 class Rotates(nn.Module):
     """Llama with dynamic RoPE, whose frequencies are computed again for each batch that is the longest so far."""
 
@@ -425,6 +437,13 @@ def test_what_no_stage_can_know_is_refused(pool: Pool, make: type[nn.Module], wh
         assert "pp_size=1" in message
     if issubclass(make, Momentum):
         assert pool.run(wrong, 1, make) == [[]]
+
+
+@pytest.mark.turns
+def test_what_glue_reads_only_without_gradients_is_told(pool: Pool) -> None:
+    """Evaluation returned a loss that was not a number, as the trace was confirmed with gradients."""
+    for message in pool.run_expecting(TraceError, wrong, 2, AddsUnderNoGrad):
+        assert "branch on torch.is_grad_enabled()" in message
 
 
 class Normed(nn.Module):
