@@ -35,8 +35,8 @@ REFUSED: dict[type, str] = {
 
 def plain(model: nn.Module, warns: bool = True) -> nn.Module:
     """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, with a warning if `warns`.
-    Raises ConfigurationError for lazy parameters, bitsandbytes layers, synchronized batch norms and modules in other
-    wrappers."""
+    Raises ConfigurationError for lazy parameters, quantized layers of other libraries, synchronized batch norms and
+    modules in other wrappers."""
     compiled = False
     while "_orig_mod" in model._modules and isinstance(inner := model._orig_mod, nn.Module):
         model, compiled = inner, True
@@ -60,6 +60,12 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                 "model under torch.device('meta') (this allocates no memory either), and let "
                 "PipelinePlugin(init_weights=True) initialize its weights on the stages, or call "
                 "LazyInitContext.materialize(model), which allocates the whole model in every process"
+            )
+        if type(parameter).__module__.startswith("torchao."):
+            raise ConfigurationError(
+                f"{name} is a {type(parameter).__name__} of torchao, which stages cannot hold. Create the model with "
+                "PipelinePlugin.from_pretrained(cls, folder, "
+                "quantization_config=TorchAoConfig(Int8WeightOnlyConfig())): each stage then quantizes its own weights"
             )
     refused = dict(REFUSED)
     if (wrapper := getattr(sys.modules.get("colossalai.interface"), "ModelWrapper", None)) is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import is_of_peft, without_adapters
 from pipeshard.split.initialize import give
-from pipeshard.split.packed import is_quantized
+from pipeshard.split.packed import is_quantized, packed_layers
 
 KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
 OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values of `init_lora_weights`
@@ -68,14 +68,15 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
 def stand_ins(model: nn.Module) -> Iterator[None]:
     """Context manager that temporarily replaces meta parameters with CPU tensors of zeros, each expanded from one
     element. It is needed because peft creates adapters on the weights' device and does not initialize them on meta."""
-    blank = [parameter for parameter in model.parameters() if parameter.is_meta]
+    blank = {parameter: parameter.dtype for parameter in model.parameters() if parameter.is_meta}
+    dtypes = blank | {layer.weight: layer.adapter_dtype for _, layer in packed_layers(model)}
     for parameter in blank:
-        give(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+        give(parameter, torch.zeros((), dtype=dtypes[parameter]).expand(parameter.shape))
     try:
         yield
     finally:
-        for parameter in blank:
-            give(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        for parameter, dtype in blank.items():
+            give(parameter, torch.empty(parameter.shape, dtype=dtype, device="meta"))
 
 
 def refuse_far(config: Any) -> None:

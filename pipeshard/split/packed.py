@@ -6,14 +6,15 @@
 
 A packed weight is a frozen parameter that has its quantized shape from the start, also on meta. It is traced, released
 and allocated like any other parameter, and a process dequantizes one layer at a time. bitsandbytes (Dettmers et al.
-2022 and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products; it is imported only
-if needed.
+2022 and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products, or torchao quantizes
+them; each is imported only if needed.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 UNWRITTEN = (
@@ -28,7 +29,7 @@ class Packed(nn.Module, ABC):
     """A layer with a quantized weight.
 
     Attributes:
-        mark: the model attribute by which peft recognizes a model with such layers.
+        mark: the model attribute by which peft and transformers recognize a model with such layers.
         whole_shape: the shape of the weight in a checkpoint.
     """
 
@@ -40,6 +41,11 @@ class Packed(nn.Module, ABC):
     @abstractmethod
     def scales(self) -> int:
         """The size of the weight's scales in bytes, also on meta."""
+
+    @property
+    def adapter_dtype(self) -> torch.dtype:
+        """The dtype of the library's own weight. If it is a floating-point dtype, peft rounds new adapters to it."""
+        return self.weight.dtype
 
     @abstractmethod
     def pack(self, value: Tensor) -> None:

@@ -1,6 +1,6 @@
 """PackedLinear: the common base class of the 4-bit and 8-bit linear layers.
 
-Each subclass computes the same as the bitsandbytes layer that it extends, but its forward does not modify the layer:
+Each subclass computes the same as a layer of bitsandbytes or torchao, but its forward does not modify the layer:
 bitsandbytes' layers cast their bias in place, and some replace their weight.
 """
 
@@ -16,10 +16,10 @@ from pipeshard.split.packed import Packed
 
 
 class PackedLinear(Packed):
-    """A linear layer of bitsandbytes with a quantized weight.
+    """A linear layer with a quantized weight.
 
     Attributes:
-        layer_class: the bitsandbytes class of the layers that `take_over` converts.
+        layer_class: the class of the layers that `take_over` converts.
         weight_class: the class of the weight, which can be deep-copied on meta.
         is_transposed: whether a checkpoint stores the weight as (in, out).
         values_dtype: the dtype of the values before quantization.
@@ -33,7 +33,7 @@ class PackedLinear(Packed):
 
     @abstractmethod
     def blank(self, *sizes: Any) -> Any:
-        """A bitsandbytes layer on meta with the same quantization options. `sizes` are the numbers of inputs and
+        """A `layer_class` on meta with the same quantization options. `sizes` are the numbers of inputs and
         outputs, and whether the layer has a bias."""
 
     @abstractmethod

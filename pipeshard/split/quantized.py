@@ -1,54 +1,102 @@
 """Quantized: a model on meta whose linear layers are quantized by a `quantization_config`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
 from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.split.packed import UNWRITTEN
+from pipeshard.split.packed_linear import PackedLinear
 from pipeshard.split.ties import first_names
 
-METHOD = "bitsandbytes"
-ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), or omit quantization_config"
+ADVICE = (
+    "Pass BitsAndBytesConfig(load_in_4bit=True), BitsAndBytesConfig(load_in_8bit=True) or "
+    "TorchAoConfig(Int8WeightOnlyConfig()), or omit quantization_config"
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A library that quantizes weights.
+
+    Attributes:
+        extra: the optional dependency of pipeshard that installs the library.
+        skips: the argument of the quantization config that names the layers to leave unquantized.
+    """
+
+    extra: str
+    skips: str
+
+
+METHODS = {
+    "bitsandbytes": Method("quantized", "llm_int8_skip_modules"),
+    "torchao": Method("torchao", "modules_to_not_convert"),
+}
 
 
 def quantize_blank(model: Any, config: Any) -> None:
     """Replace linear layers of a transformers model on meta with quantized layers; transformers selects them.
 
-    Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit and 8-bit, if bitsandbytes cannot be
-    imported, and if a weight to quantize is tied to another parameter.
+    Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit and 8-bit and torchao's int8 weights,
+    if the library cannot be imported, and for a layer that cannot be quantized.
     """
     refuse_other_ways(config)
     from transformers.quantizers import AutoHfQuantizer
 
-    try:
-        from pipeshard.split.linear4bit import Linear4bit
-        from pipeshard.split.linear8bit import Linear8bit
-    except ImportError as error:
-        raise ConfigurationError(
-            f"quantization_config needs bitsandbytes, which cannot be imported ({error}): "
-            "pip install 'pipeshard[quantized]'"
-        ) from error
+    method = method_of(config)
+    kinds = kinds_of(method)
+    if method == "torchao":
+        refuse_other_torchao(config)
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     before = first_names(model)
     quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
-    refuse_lost_ties(before, first_names(model))
-    for module in list(model.modules()):
-        for kind in (Linear4bit, Linear8bit):
-            kind.take_over(module, model.dtype)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and quantizer.param_needs_quantization(model, f"{path}.weight"):
+            for kind in kinds:
+                kind.take_over(module, model.dtype)
+            refuse_other_layer(path, module, method)
+    refuse_lost_ties(before, first_names(model), method)
     quantizer.postprocess_model(model)
     quantizer.is_serializable = refuse_to_save  # called by save_pretrained
     model.hf_quantizer = quantizer  # Trainer reads from it whether the model can be trained
 
 
+def kinds_of(method: str) -> tuple[type[PackedLinear], ...]:
+    """The layers of a method. Raises ConfigurationError if its library cannot be imported."""
+    try:
+        if method == "torchao":
+            from pipeshard.split.linear_torchao import LinearTorchao
+
+            return (LinearTorchao,)
+        from pipeshard.split.linear4bit import Linear4bit
+        from pipeshard.split.linear8bit import Linear8bit
+
+        return Linear4bit, Linear8bit
+    except ImportError as error:
+        raise ConfigurationError(
+            f"quantization_config needs {method}, which cannot be imported ({error}): "
+            f"pip install 'pipeshard[{METHODS[method].extra}]'"
+        ) from error
+
+
+def method_of(config: Any) -> str:
+    """The name of the library that quantizes with this config, which may also be a dict."""
+    method = config.get("quant_method", "unknown") if isinstance(config, dict) else config.quant_method
+    return str(getattr(method, "value", method))
+
+
 def refuse_other_ways(config: Any) -> None:
-    """Raise ConfigurationError for any quantization config except bitsandbytes' 4-bit and 8-bit."""
+    """Raise ConfigurationError for the config of another method, and of bitsandbytes' 16-bit weights."""
     if not isinstance(config, QuantizationConfigMixin):
         raise ConfigurationError(f"quantization_config has the unsupported type {type(config).__name__}. {ADVICE}")
-    method = getattr(config.quant_method, "value", config.quant_method)
-    if method != METHOD:
+    method = method_of(config)
+    if method not in METHODS:
         raise ConfigurationError(f"quantization_config: the method {method} is not supported. {ADVICE}")
+    if method != "bitsandbytes":
+        return
     if not (config.load_in_4bit or config.load_in_8bit):
         raise ConfigurationError(f"quantization_config: load_in_4bit and load_in_8bit are both False. {ADVICE}")
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
@@ -57,12 +105,42 @@ def refuse_other_ways(config: Any) -> None:
         )
 
 
+def refuse_other_torchao(config: Any) -> None:
+    """Raise ConfigurationError for any quantization of torchao except int8 weights with a scale for each row."""
+    from torchao.quantization import Int8WeightOnlyConfig, PerRow
+
+    how = config.quant_type
+    if type(how) is not Int8WeightOnlyConfig:
+        name = how if isinstance(how, str) else type(how).__name__
+        raise ConfigurationError(f"quantization_config: torchao's {name} is not supported. {ADVICE}")
+    if how.granularity != PerRow():
+        raise ConfigurationError(
+            f"quantization_config: Int8WeightOnlyConfig(granularity={how.granularity}) is not supported. Omit "
+            "granularity (its default is PerRow())"
+        )
+    for name in ("include_input_output_embeddings", "untie_embedding_weights"):
+        if getattr(config, name, False):
+            raise ConfigurationError(
+                f"quantization_config: {name}=True is not supported, since only linear layers are quantized. Omit it"
+            )
+
+
 def refuse_to_save() -> bool:
     """Raise CheckpointError, since a stage's state_dict does not contain the scales."""
     raise CheckpointError(UNWRITTEN)
 
 
-def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
+    """Raise ConfigurationError for a layer that transformers would quantize and that was not replaced."""
+    if not isinstance(module, PackedLinear):
+        every = f".*{path.rpartition('.')[2]}"
+        raise ConfigurationError(
+            f"quantization_config quantizes {path}, but it is a {type(module).__name__}, and only layers of the class "
+            f"nn.Linear itself can be quantized. Add {every!r} to {METHODS[method].skips}, or omit quantization_config"
+        )
+
+
+def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str], method: str) -> None:
     """Raise ConfigurationError if quantization has broken a tie; `before` and `after` map each parameter name to its
     first name."""
     for name, first in before.items():
@@ -70,7 +148,7 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str]) -> Non
             layer = name.rpartition(".")[0]
             raise ConfigurationError(
                 f"quantization_config quantizes {layer}, but {name} is tied to {first}, and tied parameters "
-                f"cannot be quantized. Add {layer!r} to llm_int8_skip_modules, or omit quantization_config"
+                f"cannot be quantized. Add {layer!r} to {METHODS[method].skips}, or omit quantization_config"
             )
 
 
@@ -83,9 +161,8 @@ def quantization_of(config: Any, path: Any, given: Any) -> Any:
     saved = getattr(config, "quantization_config", None)
     if saved is None:
         return given
-    method = saved.get("quant_method", "unknown") if isinstance(saved, dict) else saved.quant_method
-    method = getattr(method, "value", method)
-    if method != METHOD:
+    method = method_of(saved)
+    if method != "bitsandbytes":
         raise ConfigurationError(
             f"the weights in {path} are quantized (with {method}), and stages cannot load such weights. Use the "
             "original checkpoint, with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"

@@ -18,7 +18,7 @@ from colossalai.booster import Booster
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BitsAndBytesConfig, GPTQConfig
+from transformers import BitsAndBytesConfig, GPTQConfig, TorchAoConfig
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
 from pipeshard.checkpoint.lora import enable_lora
@@ -53,8 +53,12 @@ IN_EIGHT = [f"causal-lm/{name}" for name in ("llama", "gpt_neox", "opt", "gemma3
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
 
 
-def quantization(kind: str) -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(**KINDS[kind])
+def quantization(kind: str, **options: Any) -> Any:
+    if kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    return BitsAndBytesConfig(**KINDS[kind], **options)
 
 
 def adapters(**fields: Any) -> LoraConfig:
@@ -137,12 +141,12 @@ def test_packed_weights_with(pool: Pool, tmp_path: Path, option: str, kind: str)
     assert pool.run(options, 2, tmp_path, kind, **OPTIONS[option]) == [[], []]
 
 
-def replicas(folder: Path, **arguments: Any) -> list[str]:
+def replicas(folder: Path, kind: str, **arguments: Any) -> list[str]:
     """What differs from one process where two replicas of two stages each have half of the samples."""
     model = build(LLAMA)
-    unsplit = Unsplit(of_one_process(type(model), folder, quantization("nf4")), max_norm=0.5)
+    unsplit = Unsplit(of_one_process(type(model), folder, quantization(kind)), max_norm=0.5)
     data = batch(LLAMA, model)
-    blank = of_stages(type(model), folder, quantization("nf4"), 2)
+    blank = of_stages(type(model), folder, quantization(kind), 2)
     rows = {key: value.chunk(2)[dist.get_rank() // 2] for key, value in data.items()}
     split = Split(blank, 2, rows, max_norm=0.5, num_microbatches=2, **arguments)
     found = compared(split, unsplit, split.backward(rows)["loss"], unsplit.backward(data), 5e-6)
@@ -156,7 +160,7 @@ def replicas(folder: Path, **arguments: Any) -> list[str]:
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_four_bits_in_replicas(pool: Pool, tmp_path: Path, zero_stage: int) -> None:
     build(LLAMA).save_pretrained(tmp_path)
-    assert pool.run(replicas, 4, tmp_path, zero_stage=zero_stage) == [[]] * 4
+    assert pool.run(replicas, 4, tmp_path, "nf4", zero_stage=zero_stage) == [[]] * 4
 
 
 def saving(folder: Path, kind: str) -> tuple[float, float]:
@@ -198,7 +202,7 @@ def rounded(folder: Path, kind: str, precision: str, autocast: bool) -> list[str
     """Products in bf16: what an engine adds to their rounding is small beside it."""
     model = build(LLAMA)
     data = batch(LLAMA, model)
-    config = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **KINDS[kind])
+    config = quantization(kind, bnb_4bit_compute_dtype=torch.bfloat16)
     unsplit = Unsplit(of_one_process(type(model), folder, config))
     blank = of_stages(type(model), folder, config)
     split = Split(blank, 2, data, num_microbatches=2, precision=precision, autocast=autocast)

@@ -1,0 +1,81 @@
+"""LinearTorchao: a linear layer with the weight of torchao's Int8WeightOnlyConfig. Imports torchao."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchao.quantization import Int8Tensor, PerRow
+
+from pipeshard.split.packed_linear import PackedLinear
+
+
+class LinearTorchao(PackedLinear, nn.Linear):
+    """A linear layer with an int8 weight.
+
+    It computes the same as a layer whose weight is torchao's Int8Tensor, but its forward does not keep the weight in
+    the dtype of the input for the backward, which converts the weight again.
+
+    Attributes:
+        scale: the scales, one per output; None while the weight has no values, and a forward then uses ones.
+    """
+
+    layer_class, weight_class, mark = nn.Linear, nn.Parameter, "is_quantized"
+    scale: Tensor | None = None  # of the class: a proof would copy a None of the layer itself to a smaller one
+
+    @property
+    def scales(self) -> int:
+        return 4 * len(self.weight)
+
+    @property
+    def adapter_dtype(self) -> torch.dtype:
+        return self.values_dtype
+
+    def begin(self) -> None:
+        self.weight = nn.Parameter(self.weight.data, requires_grad=False)
+
+    def blank(self, *sizes: Any) -> Any:
+        with torch.device("meta"):
+            return nn.Linear(*sizes)
+
+    @torch.no_grad()
+    def pack(self, value: Tensor) -> None:
+        self.weight.data, scale = quantize_int8(self.as_computed(value))
+        if not value.is_meta:
+            self.scale = scale
+
+    def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
+        raise ValueError("its scales are those of bitsandbytes, but the layer is one of torchao")
+
+    def product(self, x: Tensor) -> Tensor:
+        product: Tensor = _Product.apply(x.reshape(-1, self.in_features), self.weight)
+        scale = torch.ones(self.out_features, device=x.device) if self.scale is None else self.scale.flatten()
+        y = (product * scale.to(product.dtype)).reshape(*x.shape[:-1], self.out_features)
+        if self.bias is not None:
+            y += self.bias
+        return y.to(x.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """The product of an input and a weight of another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.mm(weight.t().to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient.mm(weight.to(gradient.dtype)), None
+
+
+CHUNK = 1 << 20  # elements
+
+
+def quantize_int8(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the quantized weight and its scales, the same as from torchao, bit for bit. Rows are quantized in chunks,
+    since torchao copies its input in higher precision."""
+    rows = value.split(len(value) if value.is_meta else max(1, CHUNK // value.shape[1]))
+    parts = [Int8Tensor.from_hp(some, PerRow()) for some in rows]
+    return torch.cat([part.qdata for part in parts]), torch.cat([part.scale for part in parts])
