@@ -18,13 +18,15 @@ from colossalai.booster import Booster
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BitsAndBytesConfig, GPTQConfig, TorchAoConfig
+from transformers import BitsAndBytesConfig, GPTQConfig, LlamaConfig, TorchAoConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
+from pipeshard.split.quantized import METHODS, quantization_of, refuse_other_ways
 from pipeshard.verify.decide import Proven, alone
 from pipeshard.verify.proof import EXACT
 from tests.covering import covering
@@ -343,6 +345,28 @@ def blank(folder: Path, config: Any, name: str = "causal-lm/llama") -> Any:
 def test_other_ways_to_quantize_are_refused(tmp_path: Path, config: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         blank(tmp_path, config)
+
+
+def test_every_other_method_of_transformers_is_refused_by_name() -> None:
+    """In a config, and in a folder with weights that were quantized with it."""
+    others = {method.value for method in QuantizationMethod} - METHODS.keys()
+    assert others >= {"gptq", "awq", "hqq", "fp8"}
+    for method in others:
+        with pytest.raises(ConfigurationError, match=f"the method {re.escape(method)} is not supported. Pass Bits"):
+            refuse_other_ways(QuantizationConfigMixin(method))
+    for method in (others | METHODS.keys()) - {"bitsandbytes"}:
+        saved = LlamaConfig(quantization_config={"quant_method": method})
+        with pytest.raises(
+            ConfigurationError, match=rf"are quantized \(with {re.escape(method)}\), .* Use the original"
+        ):
+            quantization_of(saved, "folder", None)
+
+
+def test_torchao_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pipeshard.split.linear_torchao", raising=False)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ConfigurationError, match=r"needs torchao, which .* pip install 'pipeshard\[torchao\]'"):
+        blank(tmp_path, QuantizationConfigMixin("torchao"))
 
 
 def test_a_tied_layer_is_not_packed(tmp_path: Path) -> None:
