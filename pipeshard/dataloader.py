@@ -59,7 +59,7 @@ class Batches(Iterator[Any]):
         if self.number <= self.place.outdated:
             raise UsageError(
                 "this iterator was created before the position of its dataloader was loaded or set, and would read "
-                "from its old position: call iter(dataloader) after load_training_state, load_state_dict or "
+                "from its old position: call iter(dataloader) after load_training_state, load_state_dict, set_epoch or "
                 "set_start_index"
             )
         batch = next(self.batches, OVER)
@@ -198,10 +198,7 @@ class ResumableDataLoader(DataLoader[Any]):
         return sum(math.ceil(count / self.batch_size) for count in entries)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self.place.begun:
-            self.place.set(self.epoch + 1)
-        self.place.begun = True
-        self.place.iterators += 1
+        self.place.begin()
         self._order.set_epoch(self.epoch)
         self._began = self._order.state()
         self._order.seed(self.seed, self.epoch)

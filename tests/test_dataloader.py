@@ -305,7 +305,26 @@ def test_scripts_tell_the_sampler_its_epoch_and_where_to_begin() -> None:
         loader.sampler.set_start_index(3)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "set_start_index"])
+def test_the_sampler_may_be_told_the_epoch_of_an_iterator_that_exists() -> None:
+    """`set_epoch(epoch)` after `iter(dataloader)` moved the position but not the iterator: the next epoch had no
+    batches, and its order was never trained."""
+    whole, loader = epochs(make(shuffle=True), 3), make(shuffle=True)
+    for epoch in range(3):
+        iterator = iter(loader)
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        assert [batch.tolist() for batch in iterator] == whole[epoch]
+        assert (loader.epoch, loader.batches) == (epoch + 1, 0)
+    loader.sampler.set_epoch(0)  # type: ignore[attr-defined]
+    iter(loader)
+    loader.sampler.set_epoch(0)  # type: ignore[attr-defined]
+    assert epochs(loader, 2) == whole[:2]  # as nothing was read
+    iter(loader)
+    loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    loader.sampler.set_start_index(8)  # type: ignore[attr-defined]
+    assert epochs(loader, 1) == [whole[2][2:]]
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "set_start_index", "set_epoch"])
 def test_an_iterator_from_before_the_place_was_set_is_not_read(how: str) -> None:
     """An iterator that a script made before it loaded its state read from the beginning, and was counted from the
     saved place: batches came twice, and the next save had another place."""
@@ -313,6 +332,9 @@ def test_an_iterator_from_before_the_place_was_set_is_not_read(how: str) -> None
     before = iter(loader)
     if how == "load_state_dict":
         loader.load_state_dict({**loader.state_dict(), "batches": 2})
+    elif how == "set_epoch":
+        next(before)
+        loader.sampler.set_epoch(0)  # type: ignore[attr-defined]
     else:
         loader = make(shuffle=True)
         loader.sampler.set_start_index(8)  # type: ignore[attr-defined]
@@ -322,7 +344,8 @@ def test_an_iterator_from_before_the_place_was_set_is_not_read(how: str) -> None
         loader.sampler.set_start_index(8)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="created before the position of its dataloader was loaded or set"):
         next(before)
-    assert loader.batches == 2 and epochs(loader, 1) == [whole[0][2:]]
+    assert loader.batches == (0 if how == "set_epoch" else 2)
+    assert epochs(loader, 1) == [whole[0] if how == "set_epoch" else whole[0][2:]]
 
 
 class Own(DistributedSampler[int]):

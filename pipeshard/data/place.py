@@ -21,10 +21,29 @@ class LoaderPlace:
     seed: int = 0
     iterators: int = 0  # number created; only the newest counts batches
     outdated: int = 0  # number created before the position was loaded or set; these must not be read
+    first: int = 0  # number of batches before the newest iterator
+    is_kept: bool = False  # set_epoch was called with the epoch of the newest iterator, before its first batch
     counted: int | None = None  # number of batches in the last epoch that was read completely
 
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next iterator."""
+        return self.epoch + (self.begun and not (self.is_kept and self._is_unread))
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether the newest iterator has yielded no batch."""
+        return self.begun and self.batches == self.first
+
+    def begin(self) -> None:
+        """Count a new iterator: it starts at this position if this is `next_epoch`, otherwise at the next epoch."""
+        if self.next_epoch != self.epoch:
+            self.set(self.next_epoch)
+        self.begun, self.is_kept, self.first = True, False, self.batches
+        self.iterators += 1
+
     def set(self, epoch: int, batches: int = 0) -> None:
-        self.epoch, self.batches, self.begun = epoch, batches, False
+        self.epoch, self.batches, self.begun, self.is_kept = epoch, batches, False, False
 
     def move(self, epoch: int, batches: int) -> None:
         """Set the position of the next iterator. Existing iterators are outdated: they would read from the position at
@@ -33,10 +52,12 @@ class LoaderPlace:
         self.outdated = self.iterators
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iterator at the first batch of this epoch; if it would start in this epoch anyway, keep the
-        position."""
-        if epoch != self.epoch + self.begun:
-            self.set(epoch)
+        """Start the next iterator at the first batch of this epoch, and outdate existing iterators. If the next
+        iterator would start in this epoch anyway, or the newest one is in this epoch and unread, keep the position."""
+        if self._is_unread and epoch == self.epoch:
+            self.is_kept = True
+        elif epoch != self.next_epoch:
+            self.move(epoch, 0)
 
 
 OVER = object()  # no entry is left

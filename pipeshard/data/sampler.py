@@ -63,4 +63,4 @@ class SharedSampler(Sampler[Any]):
                 f"start_index={start_index} is not at the start of a batch of {self.share.size} samples: pass a "
                 "non-negative multiple of the batch size"
             )
-        self.place.move(self.place.epoch + self.place.begun, batches)
+        self.place.move(self.place.next_epoch, batches)
