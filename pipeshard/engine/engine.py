@@ -260,6 +260,8 @@ class Pipeline:
         training = "train" if self.model.training else "eval"
         mode = f"{'training step' if train else 'forward only'}, return_outputs={asked.outputs}, model.{training}()"
         batches, agreed = self.reader.next(data_iter, mode, news, num_batches)
+        if train:
+            self.reader.warn_repeated(agreed)
         if not agreed.updated_alike:
             self.gradients.updates.compare()
         if agreed.news & WRITTEN:

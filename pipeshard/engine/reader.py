@@ -7,7 +7,9 @@ of their batches.
 
 import functools
 import hashlib
+import logging
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.updates import has_one_factor
 from pipeshard.errors import BatchError, listed, of_all, summary
 
+logger = logging.getLogger("pipeshard")
 SAMPLE = 8192  # at most this many values of a tensor enter the digest of a whole batch
 
 
@@ -80,13 +83,15 @@ class Agreement(NamedTuple):
     """The result of comparing all ranks' reports. `seed` is the first rank's seed, which all ranks use for random
     numbers. `parts` contains the number of microbatches of each replica, and `news` is the bitwise OR of all ranks'
     `news`. `alike` is whether the ranks of each replica have the same ways, and `updated_alike` is whether the last
-    updates of all ranks had the same options and factors."""
+    updates of all ranks had the same options and factors. `repeated` are the replicas whose batch another replica also
+    has."""
 
     seed: int
     parts: list[int]
     news: int
     alike: bool
     updated_alike: bool
+    repeated: list[int]
 
 
 def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: News) -> Agreement:
@@ -128,7 +133,10 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)
     updated_alike = len({report.options for report in reports}) == 1 and has_one_factor(r.factor for r in reports)
-    return Agreement(reports[0].seed, [replica[0].parts for replica in replicas], bits, alike, updated_alike)
+    parts_of = [replica[0].parts for replica in replicas]
+    counts = Counter(replica[0].digest for replica in replicas)
+    repeated = [number for number, replica in enumerate(replicas) if counts[replica[0].digest] > 1]
+    return Agreement(reports[0].seed, parts_of, bits, alike, updated_alike, repeated)
 
 
 def _joined(digests: Sequence[int]) -> int:
@@ -151,6 +159,7 @@ class Reader:
         precision: Precision,
     ) -> None:
         self.row_dims, self.cut, self.cuts, self.grid, self.precision = row_dims, cut, cuts, grid, precision
+        self._has_warned = False  # about a batch that several replicas read
 
     def settle(self, batch: Batch) -> Batch:
         """Convert a batch that was already read to the form that the model receives."""
@@ -177,6 +186,18 @@ class Reader:
         except BatchError as disagreement:
             raise of_all(batches if isinstance(batches, Exception) else disagreement) from None
         return list(read), agreement
+
+    def warn_repeated(self, agreement: Agreement) -> None:
+        """Warn once if several replicas train on the same batch."""
+        if agreement.repeated and self.grid.first and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "replicas %s read the same batch in this step, so they train on fewer different samples than they read."
+                " Give each replica its own part of the data: use plugin.prepare_dataloader(dataset, batch_size), or "
+                "pass your own DataLoader a DistributedSampler with num_replicas=plugin.grid.dp_size and "
+                "rank=plugin.grid.replica",
+                ", ".join(map(str, agreement.repeated)),
+            )
 
     def first(self, agreement: Agreement) -> int:
         """The index of this replica's first microbatch among the microbatches of all replicas."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from pipeshard import PipelinePlugin, to_sequential
-from pipeshard.engine import grad_sync
+from pipeshard.engine import grad_sync, reader
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import ConfigurationError
 from pipeshard.split.policy import find_policy
@@ -88,6 +88,29 @@ def test_divided_over_the_replicas(pool: Pool, name: str, options: dict[str, Any
     pool.run(replicas, 4, name, 2, "1f1b", **options)
     pool.run(replicas, 4, name, 2, "interleaved", 3, **options)
     pool.run(replicas, 2, name, 1, "1f1b", 3, **options)
+
+
+def warnings_of_repeated() -> list[str]:
+    """The warnings of steps on one batch of both replicas, after a step on different batches and an evaluation."""
+    data = zoo.batch("gpt2")
+    split = split_of("gpt2", 1, zoo.build("gpt2"))
+    with mock.patch.object(reader.logger, "warning") as warning:
+        split.backward(zoo.part(data, split.plugin.grid.replica, [4, 4]))
+        split.evaluate(data)
+        assert not warning.called
+        for _ in range(2):
+            split.backward(data)
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+@pytest.mark.turns
+@pytest.mark.local
+def test_replicas_that_read_one_batch_are_told(pool: Pool) -> None:
+    """With a DataLoader of one's own and no DistributedSampler, all replicas trained on the same samples, and nothing
+    said so."""
+    first, second = pool.run(warnings_of_repeated, 2)
+    assert len(first) == 1 and not second
+    assert "replicas 0, 1 read the same batch" in first[0] and "plugin.prepare_dataloader" in first[0]
 
 
 def updates_in_small_messages() -> None:
