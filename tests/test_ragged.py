@@ -228,6 +228,32 @@ def test_a_model_that_reads_its_padding_is_refused_at_boost(pool: Pool) -> None:
         assert "changes if the padding of its samples is removed" in found
 
 
+class CountsLeft(nn.Module):
+    """A causal model that ignores its attention mask: only padding on the left changes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCABULARY, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, zoo.VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.embed(input_ids) + position_ids[..., None] / 100
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden.cumsum(1) / 50)
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def test_a_model_that_reads_padding_on_the_left_is_refused_at_boost(pool: Pool) -> None:
+    """The proof had padding on the right alone; steps removed padding on the left too, which changed the loss."""
+    without = zoo.batch("llama") | {"position_ids": torch.arange(12).expand(8, 12).contiguous()}
+    for data in (left_padded(True, False), without):
+        for found in pool.run(boosted, 2, CountsLeft(), data):
+            assert "changes if the padding of its samples is removed" in found
+    assert pool.run(boosted, 2, build("llama"), without, verify=True) == ["", ""]
+
+
 def test_arguments_that_do_not_go_with_it() -> None:
     assert "num_microbatches=2 and microbatch_tokens=48: pass exactly one of" in refusal(microbatch_tokens=48)
     assert "microbatch_tokens must be a positive integer" in refusal(num_microbatches=None, microbatch_tokens=0)

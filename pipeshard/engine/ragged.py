@@ -191,14 +191,8 @@ class Ragged:
 
     def _refuse_left(self, name: str, batch: Batch, total: int, first: Sequence[int]) -> None:
         """Raise BatchError for left padding whose removal would change the loss."""
-        needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
-        counting = [path for path in batch.tensors if path.endswith("_positions")]  # positions of an answer
-        if needed not in batch.tensors or counting:
-            why = f"{counting[0]} counts padding" if counting else f"without {needed}, the model counts padding"
-            raise BatchError(
-                f"microbatch_tokens: this batch has left padding, which would be removed, but {why}. Pad on the right "
-                f"(tokenizer.padding_side = 'right')" + ("" if counting else f", or pass {needed}")
-            )
+        if problem := self._counts_left(name, batch):
+            raise BatchError(f"microbatch_tokens: this batch has left padding, which would be removed, but {problem}")
         rows = torch.arange(batch.rows)[torch.tensor(first) > 0]
         for leaf in self._labels(name, batch, total):
             predicted = leaf[rows, torch.tensor(first)[rows]] != IGNORED
@@ -209,6 +203,16 @@ class Ragged:
                     f"label of its first token from this padding. Set that label to {IGNORED}, or pad on the right "
                     "(tokenizer.padding_side = 'right')"
                 )
+
+    def _counts_left(self, name: str, batch: Batch) -> str | None:
+        """Why batches like this one may not have left padding, and what to do, or None."""
+        needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
+        on_right = "Pad on the right (tokenizer.padding_side = 'right')"
+        if counting := [path for path in batch.tensors if path.endswith("_positions")]:  # positions of an answer
+            return f"{counting[0]} counts padding. {on_right}"
+        if needed not in batch.tensors:
+            return f"without {needed}, the model counts padding. {on_right}, or pass {needed}"
+        return None
 
     def _side_of(self, path: str) -> str:
         return DECODER if is_of_decoder(path, self.encoder_decoder) else ENCODER
@@ -242,6 +246,33 @@ class Ragged:
         remove."""
         totals = {name: side.total for name, side in self._sides(batch).items()}
         totals = {name: total for name, total in totals.items() if self._used(name, batch, total) is not None}
+        return self._extended(batch, totals, on_left=False)
+
+    def left_padded(self, batch: Batch) -> Batch | None:
+        """Return the batch with 25 % more positions, which are all padding on the left, or None if left padding of such
+        batches is not removed: the batch has padding on the right, or left padding would count."""
+        sides = {
+            name: side
+            for name, side in self._sides(batch).items()
+            if self._mask(name, batch, side.total) is not None
+            and set(side.end) == {side.total}
+            and self._counts_left(name, batch) is None
+        }
+
+        def unpredicted(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            """The labels without those of the first tokens, which the model would predict from padding."""
+            side = sides.get(self._side_of(path))
+            if side is None or path not in targets(batch.tensors) or not self._dims(path, batch, side.total):
+                return leaf
+            leaf = leaf.clone()
+            leaf.movedim(dim or 0, 0)[torch.arange(batch.rows), torch.tensor(side.first)] = IGNORED
+            return leaf
+
+        totals = {name: side.total for name, side in sides.items()}
+        return self._extended(batch.map(unpredicted), totals, on_left=True) if totals else None
+
+    def _extended(self, batch: Batch, totals: Mapping[str, int], on_left: bool) -> Batch:
+        """The batch with 25 % more positions of these sides, which are all padding."""
         fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}
 
         def fill(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -249,9 +280,8 @@ class Ragged:
             for positions in self._dims(path, batch, total):
                 shape = list(leaf.shape)
                 shape[positions] = max(1, total // 4)
-                leaf = torch.cat(
-                    [leaf, leaf.new_full(shape, fillings.get(path.removeprefix("decoder_"), 0))], positions
-                )
+                padding = leaf.new_full(shape, fillings.get(path.removeprefix("decoder_"), 0))
+                leaf = torch.cat([padding, leaf] if on_left else [leaf, padding], positions)
             return leaf
 
         return batch.map(fill)

@@ -107,6 +107,7 @@ def prove_at_boost(
     of_world = replace(config, dp_size=grid.dp_size)
     # Called on all ranks, so that all of them raise an error.
     proven = shortened(sample, POSITIONS) if is_sliced else Ragged(model).padded(sample) if is_ragged else sample
+    left = Ragged(model).left_padded(sample) if is_ragged else None
 
     def work(note: Callable[[], None]) -> Proof:
         if stages == 1 and not is_cut:
@@ -119,7 +120,12 @@ def prove_at_boost(
         large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
         seconds = (SECONDS_OF_LARGE if large or is_cut else SECONDS) if auto else None
         made = prove(of_world, grid.device, model, optimizer, criterion, proven, seconds, note, large)
-        if not is_sliced or made.kind not in (EXACT, PARTLY):
+        if made.kind not in (EXACT, PARTLY):
+            return made
+        if left is not None:
+            of_left = prove(of_world, grid.device, model, optimizer, criterion, left, seconds, note, large)
+            return made if of_left.kind in (EXACT, PARTLY) else of_left
+        if not is_sliced:
             return made
         padded = with_padding(proven, padding_token(model))
         of_padded = prove(of_world, grid.device, model, optimizer, criterion, padded, seconds, note, large)
