@@ -228,9 +228,8 @@ class ResumableDataLoader(DataLoader[Any]):
             kind = "sampler" if self.batch_sampler is None else "batch_sampler"
             new[kind] = KeyedSampler(own[kind], self.place, replica)
         elif self._share.replicas > 1 or not isinstance(self.dataset, IterDataPipe):
-            new["dataset"] = SharedStream(self.dataset, self._share, self.collate_fn, self._moment)  # type: ignore[arg-type]
-            if self._share.replicas > 1:
-                new["collate_fn"] = SharedCollate(self.collate_fn, replica)
+            new["collate_fn"] = SharedCollate(self.collate_fn, replica)
+            new["dataset"] = SharedStream(self.dataset, self._share, new["collate_fn"], self._moment)  # type: ignore[arg-type]
         self.__dict__.update(new)
         try:
             yield

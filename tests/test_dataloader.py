@@ -680,6 +680,33 @@ def test_replicas_mask_otherwise_though_they_read_one_stream() -> None:
     options: dict[str, Any] = {"dataset": Stream(), "collate_fn": lambda samples: torch.rand(len(samples)).tolist()}
     first, second = (epochs(make(**options, replica=replica, num_replicas=2), 1)[0] for replica in range(2))
     assert first[0] != second[0]
+    for workers in ({}, {"num_workers": 1, "persistent_workers": True}):
+        loader = make(**options, **workers, replica=0, num_replicas=2)
+        assert epochs(loader, 1) == [first]
+        loader.load_state_dict({**loader.state_dict(), "epoch": 0, "batches": 1})
+        assert epochs(loader, 1) == [first[1:]]
+
+
+class Drawn(Stream):
+    """Draws its samples from torch's generator, one after another."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(1000, ())) for _ in range(16))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "worker"])
+def test_a_stream_draws_the_same_with_any_number_of_replicas(options: dict[str, Any]) -> None:
+    """With replicas, each batch's collator advanced the generator from which the stream draws its samples."""
+
+    def collated(samples: Any) -> Any:
+        torch.rand(3)
+        return torch.tensor(samples)
+
+    options = {**options, "dataset": Drawn(), "collate_fn": collated}
+    whole = epochs(make(batch_size=4, **options), 2)
+    shares = [epochs(make(batch_size=2, replica=r, num_replicas=2, **options), 2) for r in range(2)]
+    for epoch, expected in enumerate(whole):
+        assert [flat(batches) for batches in zip(*(share[epoch] for share in shares), strict=True)] == expected
 
 
 def test_hugging_face_streams_are_told_their_epoch() -> None:

@@ -1,7 +1,6 @@
 """Stream: one replica's share of the samples of an iterable dataset."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +9,23 @@ from torch.utils.data import IterableDataset, get_worker_info
 from pipeshard.data.reach import generators_of
 from pipeshard.data.share import Share
 from pipeshard.graph.rng import Draws, seed_generator, seed_process
+
+
+class SharedCollate:
+    """A collator for a stream's samples whose random numbers, unlike the stream's, depend on the replica. They do not
+    change the stream's generators, so the stream has the same order with any number of replicas."""
+
+    def __init__(self, collate_fn: Any, replica: int) -> None:
+        self.collate_fn, self.replica = collate_fn, replica
+
+    def begin(self, *key: int) -> None:
+        """Start the random numbers of an epoch of the stream in this process."""
+        self.key, self.batches = key, 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.batches += 1
+        with Draws(*self.key, self.batches, self.replica):
+            return self.collate_fn(samples)
 
 
 class SharedStream(IterableDataset[Any]):
@@ -21,11 +37,13 @@ class SharedStream(IterableDataset[Any]):
 
     stream: IterableDataset[Any]
     share: Share
-    collate_fn: Any
+    collate: SharedCollate
     moment: torch.Tensor
 
-    def __init__(self, stream: IterableDataset[Any], share: Share, collate_fn: Any, moment: torch.Tensor) -> None:
-        self.__dict__.update(stream=stream, share=share, collate_fn=collate_fn, moment=moment)
+    def __init__(
+        self, stream: IterableDataset[Any], share: Share, collate: SharedCollate, moment: torch.Tensor
+    ) -> None:
+        self.__dict__.update(stream=stream, share=share, collate=collate, moment=moment)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -34,7 +52,8 @@ class SharedStream(IterableDataset[Any]):
         if info is not None and hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(told)
         seed_process(*key)
-        for number, generator in enumerate(generators_of(self.stream, self.collate_fn)):
+        self.collate.begin(*key)
+        for number, generator in enumerate(generators_of(self.stream, self.collate.collate_fn)):
             seed_generator(generator, *key, number)
         yield from self.share.of(self.stream)
 
@@ -45,15 +64,3 @@ class SharedStream(IterableDataset[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.stream, name, value)  # a worker_init_fn may configure each copy
-
-
-@dataclass(frozen=True)
-class SharedCollate:
-    """A collator for a stream's samples that, unlike the stream, uses different random numbers on each replica."""
-
-    collate_fn: Any
-    replica: int
-
-    def __call__(self, samples: Any) -> Any:
-        with Draws(int(torch.randint(2**62, ())), self.replica):
-            return self.collate_fn(samples)
