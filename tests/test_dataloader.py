@@ -709,6 +709,25 @@ def test_a_stream_draws_the_same_with_any_number_of_replicas(options: dict[str, 
         assert [flat(batches) for batches in zip(*(share[epoch] for share in shares), strict=True)] == expected
 
 
+class OfALibrary(Stream):
+    """Has a state for a loader of its library, which passes the number of samples."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        raise AssertionError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_a_state_that_needs_arguments_is_not_that_of_an_order() -> None:
+    """MosaicML's StreamingDataset ended in a TypeError that named only the missing arguments."""
+    left, other = make(dataset=OfALibrary()), make(dataset=OfALibrary())
+    expected = epochs(make(dataset=Stream()), 1)[0]
+    assert next(iter(left)).tolist() == expected[0]
+    other.load_state_dict(left.state_dict())
+    assert epochs(other, 1) == [expected[1:]]
+
+
 def test_hugging_face_streams_are_told_their_epoch() -> None:
     """Without `set_epoch` a shuffled stream gave one order in all epochs, and after a resume that of epoch 0."""
 

@@ -6,6 +6,7 @@ and a resumed epoch has a different order than the interrupted one.
 """
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -165,7 +166,16 @@ def _is_whole_number(value: Any) -> bool:
 
 
 def _has_state_dict(member: Any) -> bool:
-    return hasattr(member, "state_dict") and hasattr(member, "load_state_dict") and not is_of_datasets(member)
+    """Whether a member saves its state. A `state_dict` with required arguments is for a loader of its own library."""
+    if not (hasattr(member, "state_dict") and hasattr(member, "load_state_dict")) or is_of_datasets(member):
+        return False
+    try:
+        inspect.signature(member.state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
 
 
 def is_plain(value: Any) -> bool:
