@@ -43,6 +43,7 @@ from pipeshard.hf import (
 )
 
 logger = logging.getLogger("pipeshard")
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 Owners = dict[str, tuple[int, ...]]  # by path: the number of entries of each sample, () if unknown
 
 
@@ -56,20 +57,26 @@ def read_batch(
     """
     declared = declared or {}
     batch = Batch.of(data, main_input(model), declared, lists)
-    _refuse_meta(batch)
+    _refuse_tensors(batch)
     owners = {path: counts for path, counts in _owners(model, batch).items() if path not in declared}
     owners |= {path: several for path, dim in declared.items() if dim == 0 and (several := _several(batch, path))}
     return replace(batch.owned(owners), taken=taken_by(model, batch.data))
 
 
-def _refuse_meta(batch: Batch) -> None:
-    """Raise BatchError for a tensor on the meta device, which has no values to train on."""
+def _refuse_tensors(batch: Batch) -> None:
+    """Raise BatchError for a tensor on the meta device, which has no values to train on, or a sparse tensor."""
     for path, leaf in zip(batch.paths, batch.leaves, strict=True):
         for tensor in tensors_in(leaf):
             if tensor.is_meta:
                 raise BatchError(
                     f"{path or 'the batch'} of shape {tuple(tensor.shape)} is on the meta device, so it has no values: "
                     "create it on the CPU or on the rank's device"
+                )
+            if tensor.layout in SPARSE:
+                raise BatchError(
+                    f"{path or 'the batch'} of shape {tuple(tensor.shape)} is sparse, which pipeshard supports neither "
+                    "in traces nor in microbatches: pass tensor.to_dense(), or pass indices and values, and create the "
+                    "sparse tensor in the model's forward"
                 )
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from pipeshard import trace
 from pipeshard.batch.batch import Batch, check_declared, refuse_unknown
-from pipeshard.batch.read import RowDims, find_sample
+from pipeshard.batch.read import RowDims, find_sample, read_batch
 from pipeshard.batch.tree import tensors_in
 from pipeshard.engine.reader import digest
 from pipeshard.errors import BatchError, ConfigurationError
@@ -271,3 +271,11 @@ def test_a_sample_on_the_meta_device_is_refused(is_function: bool) -> None:
     given = (lambda size, device: sample) if is_function else sample
     with pytest.raises(BatchError, match=r"x of shape \(2, 3\) is on the meta device"):
         find_sample(nn.Linear(3, 3), given, None, {}, 2, torch.device("cpu"))
+
+
+def test_a_sparse_tensor_is_refused_by_its_path() -> None:
+    """A sparse adjacency matrix ended in an error about its storage or strides, from within the trace or a digest."""
+    for sparse in (Tensor.to_sparse_coo, Tensor.to_sparse_csr):
+        data = {"x": torch.zeros(4, 2), "beside": {"table": sparse(torch.eye(6))}}
+        with pytest.raises(BatchError, match=r"\['beside'\]\['table'\] of shape \(6, 6\) is sparse.*to_dense"):
+            read_batch(nn.Linear(2, 2), data)
