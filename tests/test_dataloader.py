@@ -794,6 +794,15 @@ def test_lists_of_tokens_become_tensors_as_in_the_trainer() -> None:
     assert next(iter(make(dataset=tensors)))["sizes"].shape == (4, 2)
 
 
+def test_the_first_samples_leave_the_programs_generators() -> None:
+    """`random` and numpy were ahead after boost, by what the first samples of a dataset had drawn."""
+    seeded_otherwise(1)
+    first_samples(DataLoader(Noisy(), batch_size=4))
+    after = torch.rand(()), random.random(), np.random.rand()
+    seeded_otherwise(1)
+    assert after == (torch.rand(()), random.random(), np.random.rand())
+
+
 def test_the_first_samples_of_any_loader() -> None:
     """A loader with a `batch_sampler`, which accelerate gives to all, was taken for one whose entries are batches."""
     samples: Any = [{"input_ids": torch.tensor([k, k])} for k in range(10)]

@@ -16,6 +16,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -311,7 +312,7 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
     size, sampler = getattr(dataloader, "batch_size", None), getattr(dataloader, "batch_sampler", None)
     is_whole = size is None and sampler is None  # the dataset's entries are batches
     size = 1 if is_whole else size or getattr(sampler, "batch_size", None) or 1
-    with torch.random.fork_rng(devices=[]):
+    with _generators_kept():
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             samples = [dataset[k] for k in range(1 if is_whole else min(len(dataset), size))]
         else:
@@ -330,22 +331,30 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
         return collate_fn(samples)
 
 
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Context manager that restores torch's CPU generator, `random` and numpy on exit."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
 def _first_of_stream(dataset: Any, count: int) -> list[Any]:
     """The first samples of a copy of a stream, so that the stream itself does not advance.
 
     Returns an empty list if the stream cannot be copied (it holds a generator, a socket or an open file) or cannot be
     read in this process. The caller then uses dummy inputs or asks the user for a batch.
     """
-    of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         copied = copy.deepcopy(dataset, {id(value): value for value in _constants(dataset)})
         return list(itertools.islice(iter(copied), count))
     except Exception as error:  # the user's own code, which raises again when training reads the stream
         logger.debug("the first samples of %s cannot be read ahead: %s", type(dataset).__name__, error)
         return []
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def _constants(dataset: Any) -> Iterator[Any]:
