@@ -746,6 +746,18 @@ def test_hugging_face_streams_are_told_their_epoch() -> None:
     assert epochs(other, 1) == [whole[1][2:]]
 
 
+def test_the_generator_of_a_transform_of_hugging_face_is_seeded() -> None:
+    """A generator in the function of `set_transform` was never found: each rank augmented its batches differently."""
+
+    def loader(seed: int) -> ResumableDataLoader:
+        own = np.random.default_rng(seed)
+        rows = datasets.Dataset.from_dict({"number": list(range(22))})
+        rows.set_transform(lambda batch: {"x": [own.random() + number for number in batch["number"]]})
+        return make(dataset=rows, collate_fn=lambda samples: [sample["x"] for sample in samples])
+
+    assert epochs(loader(1), 2) == epochs(loader(2), 2)
+
+
 def test_a_sampler_that_was_told_its_epoch_by_the_program_keeps_it() -> None:
     sampler = DistributedSampler(Numbers(), 1, 0)
     loader = make(sampler=sampler)

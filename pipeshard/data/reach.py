@@ -45,6 +45,10 @@ def _held_by(value: Any) -> Iterator[Any]:
         yield from (value.__self__, value.__func__)
     elif isinstance(value, FunctionType):
         yield from _held_by_function(value)
+    elif is_of_datasets(value):
+        described = getattr(value, "format", None)
+        if isinstance(described, Mapping):
+            yield from described.get("format_kwargs", {}).values()  # the function of set_transform
     elif is_entered(value):
         yield from list(getattr(value, "__dict__", {}).values())
         yield from (getattr(value, name) for name in slots(value) if hasattr(value, name))
