@@ -62,13 +62,13 @@ class WeightCopies:
         now = self._states()
         if now == self._noted:
             return False
-        is_written = [one != other for one, other in zip(now, self._noted, strict=True)]
-        places = zip(self._watched, is_written[::2], is_written[1::2], strict=True)
-        followed = [
-            weight.follow(of_parameter, of_master, adopts)
-            for weight, of_parameter, of_master in places
-            if of_parameter or of_master
-        ]
+        followed = []
+        for k, weight in enumerate(self._watched):
+            (one, other), (one_before, other_before) = (states[2 * k : 2 * k + 2] for states in (now, self._noted))
+            if other != other_before:  # a read of the parameter's data alone may be no write
+                followed.append(weight.follow(one[:3] != one_before[:3], True, adopts))
+            elif one != one_before:
+                followed.append(weight.follow(True, False, adopts))
         if all(followed):
             self.note()
         return self._zero and any(followed)

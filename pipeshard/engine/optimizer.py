@@ -325,6 +325,7 @@ class PipelineOptimizer(Optimizer):
             def closed() -> Any:
                 self._drop_gradients()
                 loss = closure()
+                self.follow(adopts=True)
                 self._ready()
                 self._take_gradients()
                 return loss
