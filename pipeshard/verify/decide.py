@@ -25,6 +25,7 @@ from pipeshard.hf import has_known_loss, padding_token, without_adapters
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
 from pipeshard.slices.cut import shortened, with_padding
+from pipeshard.split.packed import Packed
 from pipeshard.verify.passed import passed
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Large, Proof, prove
 from pipeshard.verify.smaller import HOOK_TABLES
@@ -199,7 +200,8 @@ def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified:
-    modules of KNOWN_PACKAGES without own forwards or hooks, no criterion, and an optimizer of KNOWN_PACKAGES."""
+    modules of KNOWN_PACKAGES (or their quantized layers) without own forwards or hooks, no criterion, and an optimizer
+    of KNOWN_PACKAGES."""
     if criterion is not None or not has_known_loss(model):
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
@@ -207,7 +209,7 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
     if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN_PACKAGES:
         return False
     return all(
-        type(module).__module__.split(".")[0] in KNOWN_PACKAGES
+        (isinstance(module, Packed) or type(module).__module__.split(".")[0] in KNOWN_PACKAGES)
         and "forward" not in vars(module)
         and not any(getattr(module, hooks) for hooks in HOOK_TABLES)
         for module in model.modules()
