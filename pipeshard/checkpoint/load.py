@@ -24,6 +24,7 @@ from pipeshard.errors import CheckpointError, explained, listed, summary
 from pipeshard.hf import without_adapters
 from pipeshard.private import EXTRA_STATE
 from pipeshard.split.adapters import base_names, begin_with_weights
+from pipeshard.split.materialize import trim
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names
 
@@ -48,7 +49,7 @@ class Piece:
     transform: Any = None
     sources: list[tuple[str, str]] = field(default_factory=list)
 
-    def convert(self, model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def convert(self, model: nn.Module, read: Callable[[str], Any]) -> dict[str, Any]:
         """Convert to model tensors, returned by name; `read(key)` returns a checkpoint tensor."""
         if self.transform is None:
             return {self.target: read(self.sources[0][0])}
@@ -263,15 +264,24 @@ class _Plan:
             tensor.nbytes for _, of_names in pieces for tensors in of_names.values() for tensor in tensors.values()
         )
         disable = None if show else True
+        trim()  # of the proof, the trace and the tensors of other stages
         with tqdm(total=total, desc="loading stage 0", unit="B", unit_scale=True, disable=disable) as bar:
             for piece, of_names in pieces:
+                in_rows = self._is_packed_in_rows(piece, of_names)
                 try:
-                    made = piece.convert(self.model, self.source.read)
+                    made = piece.convert(self.model, self.source.rows if in_rows else self.source.read)
                 except OSError as error:
                     key = piece.sources[0][0]
                     raise CheckpointError(f"{self.source.path}: {key} cannot be read: {error}") from error
                 for name in list(made):
                     bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))
+                if in_rows:
+                    trim()  # of the temporary tensors of the quantization
+
+    def _is_packed_in_rows(self, piece: Piece, of_names: Mapping[str, Mapping[str, Tensor]]) -> bool:
+        """Whether a piece is a weight that is packed as it is in the checkpoint, so that it can be read in rows."""
+        full = {full for tensors in of_names.values() for full in tensors}
+        return piece.transform is None and full <= self.packed.keys() - self.scales.keys()
 
     def finish(self, group: dist.ProcessGroup) -> None:
         """Keep fp32 values that round to the checkpoint's only if this holds for all weights of the model: otherwise,
@@ -280,10 +290,10 @@ class _Plan:
             for weight in self.kept:
                 weight.round()
 
-    def _take(self, tensors: Mapping[str, Tensor], value: Tensor) -> int:
+    def _take(self, tensors: Mapping[str, Tensor], value: Any) -> int:
         """Set each of these tensors to the value; returns their total size in bytes."""
         for k, (full, tensor) in enumerate(tensors.items()):
-            self._assign(full, tensor, value.clone() if k else value)
+            self._assign(full, tensor, value.clone() if k and isinstance(value, Tensor) else value)
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
@@ -298,7 +308,7 @@ class _Plan:
         return [by_key[key] for key in self.source.ordered(by_key)]
 
     @torch.no_grad()
-    def _assign(self, name: str, target: Tensor, value: Tensor) -> None:
+    def _assign(self, name: str, target: Tensor, value: Any) -> None:
         """Set a tensor to `value`. A plain parameter reuses the memory of `value`, unless other tensors share it."""
         weight = self.holdings.weights.get(name)
         if name in self.scales:
@@ -307,7 +317,7 @@ class _Plan:
             with explained(lambda error: CheckpointError(f"{refused}: {summary(error)}")):
                 self.packed[name].restore(value.to(target.device), scales)
         elif name in self.packed:
-            self.packed[name].pack(value.to(target.device))
+            self.packed[name].pack(value)
         elif name in self.extra:
             self.whole.get_submodule(name.rpartition(".")[0]).set_extra_state(value.to(target.device, copy=True))
         elif weight is None:  # a buffer

@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -38,14 +39,15 @@ from pipeshard.hf import has_adapters, without_adapters
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PICKLED = (".bin", ".pt", ".pth")  # suffixes of files that torch.save wrote
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # in safetensors
 SCALES = "absmax", "quant_map", "quant_state.", "nested_absmax", "nested_quant_map", "SCB", "weight_format"
 FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 
 class Source:
-    """The tensors of a checkpoint: `shapes` contains the shape of each key, `read` returns the tensor of a key, and
-    `bytes_read` counts the bytes that `read` returned. `scales` maps the key of each quantized weight to the keys of
-    its scales, by their suffixes; `shapes` omits the scales.
+    """The tensors of a checkpoint: `shapes` contains the shape of each key, `read` returns the tensor of a key, `rows`
+    a matrix that is read in rows, and `bytes_read` counts the bytes of both. `scales` maps the key of each quantized
+    weight to the keys of its scales, by their suffixes; `shapes` omits the scales.
 
     Safetensors files are read, not memory-mapped, so that a tensor takes memory once; pickled files (.bin) are loaded
     with `weights_only=True`, which executes no code. Even in untrusted files, no shape exceeds the stored data, and an
@@ -57,7 +59,7 @@ class Source:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
         self._states: dict[Path, dict[str, Tensor]] = {}
-        self._open: tuple[Path, Any] | None = None
+        self._open: tuple[Path, Any, tuple[int, dict[str, Any]]] | None = None
         files, listed = _files(path)
         for file in files:
             shapes = self._shapes(file, model)
@@ -79,17 +81,37 @@ class Source:
         if file in self._states:
             tensor = self._states[file][key].clone(memory_format=torch.contiguous_format)
         else:
-            if self._open is None or self._open[0] != file:
-                self._open = file, open_file(file)
+            content = self._opened(file)[1]
             with _naming_file(file):
-                tensor = self._open[1].get_tensor(key)
+                tensor = content.get_tensor(key)
         self.bytes_read += tensor.nbytes
         return tensor
+
+    def rows(self, key: str) -> "Tensor | StoredRows":
+        """The matrix of this key: a slice of it reads its rows from the file. Tensors of pickled files, and those that
+        are not of floats, are returned themselves."""
+        file = self._files[key]
+        if file in self._states:
+            self.bytes_read += self._states[file][key].nbytes
+            return self._states[file][key]
+        start, entries = self._opened(file)[2]
+        entry = entries[key]
+        if entry["dtype"] not in FLOATS:
+            return self.read(key)
+        begin, end = entry["data_offsets"]
+        self.bytes_read += end - begin
+        return StoredRows(file, start + begin, tuple(entry["shape"]), FLOATS[entry["dtype"]])
 
     def ordered(self, keys: Iterable[str]) -> list[str]:
         """The keys, sorted by the files that contain them."""
         order = {file: k for k, file in enumerate(dict.fromkeys(self._files.values()))}
         return sorted(keys, key=lambda key: order[self._files[key]])
+
+    def _opened(self, file: Path) -> tuple[Path, Any, tuple[int, dict[str, Any]]]:
+        """The file, its content and its header; the last file stays open."""
+        if self._open is None or self._open[0] != file:
+            self._open = file, open_file(file), _header(file)
+        return self._open
 
     def _shapes(self, file: Path, model: nn.Module | None) -> dict[str, tuple[int, ...]]:
         if file.suffix in PICKLED:
@@ -101,6 +123,28 @@ class Source:
         content = open_file(file)
         with _naming_file(file):
             return {key: tuple(content.get_slice(key).get_shape()) for key in content.keys()}  # noqa: SIM118
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A matrix in a safetensors file; `begin` is its position in the file. A slice of rows is read when it is taken, so
+    that the matrix takes no memory."""
+
+    file: Path
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        first, end, _ = rows.indices(self.shape[0])
+        read = torch.empty(end - first, *self.shape[1:], dtype=self.dtype)
+        into: Any = read.view(torch.uint8).numpy()
+        size = read.nbytes // max(1, end - first)
+        with _naming_file(self.file), self.file.open("rb") as content:
+            content.seek(self.begin + first * size)
+            if content.readinto(into) < read.nbytes:
+                raise OSError("it is shorter than its header says")
+        return read
 
 
 def _scales(keys: Collection[str]) -> dict[str, dict[str, str]]:
@@ -213,14 +257,12 @@ def joined_file(parts: Sequence[Path], target: Path) -> None:
     starts, offset = [], 0
     for part in parts:
         open_file(part)  # checks that the header describes the file
-        with part.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            entries: dict[str, Any] = json.loads(content.read(length))
+        start, entries = _header(part)
         for name, entry in entries.items():
             if name != "__metadata__":
                 header[name] = entry | {"data_offsets": [offset + at for at in entry["data_offsets"]]}
-        starts.append(8 + length)
-        offset += part.stat().st_size - 8 - length
+        starts.append(start)
+        offset += part.stat().st_size - start
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with target.open("wb") as whole:
@@ -229,6 +271,13 @@ def joined_file(parts: Sequence[Path], target: Path) -> None:
             with part.open("rb") as content:
                 content.seek(start)
                 shutil.copyfileobj(content, whole, 1 << 20)
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors' bytes begin in a safetensors file, and the header, which `open_file` has checked."""
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        return 8 + length, json.loads(content.read(length))
 
 
 def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata: dict[str, str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Linear4bit: bitsandbytes' 4-bit linear layer, whose weight is quantized from the start. Imports bitsandbytes."""
 
 import copy
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from bitsandbytes import functional
 from torch import Tensor
 
+from pipeshard.split.packed import Rows
 from pipeshard.split.packed_linear import PackedLinear
 
 with torch.device("cpu"):  # bitsandbytes caches the first map that it creates, which could be on meta
@@ -46,16 +48,17 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
     def begin(self) -> None:
         names = "blocksize", "compress_statistics", "quant_type", "quant_storage"
         self.options = {name: getattr(self.weight, name) for name in names}
+        blank = quantized_blank((self.out_features, self.in_features), self.values_dtype, **self.options)
+        self.weight.data, self.unloaded = copy.deepcopy(blank)
+        self.quant_state, self.weight.bnb_quantized = self.unloaded, True
 
     def blank(self, *sizes: Any) -> Any:
         how = {name: value for name, value in self.options.items() if name != "blocksize"}
         return bitsandbytes.nn.Linear4bit(*sizes, self.compute_dtype, **how, device="meta")
 
-    def pack(self, value: Tensor) -> None:
-        self.weight.data, self.quant_state = self._packed(value)
-        if value.is_meta:
-            self.unloaded = self.quant_state
-        self.weight.bnb_quantized = True
+    @torch.no_grad()
+    def pack(self, value: Rows) -> None:
+        self.quant_state = self._quantized(value, self.weight.data)
 
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
         state = functional.QuantState.from_dict(dict(scales), value.device)
@@ -63,19 +66,18 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
             raise ValueError(f"its scales are {found}, but the layer has {expected}")
         self.weight.data, self.quant_state, self.weight.bnb_quantized = value, state, True
 
-    @torch.no_grad()
-    def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
-        """Quantize a weight of `whole_shape`; return the quantized values and their `quant_state`."""
-        value = self.as_computed(value)
-        if value.is_meta:
-            return copy.deepcopy(quantized_blank(value.shape, value.dtype, **self.options))
-        return quantize_4bit(value, **self.options)
+    def _quantized(self, value: Rows, packed: Tensor) -> Any:
+        """Quantize a weight of `whole_shape` into `packed`; return its `quant_state`."""
+        parts = self.parts(value, self.options["blocksize"])
+        return quantize_4bit(parts, packed, torch.Size((self.out_features, self.in_features)), **self.options)
 
+    @torch.no_grad()
     def _state(self) -> Any:
         """The `quant_state` of the weight, or of zeros if the weight has no values yet."""
         if self.quant_state is not self.unloaded:
             return self.quant_state
-        return self._packed(torch.zeros(self.whole_shape, dtype=self.values_dtype, device=self.weight.device))[1]
+        zero = torch.zeros((), dtype=self.values_dtype, device=self.weight.device)
+        return self._quantized(zero.expand(self.whole_shape), torch.empty_like(self.weight.data))
 
     def product(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
@@ -91,26 +93,39 @@ def _layout(state: Any) -> tuple[Any, ...]:
 
 
 @cache
-def quantized_blank(shape: torch.Size, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any]:
+def quantized_blank(shape: tuple[int, int], dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any]:
     """Quantize a weight on meta, once for all layers of the same sizes: a model of 80 layers has 560."""
-    return quantize_4bit(torch.empty(shape, dtype=dtype, device="meta"), **options)
-
-
-CHUNK = 1 << 20  # elements, a multiple of every block size
+    return functional.quantize_4bit(torch.empty(shape, dtype=dtype, device="meta"), **options)
 
 
 def quantize_4bit(
-    value: Tensor, blocksize: int, compress_statistics: bool, quant_type: str, quant_storage: torch.dtype
-) -> tuple[Tensor, Any]:
-    """Quantize in chunks; the result is that of bitsandbytes' function of the same name, bit for bit. On a CPU, that
-    function needs about thirty times the memory of its result."""
-    parts = [
-        functional.quantize_4bit(chunk, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage)
-        for chunk in value.flatten().split(value.numel() if value.is_meta else CHUNK)
-    ]
-    state: Any = parts[0][1]
-    state.shape, state.absmax = value.shape, torch.cat([of_chunk.absmax for _, of_chunk in parts])
+    parts: Iterable[Tensor],
+    packed: Tensor,
+    shape: torch.Size,
+    blocksize: int,
+    compress_statistics: bool,
+    quant_type: str,
+    quant_storage: torch.dtype,
+) -> Any:
+    """Quantize the parts of a tensor of this shape into `packed`; return the `quant_state`. Every part but the last has
+    a multiple of `blocksize` elements.
+
+    The result is that of bitsandbytes' function of the same name, bit for bit. On a CPU, that function needs about
+    thirty times the memory of its result.
+    """
+    scales = torch.empty(-(-shape.numel() // blocksize), dtype=torch.float32, device=packed.device)
+    values, blocks = 0, 0
+    state: Any = None
+    for part in parts:
+        made, state = functional.quantize_4bit(
+            part, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage
+        )
+        packed[values : values + len(made)] = made
+        scales[blocks : blocks + len(state.absmax)] = state.absmax
+        values += len(made)
+        blocks += len(state.absmax)
+    state.shape, state.absmax = shape, scales
     if compress_statistics:
-        state.offset, state.nested = state.absmax.mean(), True
-        state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=256)
-    return torch.cat([packed for packed, _ in parts]), state
+        state.offset, state.nested = scales.mean(), True
+        state.absmax, state.state2 = functional.quantize_blockwise(scales - state.offset, blocksize=256)
+    return state

@@ -1,6 +1,7 @@
 """Linear8bit: the linear layer of LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339). Imports bitsandbytes."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import bitsandbytes
@@ -8,6 +9,7 @@ import torch
 from bitsandbytes import functional
 from torch import Tensor
 
+from pipeshard.split.packed import Rows
 from pipeshard.split.packed_linear import PackedLinear
 
 
@@ -27,10 +29,13 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
         how = {"has_fp16_weights": False, "threshold": self.state.threshold}
         return bitsandbytes.nn.Linear8bitLt(*sizes, **how, device="meta")
 
+    def begin(self) -> None:
+        self.weight.data = torch.empty(self.out_features, self.in_features, dtype=torch.int8, device="meta")
+        self.state.SCB = None
+
     @torch.no_grad()
-    def pack(self, value: Tensor) -> None:
-        self.weight.data, scales = quantize_8bit(self.as_computed(value))
-        self.state.SCB = None if value.is_meta else scales
+    def pack(self, value: Rows) -> None:
+        self.state.SCB = quantize_8bit(self.parts(value), self.weight.data)
 
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
         rows, way = scales["SCB"], scales.get("weight_format")
@@ -47,12 +52,13 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
         return bitsandbytes.matmul(x, self.weight, bias=bias, state=state)
 
 
-CHUNK = 1 << 20  # elements
-
-
-def quantize_8bit(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the quantized weight and its scales, the same as from bitsandbytes, bit for bit. Rows are quantized in
-    chunks, since bitsandbytes copies its input in higher precision."""
-    rows = value.split(len(value) if value.is_meta else max(1, CHUNK // value.shape[1]))
-    parts = [functional.int8_vectorwise_quant(some.to(torch.float16)) for some in rows]
-    return torch.cat([packed for packed, *_ in parts]), torch.cat([scales for _, scales, _ in parts])
+def quantize_8bit(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
+    """Quantize the rows in `parts` into `packed`, and return their scales. The result is that of bitsandbytes, bit for
+    bit, which copies its input in higher precision."""
+    scales = torch.empty(len(packed), dtype=torch.float32, device=packed.device)
+    row = 0
+    for part in parts:
+        rows = slice(row, row + len(part))
+        packed[rows], scales[rows], _ = functional.int8_vectorwise_quant(part.to(torch.float16))
+        row = rows.stop
+    return scales

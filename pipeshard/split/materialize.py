@@ -5,9 +5,10 @@ replaced by a Ghost under all of its names, and a Replay answers the calls of an
 are allocated here, only on the stages that hold them.
 """
 
+import contextlib
 import copy
+import ctypes
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,13 @@ def shard(
         torch.cuda.empty_cache()  # NCCL allocates outside torch, whose allocator caches released memory
     guard(model)
     return on_meta
+
+
+def trim() -> None:
+    """Return freed host memory to the system. glibc keeps freed blocks of up to 32 MB in the process, and uses them
+    again only for what fits between the blocks that are still in use."""
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
@@ -163,7 +171,7 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
     yield from walk("", model)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _default(dtype: torch.dtype | None, config: Any) -> Iterator[Any]:
     """Context manager that sets torch's default dtype, and yields a copy of `config` with this dtype. If `dtype` is
     None, yields `config` itself."""

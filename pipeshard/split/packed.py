@@ -12,7 +12,7 @@ them; each is imported only if needed.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,12 @@ UNWRITTEN = (
     "pipeshard.save_training_state. To merge the adapters, load the base model in one process without "
     "quantization_config, then call PeftModel.from_pretrained(model, <folder>) and merge_and_unload()"
 )
+
+
+class Rows(Protocol):
+    """The values of a weight before quantization: a tensor, or one in a file of which only a slice of rows is read."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
 
 
 class Packed(nn.Module, ABC):
@@ -48,8 +54,8 @@ class Packed(nn.Module, ABC):
         return self.weight.dtype
 
     @abstractmethod
-    def pack(self, value: Tensor) -> None:
-        """Quantize `value`, of `whole_shape` and on any device, and store it as the weight."""
+    def pack(self, value: Rows) -> None:
+        """Quantize `value`, of `whole_shape` and on any device, into the memory of the weight."""
 
     @abstractmethod
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:

@@ -4,7 +4,9 @@ Each subclass computes the same as a layer of bitsandbytes or torchao, but its f
 bitsandbytes' layers cast their bias in place, and some replace their weight.
 """
 
+import math
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pipeshard.split.initialize import give
-from pipeshard.split.packed import Packed
+from pipeshard.split.packed import Packed, Rows
+
+CHUNK = 1 << 18  # elements that are quantized at a time
 
 
 class PackedLinear(Packed):
@@ -28,6 +32,8 @@ class PackedLinear(Packed):
     layer_class: ClassVar[type[nn.Module]]
     weight_class: ClassVar[type[nn.Parameter]]
     bias: Any
+    in_features: int
+    out_features: int
     is_transposed: bool
     values_dtype: torch.dtype
 
@@ -61,12 +67,12 @@ class PackedLinear(Packed):
         layer.whole_shape = (layer.in_features, layer.out_features)[:: 1 if layer.is_transposed else -1]
         layer.values_dtype = dtype
         layer.begin()
-        layer.pack(torch.empty(layer.whole_shape, dtype=dtype, device="meta"))
         if layer.bias is not None:
             give(layer.bias, layer.bias.data.to(dtype))
 
+    @abstractmethod
     def begin(self) -> None:
-        """Record the options that `pack` needs."""
+        """Give the layer a quantized weight on meta, and record the options that `pack` needs."""
 
     def like(self, linear: nn.Module) -> Self:
         """A layer with the values of `linear`, quantized like this one."""
@@ -81,9 +87,16 @@ class PackedLinear(Packed):
             give(made.bias, values.bias.detach().clone())
         return made.requires_grad_(False)
 
-    def as_computed(self, value: Tensor) -> Tensor:
-        """A weight of `whole_shape` as a contiguous (out, in) tensor of `values_dtype`."""
-        return (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
+    def parts(self, value: Rows, multiple: int = 1) -> Iterator[Tensor]:
+        """Yield a weight of `whole_shape` in parts: some rows of (out, in) each, in `values_dtype` and on the device of
+        this layer. Except for the last part, the number of elements is a multiple of `multiple`.
+        """
+        whole = value[:].T if self.is_transposed else value
+        least = multiple // math.gcd(multiple, self.in_features)
+        rows = max(1, CHUNK // self.in_features // least) * least
+        for begin in range(0, self.out_features, rows):
+            part = whole[begin : begin + rows]
+            yield part.to(self.weight.device, self.values_dtype).contiguous()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save only the parameters, under their own names: these names identify the parameters that a stage holds."""

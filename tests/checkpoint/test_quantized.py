@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +18,17 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, GPTQConfig, LlamaConfig, TorchAoConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
+from benchmarks.resident import peak, reset_peak, resident
 from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
 from pipeshard.checkpoint.lora import enable_lora
+from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
-from pipeshard.split.materialize import is_released
+from pipeshard.split.initialize import give
+from pipeshard.split.materialize import is_released, trim
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.quantized import METHODS, quantization_of, refuse_other_ways
 from pipeshard.verify.decide import Proven, alone, is_known
@@ -35,7 +39,9 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, compared
 
-pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes")
+linear4bit = pytest.importorskip("pipeshard.split.linear4bit")
+linear8bit = pytest.importorskip("pipeshard.split.linear8bit")
 pytestmark = pytest.mark.local
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FOUR: dict[str, dict[str, Any]] = {
@@ -324,6 +330,76 @@ def test_a_quantized_class_of_transformers_is_known(tmp_path: Path, kind: str) -
     """A class that docs/parity.md lists was proven again if it was quantized: a minute and 400 MB on the first rank."""
     model = blank(tmp_path, quantization(kind))
     assert any(packed_layers(model)) and is_known(get_peft_model(model, adapters()), None)
+
+
+def stored(kind: str, rows: int, columns: int, folder: Path) -> tuple[Any, Tensor, Any]:
+    """A quantized layer without values, a weight for it, and the weight in a file."""
+    value = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    save_file({"weight": value}, folder / "model.safetensors")
+    of_kind: tuple[Any, Any]
+    if kind in FOUR:
+        how = {"quant_type": kind if kind == "fp4" else "nf4", "compress_statistics": kind == "double"}
+        of_kind = linear4bit.Linear4bit, bitsandbytes.nn.Linear4bit(columns, rows, bias=False, device="meta", **how)
+    else:
+        of_kind = (
+            linear8bit.Linear8bit,
+            bitsandbytes.nn.Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, device="meta"),
+        )
+    of_kind[0].take_over(of_kind[1], torch.float32)
+    give(of_kind[1].weight, torch.empty_like(of_kind[1].weight.as_subclass(Tensor), device="cpu"))
+    return of_kind[1], value, Source(folder).rows("weight")
+
+
+@pytest.mark.parametrize("kind", ["fp4", "double", "int8"])
+def test_packing_in_parts_gives_the_bits_of_bitsandbytes(tmp_path: Path, kind: str) -> None:
+    """A block of 64 values may span two rows, but not two parts."""
+    layer, value, rows = stored(kind, 517, 1000, tmp_path)
+    layer.pack(rows)
+    if kind == "int8":
+        packed, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(value.half())
+        assert torch.equal(layer.weight.data, packed) and torch.equal(layer.state.SCB, scales)
+        return
+    packed, state = bitsandbytes.functional.quantize_4bit(
+        value, blocksize=64, compress_statistics=kind == "double", quant_type=layer.options["quant_type"]
+    )
+    assert torch.equal(layer.weight.data, packed)
+    ours, theirs = layer.quant_state.as_dict(), state.as_dict()
+    assert all(
+        torch.equal(ours[name], value) if isinstance(value, Tensor) else ours[name] == value
+        for name, value in theirs.items()
+    )
+
+
+@pytest.mark.parametrize("kind", ["double", "int8"])
+def test_packing_takes_little_memory(tmp_path: Path, kind: str) -> None:
+    """A matrix was read as a whole to be packed, and a rank that holds 150 MB took up to 434 MB while loading."""
+    layer, value, rows = stored(kind, 4096, 4096, tmp_path)
+    layer.pack(rows)  # allocates the weight, and loads code
+    trim()
+    reset_peak()
+    before = resident()
+    layer.pack(rows)
+    assert peak() - before < value.nbytes / 4
+
+
+def whole_reads(folder: Path) -> set[str]:
+    """The packed weights that this rank reads as a whole."""
+    read = Source.read
+    found: set[str] = set()
+
+    def watched(self: Source, key: str) -> Tensor:
+        found.add(key)
+        return read(self, key)
+
+    model = build(LLAMA)
+    with mock.patch.object(Source, "read", watched):
+        Split(of_stages(type(model), folder, quantization("nf4")), 2, batch(LLAMA, model), num_microbatches=2)
+    return {key for key in found if "proj" in key}
+
+
+def test_weights_to_pack_are_read_in_rows(pool: Pool, tmp_path: Path) -> None:
+    build(LLAMA).save_pretrained(tmp_path)
+    assert pool.run(whole_reads, 2, tmp_path) == [set(), set()]
 
 
 # Refused
