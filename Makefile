@@ -8,6 +8,7 @@
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one:
 #               the whole products of which make test takes few cases, all tests that take turns, and ranks that are processes
 # make selftest tests the tests: the pool, the fuzzer, the soak, the benchmarks, and faults whose detection is taken out
+# make torchao  runs the tests of base weights that torchao quantizes, with torchao in a folder of its own
 # make hunt     trains models that people write themselves, each of which was trained wrong without a word once, and
 #               kinds of layers, training loops, resumes and samplers with every schedule and layout
 # make elastic  kills one of four ranks of a job, and brings it back
@@ -85,7 +86,7 @@ PACKAGED := $(patsubst %,example-%,classify text_to_image)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic recipes faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate parity-slices bench curves targets trainer trainer-suite gpu-check gpu-speed docs docs-check release-check clean $(EXAMPLES) $(PACKAGED)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic recipes faults hosts fuzz soak parity parity-4.57 parity-packages torchao parity-generate parity-slices bench curves targets trainer trainer-suite gpu-check gpu-speed docs docs-check release-check clean $(EXAMPLES) $(PACKAGED)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -189,6 +190,10 @@ selftest: setup
 
 exact: setup
 	@EXACT=all $(PYTEST) -m 'slow or not slow' tests/checkpoint/test_real_weights.py $(COVERING)
+
+torchao: setup
+	@$(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --upgrade --target build/torchao 'torchao>=0.18'
+	PYTHONPATH=build/torchao TURNS=1 $(BIN)/python -m pytest -q tests/checkpoint/test_torchao.py
 
 hunt: setup
 	@EXACT=all $(PYTEST) $(HUNTED)

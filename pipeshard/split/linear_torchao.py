@@ -1,11 +1,13 @@
 """LinearTorchao: a linear layer with the weight of torchao's Int8WeightOnlyConfig. Imports torchao."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchao.quantization import Int8Tensor, PerRow
 
+from pipeshard.split.packed import Rows
 from pipeshard.split.packed_linear import PackedLinear
 
 
@@ -31,17 +33,16 @@ class LinearTorchao(PackedLinear, nn.Linear):
         return self.values_dtype
 
     def begin(self) -> None:
-        self.weight = nn.Parameter(self.weight.data, requires_grad=False)
+        packed = torch.empty(self.out_features, self.in_features, dtype=torch.int8, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
 
     def blank(self, *sizes: Any) -> Any:
         with torch.device("meta"):
             return nn.Linear(*sizes)
 
     @torch.no_grad()
-    def pack(self, value: Tensor) -> None:
-        self.weight.data, scale = quantize_int8(self.as_computed(value))
-        if not value.is_meta:
-            self.scale = scale
+    def pack(self, value: Rows) -> None:
+        self.scale = quantize_int8(self.parts(value), self.weight.data)
 
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
         raise ValueError("its scales are those of bitsandbytes, but the layer is one of torchao")
@@ -70,12 +71,13 @@ class _Product(torch.autograd.Function):
         return gradient.mm(weight.to(gradient.dtype)), None
 
 
-CHUNK = 1 << 20  # elements
-
-
-def quantize_int8(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the quantized weight and its scales, the same as from torchao, bit for bit. Rows are quantized in chunks,
-    since torchao copies its input in higher precision."""
-    rows = value.split(len(value) if value.is_meta else max(1, CHUNK // value.shape[1]))
-    parts = [Int8Tensor.from_hp(some, PerRow()) for some in rows]
-    return torch.cat([part.qdata for part in parts]), torch.cat([part.scale for part in parts])
+def quantize_int8(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
+    """Quantize the rows in `parts` into `packed`, and return their scales. The result is that of torchao, bit for bit,
+    which copies its input in higher precision."""
+    scales, row = [], 0
+    for part in parts:
+        quantized = Int8Tensor.from_hp(part, PerRow())
+        packed[row : row + len(part)] = quantized.qdata
+        scales.append(quantized.scale)
+        row += len(part)
+    return torch.cat(scales)

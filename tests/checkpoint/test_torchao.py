@@ -16,7 +16,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.engine.refusals import plain
 from pipeshard.errors import ConfigurationError
-from pipeshard.split import linear_torchao
+from pipeshard.split import linear_torchao, packed_linear
 from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
 from pipeshard.verify.proof import EXACT
@@ -150,7 +150,7 @@ def layer_of(linear: nn.Module, dtype: torch.dtype) -> linear_torchao.LinearTorc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_layer_is_that_of_torchao(dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, although rows are quantized in chunks; a row of zeros has a scale, too."""
-    monkeypatch.setattr(linear_torchao, "CHUNK", 100)
+    monkeypatch.setattr(packed_linear, "CHUNK", 100)
     linear = nn.Linear(24, 40, bias=bias, dtype=dtype)
     linear.weight.data[3] = 0
     made = layer_of(linear, dtype)
