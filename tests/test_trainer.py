@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shlex
 from contextlib import nullcontext
@@ -71,6 +72,19 @@ def test_replicas_share_a_window(pool: Pool, tmp_path: Path, name: str) -> None:
     options = {"plugin": {"pp_size": 2}, "gradient_accumulation_steps": 2}
     for found in pool.run(run_pipeline, 4, name, str(tmp_path), **options, **EVALUATED):
         assert differences(found, expected) == []
+
+
+def launched_in_bf16(folder: str) -> list[list[dict[str, float]]]:
+    with launched(), mock.patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "bf16"}):
+        by_launcher = run("causal", folder, plugin={"pp_size": 1}, max_steps=2)
+    return [by_launcher, run_pipeline("causal", folder, plugin={"pp_size": 1}, max_steps=2, bf16=True)]
+
+
+@pytest.mark.turns
+def test_the_precision_of_accelerate_launch_is_that_of_the_stages(pool: Pool, tmp_path: Path) -> None:
+    """`accelerate launch --mixed_precision bf16` tells Trainer by the environment: stages trained in fp32."""
+    for by_launcher, by_argument in pool.run(launched_in_bf16, 1, str(tmp_path)):
+        assert differences(by_launcher, by_argument) == []
 
 
 def predict(name: str, folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> list[Any]:

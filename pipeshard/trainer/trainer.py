@@ -137,8 +137,9 @@ class Loop(Trainer):
         changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
         if config.dry_run_input is None:
             changes["dry_run_input"] = self._sample()
-        if config.precision == "fp32" and (args.bf16 or args.fp16):
-            changes |= {"precision": "bf16" if args.bf16 else "fp16", "autocast": True}
+        mixed = self.accelerator.mixed_precision  # of the arguments, or else of `accelerate launch`
+        if config.precision == "fp32" and mixed in ("bf16", "fp16"):
+            changes |= {"precision": mixed, "autocast": True}
         if args.torch_compile and not config.compile:
             given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             changes["compile"] = {name: value for name, value in given.items() if value} or True
