@@ -214,6 +214,21 @@ class Gathering(Trainer):
         return loss if self.state.global_step < LATE else loss + self.accelerator.gather(loss.detach()).mean()
 
 
+class Drawing(Trainer):
+    """Scales its loss by a random number."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss * (1 + torch.rand(()))
+        return (loss, {}) if return_outputs else loss
+
+
+@pytest.mark.turns
+def test_a_loss_that_draws_numbers_trains_with_replicas(pool: Pool, tmp_path: Path) -> None:
+    """It was refused as one that gathers from other ranks: its trial without gathering drew other numbers."""
+    for found, _ in pool.run(train, 2, "Drawing", str(tmp_path), {"pp_size": 1}, max_steps=1):
+        assert found[0]["loss"] > 0
+
+
 def refused(kind: str, folder: str, what: str) -> None:
     """At the first step that keeps it, before the optimizer's."""
     with launched(), mock.patch.object(TASKS["causal"], "kind", globals()[kind]):

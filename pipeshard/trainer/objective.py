@@ -171,6 +171,7 @@ class Objective:
         self._calls += 1
         self.trainer.accelerator.is_last_call = self._calls == len(self._pipeline.ran)
         try:
+            set_random_state(self._random)
             muted = self(outputs, inputs) if self.trainer.accelerator.num_processes > 1 else None
             set_random_state(self._random)
             loss = self._loss(outputs, inputs)
