@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,41 @@ def test_what_changes_within_a_window_is_refused(pool: Pool, tmp_path: Path) -> 
     for found, counted in pool.run(train, 2, Counting, str(tmp_path), {"pp_size": 2}, timeout=120):
         assert differences(found, expected, 3e-6) == []
         assert counted == steps == 12
+
+
+class Clipping(TrainerCallback):
+    """Clips the gradients of some parameters, by their own norm, before the Trainer's step."""
+
+    def __init__(self, made: Any, chosen: Callable[[Any], Iterable[Tensor]]) -> None:
+        self.made, self.chosen = made, chosen
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.made.accelerator.clip_grad_norm_(self.chosen(self.made), 0.1)
+
+
+def of_one_layer(made: Any) -> Iterable[Tensor]:
+    return made.model.model.layers[0].parameters()  # type: ignore[no-any-return]
+
+
+def of_one_parameter(made: Any) -> Iterable[Tensor]:
+    return made.model.model.norm.weight  # type: ignore[no-any-return]
+
+
+def of_the_groups(made: Any) -> Iterable[Tensor]:
+    return [parameter for group in made.optimizer.param_groups for parameter in group["params"]]
+
+
+def clipped(folder: str) -> None:
+    with launched():
+        for chosen in (of_one_layer, of_one_parameter, of_the_groups):
+            made = trainer("causal", folder, {"pp_size": 2, "zero_stage": 1}, max_steps=1)
+            made.add_callback(Clipping(made, chosen))
+            is_whole = chosen is of_the_groups
+            with nullcontext() if is_whole else pytest.raises(UsageError, match=r"lack .*model.*max_grad_norm"):
+                made.train()
+
+
+@pytest.mark.turns
+def test_some_parameters_are_not_clipped_by_the_norm_of_all(pool: Pool, tmp_path: Path) -> None:
+    """accelerator.clip_grad_norm_(some parameters) clipped the whole model by the norm of the whole model."""
+    pool.run(clipped, 4, str(tmp_path), timeout=120)

@@ -6,7 +6,7 @@ PipelineAccelerator therefore distributes data among replicas, and gathers from 
 no model, scales no loss, and clips by the norm of the full model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import BACKWARD
-from pipeshard.errors import UsageError
+from pipeshard.errors import UsageError, listed
 from pipeshard.hf import LAYER_CACHES
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_map_only
@@ -172,11 +172,27 @@ class PipelineAccelerator(Accelerator):
         return nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip by the norm of the full model, regardless of `parameters`, and return it; with inf, do not clip."""
+        """Clip by the norm of the full model, and return it; with inf, do not clip. Raises UsageError, on every rank,
+        if `parameters` are only some of the model's."""
         optimizer = self.trainer.boosted_optimizer(None)
+        self._refuse_some([parameters] if isinstance(parameters, Tensor) else parameters, optimizer)
         if max_norm == float("inf"):
             return optimizer.get_grad_norm(norm_type)
         return optimizer.clip_grad_by_norm(max_norm, norm_type)
+
+    def _refuse_some(self, parameters: Iterable[Tensor], optimizer: PipelineOptimizer) -> None:
+        """Raise UsageError, on every rank, if `parameters` lack one that has a gradient and that `optimizer` updates on
+        any rank."""
+        given = {optimizer.gradients.name_of(parameter) for parameter in parameters}
+        missing = [name for name in optimizer.names.values() if name not in given]
+        lacking = [name for name in missing if optimizer.weights[name].parameter.grad is not None]
+        if lacking := [name for names in gather_objects(lacking, self.grid.world) for name in names]:
+            raise UsageError(
+                f"the parameters that accelerator.clip_grad_norm_ got lack {listed(lacking, 3)}, but it clips all "
+                "gradients by the norm of the whole model: pass model.parameters(), or set "
+                "TrainingArguments(max_grad_norm=...). To clip some gradients of one stage by their own norm, pass "
+                "them to torch.nn.utils.clip_grad_norm_"
+            )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         raise UsageError("a pipeline does not support clip_grad_value_: use max_grad_norm")
