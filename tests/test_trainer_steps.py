@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from pipeshard.errors import UsageError
 from tests.pool import Pool
-from tests.trainers import TASKS, differences, launched, logs, trainer
+from tests.trainers import TASKS, differences, halved, launched, logs, trainer
 
 
 class Halving(Trainer):
@@ -144,3 +144,19 @@ def clipped(folder: str) -> None:
 def test_some_parameters_are_not_clipped_by_the_norm_of_all(pool: Pool, tmp_path: Path) -> None:
     """accelerator.clip_grad_norm_(some parameters) clipped the whole model by the norm of the whole model."""
     pool.run(clipped, 4, str(tmp_path), timeout=120)
+
+
+def given_a_loss_too_late(folder: str) -> None:
+    with launched():
+        for name, loss in (("causal", halved), ("function", None)):
+            made = trainer(name, folder, {"pp_size": 1}, max_steps=1)
+            made.evaluate()
+            made.compute_loss_func = loss
+            with pytest.raises(UsageError, match=r"compute_loss_func.*before the first"):
+                made.train()
+
+
+@pytest.mark.turns
+def test_a_loss_that_is_set_after_the_stages_were_made_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """Evaluations had the new loss, but training had the model's own: that of the time of the first evaluation."""
+    pool.run(given_a_loss_too_late, 1, str(tmp_path))

@@ -247,6 +247,12 @@ class Loop(Trainer):
 
     def _kept_or_stepped(self, inputs: Any, num_items_in_batch: Any) -> Tensor:
         assert self._stages is not None
+        if self._makes_loss() != (self._objective is not None):
+            raise UsageError(
+                f"{type(self).__name__} was given another loss after its model was split, so training would still use "
+                "the earlier one: set compute_loss, compute_loss_func and label_smoother before the first train(), "
+                "evaluate() or predict()"
+            )
         self._stages.train()
         inputs = self._prepare_inputs(inputs)
         if self._objective is not None:
