@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from pipeshard.errors import UsageError
 from tests.pool import Pool
-from tests.trainers import TASKS, differences, halved, launched, logs, trainer
+from tests.trainers import TASKS, differences, halved, launched, logs, texts, trainer
 
 
 class Halving(Trainer):
@@ -160,3 +161,43 @@ def given_a_loss_too_late(folder: str) -> None:
 def test_a_loss_that_is_set_after_the_stages_were_made_is_refused(pool: Pool, tmp_path: Path) -> None:
     """Evaluations had the new loss, but training had the model's own: that of the time of the first evaluation."""
     pool.run(given_a_loss_too_late, 1, str(tmp_path))
+
+
+class Stream(IterableDataset[Any]):
+    """Five batches of two samples each."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(texts(10))
+
+
+class Stopping(TrainerCallback):
+    """Ends the training, or the epoch, after the first batch of a window, once."""
+
+    def __init__(self, what: str) -> None:
+        self.what: str | None = what
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.what is not None:
+            setattr(control, self.what, True)
+            self.what = None
+
+
+def left_a_window(folder: str) -> int:
+    with launched():
+        made = trainer("causal", folder, {"pp_size": 1}, {"train_dataset": Stream()}, max_steps=3)
+        with pytest.raises(UsageError, match=r"training data ended after 2 batches .*accumulation_steps=3"):
+            made.train()
+        made = trainer("causal", folder, {"pp_size": 1}, {"callbacks": [Stopping("should_epoch_stop")]}, max_steps=11)
+        with pytest.raises(UsageError, match=r"1 batches .* on_substep_end: end it in on_step_end instead"):
+            made.train()
+        made = trainer("causal", folder, {"pp_size": 1}, {"callbacks": [Stopping("should_training_stop")]}, max_steps=1)
+        made.train()
+        made.train()
+        return int(made.state.global_step)
+
+
+@pytest.mark.turns
+def test_a_stream_that_ends_within_a_window_is_named(pool: Pool, tmp_path: Path) -> None:
+    """The error blamed a callback. Batches of a window that a callback had ended were also kept for the next train(),
+    which raised the error again."""
+    assert pool.run(left_a_window, 1, str(tmp_path)) == [1]

@@ -207,6 +207,13 @@ class Loop(Trainer):
     # steps
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        if self._held and len(self._held) == self.current_gradient_accumulation_steps:
+            raise UsageError(
+                f"the training data ended after {len(self._held)} batches of a gradient accumulation window with "
+                f"gradient_accumulation_steps={self.args.gradient_accumulation_steps}, and a dataset without a length "
+                "does not say which batch is the last: pass a dataset with a length, or let the stream end with a full "
+                "window, or repeat its samples without an end and set max_steps"
+            )
         if self._held:
             raise UsageError(
                 f"{len(self._held)} batches of a gradient accumulation window were not trained, because a callback "
@@ -389,6 +396,7 @@ class Loop(Trainer):
             resume_from_checkpoint = newest(Path(self.args.output_dir), world)
         elif resume_from_checkpoint:
             refuse_broken(Path(resume_from_checkpoint), world)
+        self._held, self._left = (), None  # of an earlier call, which ended within a window
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
