@@ -196,6 +196,13 @@ class Twice(Trainer):
         return model(**inputs).loss + model(**inputs).loss
 
 
+class Archiving(Trainer):
+    """One that saves its own files."""
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        super()._save(*args, **kwargs)
+
+
 class Counting(Trainer):
     """Counts what it has seen, and knows its rank."""
 
@@ -233,6 +240,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (CheckpointError, "it is not a complete PipelineTrainer checkpoint", {"resume": "nowhere"}, {}),
     (UsageError, "different values of input_ids than the batch has", {"kind": Other}, {}),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
+    (ConfigurationError, "PipelinedArchiving overrides _save, .*override save_model", {"kind": Archiving}, {}),
 ]
 
 

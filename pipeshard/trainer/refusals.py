@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import ConfigurationError
@@ -98,12 +98,18 @@ OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrain
 
 
 def refuse_class(kind: type) -> None:
-    """Raise ConfigurationError for a TRL Trainer that is not in OF_TRL, even if one of its base classes is."""
+    """Raise ConfigurationError for a TRL Trainer that is not in OF_TRL, even if one of its base classes is, and for a
+    subclass of Trainer with a `_save` of its own."""
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
     if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
             f"{trl[0]} runs several models in one step, or generates in a way that has not been verified against a "
             f"single process. The supported TRL trainers are {', '.join(OF_TRL)}, and your own subclasses of them"
+        )
+    if any("_save" in vars(one) for one in kind.__mro__ if one is not Trainer):
+        raise ConfigurationError(
+            f"{kind.__name__} overrides _save, which a pipeline does not call, since no rank holds the full weights: "
+            "override save_model instead, and call super().save_model(...) in it on every rank"
         )
 
 
