@@ -18,7 +18,7 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainingArguments
 
 from pipeshard import PipelinePlugin
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
@@ -242,6 +242,9 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
     (ConfigurationError, "PipelinedArchiving overrides _save, .*override save_model", {"kind": Archiving}, {}),
 ]
+if hasattr(TrainingArguments, "enable_jit_checkpoint"):  # of transformers 5
+    jit = {"enable_jit_checkpoint": True}
+    REFUSED.append((ConfigurationError, "enable_jit_checkpoint=True: .*`pipeshard launch`", jit, {}))
 
 
 def refused(folder: str, error: type[Exception], what: str, others: dict[str, Any], plugin: dict[str, Any]) -> None:

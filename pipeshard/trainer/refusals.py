@@ -72,6 +72,16 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
         )
 
 
+def refuse_training(args: TrainingArguments, name: str) -> None:
+    """Raise ConfigurationError for arguments with which a pipelined Trainer called `name` cannot train."""
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise ConfigurationError(
+            f"{name} does not support enable_jit_checkpoint=True: each rank would save when its own signal arrives, at "
+            "different steps, and no run can resume from such a checkpoint. Omit it, set save_steps, and start the "
+            "script with `pipeshard launch`, which restarts it (docs/elastic.md), and resume_from_checkpoint=True"
+        )
+
+
 def refuse_split(model: nn.Module, name: str) -> None:
     """Raise ConfigurationError for a model that is already split into stages, so that this rank holds only a part."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):

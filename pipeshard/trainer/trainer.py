@@ -40,7 +40,7 @@ from pipeshard.trainer.checkpoint import (
     save_weights,
 )
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
-from pipeshard.trainer.refusals import cut, refuse, refuse_blank_reference, refuse_class, refuse_split
+from pipeshard.trainer.refusals import cut, refuse, refuse_blank_reference, refuse_class, refuse_split, refuse_training
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
@@ -391,6 +391,7 @@ class Loop(Trainer):
     # files
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        refuse_training(self.args, type(self).__name__)
         world = self.pipeline.grid.world
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest(Path(self.args.output_dir), world)
