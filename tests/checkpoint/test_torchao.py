@@ -16,7 +16,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.engine.refusals import plain
 from pipeshard.errors import ConfigurationError
-from pipeshard.split import linear_torchao, packed_linear
+from pipeshard.split import packed_linear
 from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
 from pipeshard.verify.proof import EXACT
@@ -42,6 +42,7 @@ from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, compared
 
 torchao = pytest.importorskip("torchao.quantization")
+linear_torchao = pytest.importorskip("pipeshard.split.linear_torchao")
 pytestmark = pytest.mark.local
 ENTRIES = [f"causal-lm/{name}" for name in ("llama", "gpt_neox", "opt", "gemma3_text", "mixtral", "gpt2")]
 CASES = [
@@ -139,7 +140,7 @@ def test_verify_draws_int8_weights(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(proving, 1, tmp_path, "torchao") == [(EXACT, "")]
 
 
-def layer_of(linear: nn.Module, dtype: torch.dtype) -> linear_torchao.LinearTorchao:
+def layer_of(linear: nn.Module, dtype: torch.dtype) -> Any:
     kind = linear_torchao.LinearTorchao
     blank: Any = nn.Linear(1, 1, device="meta")
     kind.take_over(blank, dtype)
