@@ -312,6 +312,13 @@ def test_private_names_of_trainer_mean_what_is_assumed() -> None:
     assert {name for name in own | overridden if not name.startswith("__")} == set(PRIVATE)
 
 
+def test_gradients_that_are_dtensors_are_clipped_by_the_accelerator() -> None:
+    """transformers 5.23 asks whether some gradients are DTensors, and then clips without the accelerator: with tp_size,
+    each step was refused."""
+    asked = inspect.getsource(Trainer._has_mixed_mesh_grads)
+    assert "if self._mixed_mesh_grads is None:" in asked and "return self._mixed_mesh_grads" in asked
+
+
 @pytest.mark.turns
 def test_a_window_s_tokens_are_counted_together(pool: Pool, tmp_path: Path) -> None:
     """A mutation: each batch by its own tokens, as if `num_items_in_batch` were not known."""
@@ -356,6 +363,7 @@ def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -
     [
         "`PipelinePlugin.from_pretrained`, never whole in a process",
         "`model_init`",
+        "slices of every stage (`tp_size`)",
         "`dataloader_num_workers`, `dataloader_prefetch_factor`",
         "callbacks on every rank, in Trainer's order",
         "`ignore_data_skip`",

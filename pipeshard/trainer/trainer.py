@@ -106,6 +106,16 @@ class Loop(Trainer):
     def place_model_on_device(self, _: bool) -> None:
         pass
 
+    @property
+    def _mixed_mesh_grads(self) -> bool:
+        """False: with tp_size, some gradients are DTensors. Trainer would then clip the gradients of each rank by
+        their own norm; instead, it clips by the accelerator."""
+        return False
+
+    @_mixed_mesh_grads.setter
+    def _mixed_mesh_grads(self, _: bool | None) -> None:
+        pass
+
     # models and optimizers become stages
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Stages:
