@@ -279,7 +279,7 @@ class _Plan:
                     trim()  # of the temporary tensors of the quantization
 
     def _is_packed_in_rows(self, piece: Piece, of_names: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Whether a piece is a weight that is packed as it is in the checkpoint, so that it can be read in rows."""
+        """Whether a piece is a weight that is quantized without a conversion, so that its rows can be read in parts."""
         full = {full for tensors in of_names.values() for full in tensors}
         return piece.transform is None and full <= self.packed.keys() - self.scales.keys()
 

@@ -27,7 +27,7 @@ def reads(tensor: Tensor) -> int:
 
 class DataGuard(Guard):
     def install(self) -> None:
-        nn.Parameter.data = property(_read, _write)  # type: ignore[assignment]
+        nn.Parameter.data = property(_read, DATA.__set__)  # type: ignore[assignment]
 
     def remove(self) -> None:
         del nn.Parameter.data
@@ -42,7 +42,3 @@ def _read(parameter: nn.Parameter) -> Tensor:
         attributes[READS] += 1
     value: Tensor = DATA.__get__(parameter)
     return value
-
-
-def _write(parameter: nn.Parameter, value: Tensor) -> None:
-    DATA.__set__(parameter, value)

@@ -15,6 +15,7 @@ from pipeshard.engine.mixed_precision import MasterWeight, copy_attributes
 from pipeshard.errors import UsageError
 
 STORED: Any = Tensor.grad  # the attribute of a tensor that HostParameter overrides
+Mark = tuple[Tensor, int] | None  # a gradient and its version
 
 
 def stored_grad(tensor: Tensor) -> Tensor | None:
@@ -73,9 +74,8 @@ class HostedWeight(MasterWeight):
     """
 
     is_updating = False
-    _given: tuple[Tensor, int] | None = None  # the gradient on the device that was copied, and its version
-    _copy: Tensor | None = None  # of the gradient
-    _version = 0  # of the copy
+    _given: Mark = None  # the gradient on the device that was copied
+    _taken: Mark = None  # its copy on the host
 
     @property
     def is_double(self) -> bool:
@@ -109,40 +109,38 @@ class HostedWeight(MasterWeight):
     def take_gradient(self) -> None:
         """Copy the parameter's gradient to `master` for the update that follows, unless it is the one that `master`
         already has."""
-        gradient = self.parameter.grad
-        given = None if gradient is None else (gradient, gradient._version)
+        given = _mark(self.parameter.grad)
         if self.is_updating and _same(given, self._given):
             return
         self.is_updating, self._given = True, given
         self.master.requires_grad_(self.parameter.requires_grad)
-        copy = None if gradient is None else on_host(gradient)  # new memory: an optimizer may keep it
-        self.master.grad = self._copy = copy
-        self._version = 0 if copy is None else copy._version
+        self.master.grad = None if given is None else on_host(given[0])  # new memory: an optimizer may keep it
+        self._taken = _mark(self.master.grad)
 
     @torch.no_grad()
     def drop_gradient(self) -> None:
-        """Remove the gradient of `master` after the update. If the optimizer has changed or cleared it, so is the
-        parameter's."""
+        """Remove the gradient of `master` after the update. If the optimizer has modified or cleared it, do the same to
+        the parameter's gradient."""
         gradient, given = stored_grad(self.master), self._given
-        if given is not None and gradient is None:
-            self.parameter.grad = None
-        elif given is not None and gradient is not None and self._is_changed(gradient):
-            if gradient.is_sparse or self.parameter.grad is not given[0]:
-                self.parameter.grad = gradient.to(self.parameter.device)
+        if given is not None and not _same(_mark(gradient), self._taken):
+            if gradient is None or gradient.is_sparse or self.parameter.grad is not given[0]:
+                self.parameter.grad = None if gradient is None else gradient.to(self.parameter.device)
             else:
                 given[0].copy_(gradient)
         self.master.grad, self.is_updating = None, False
-        self._given = self._copy = None
-
-    def _is_changed(self, gradient: Tensor) -> bool:
-        return gradient is not self._copy or gradient._version != self._version
+        self._given = self._taken = None
 
     def zero_grad(self, set_to_none: bool) -> None:
         super().zero_grad(set_to_none)
-        self.is_updating, self._given, self._copy = False, None, None
+        self._given = None
+        self.drop_gradient()
 
 
-def _same(one: tuple[Tensor, int] | None, other: tuple[Tensor, int] | None) -> bool:
+def _mark(gradient: Tensor | None) -> Mark:
+    return None if gradient is None else (gradient, gradient._version)
+
+
+def _same(one: Mark, other: Mark) -> bool:
     if one is None or other is None:
         return one is other
     return one[0] is other[0] and one[1] == other[1]

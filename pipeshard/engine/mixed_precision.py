@@ -120,7 +120,7 @@ class MasterWeight:
             if is_master_written and not torch.equal(value.nan_to_num(), rounded.nan_to_num()):
                 raise UsageError(
                     f"the loop has written to both the model's parameter {self.name} and its tensor in "
-                    "optimizer.param_groups, which has values of its own with 16 bits and with offload='optimizer', "
+                    "optimizer.param_groups, which has separate values with 16 bits and with offload='optimizer', "
                     "so one of the writes would be lost: write to one of them between two calls of execute_pipeline "
                     "or optimizer.step"
                 )
@@ -133,7 +133,7 @@ class MasterWeight:
 
     @property
     def lacks_values(self) -> bool:
-        """Whether `master` has no values of its own yet, because the parameter was frozen when it was cast."""
+        """Whether `master` has no separate values yet, because the parameter was frozen when it was cast."""
         return self.lowered and self.master.dtype is self.parameter.dtype
 
     def complete(self) -> None:

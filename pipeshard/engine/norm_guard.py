@@ -66,7 +66,8 @@ class NormGuard(Guard):
 
     def _check_gradients(self, tensors: Sequence[Tensor]) -> None:
         for gradients in list(self._models):
-            of_gradients = {id(stored_grad(p)): p for p in gradients.trainables() if stored_grad(p) is not None}
+            marked = ((stored_grad(parameter), parameter) for parameter in gradients.trainables())
+            of_gradients = {id(gradient): parameter for gradient, parameter in marked if gradient is not None}
             held = [of_gradients[id(tensor)] for tensor in tensors if id(tensor) in of_gradients]
             self._check(held, gradients, "get_total_norm")
 

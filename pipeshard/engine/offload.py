@@ -74,7 +74,7 @@ def transfer_of(device: torch.device) -> Transfer | None:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether a device has memory of its own, other than the host's."""
+    """Whether a device has separate memory, other than the host's."""
     return device.type == "cuda"
 
 

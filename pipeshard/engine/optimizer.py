@@ -360,13 +360,12 @@ class PipelineOptimizer(Optimizer):
             self.gradients.coupling.end()
             self._drop_gradients()
         if self._is_updated:
-            self.follow(adopts=True)  # a post-hook of the user's may have written values
+            self.follow(adopts=True)  # the user's post-hooks may have written values
         else:
             self._copies.take_values()
         if self.finite is not None:
             self.finite.after_update()
         self.share()
-        self._copies.note()
         return result
 
     def _before_update(self, *_: Any) -> None:
@@ -389,7 +388,8 @@ class PipelineOptimizer(Optimizer):
         after the inner optimizer's update."""
         self._depth -= 1
         if self.is_stepping:
-            self.follow(adopts=True)  # a post-hook of an inner step may have written values
+            if self._is_updated:
+                self.follow(adopts=True)  # a post-hook of an inner step may have written values
             self._copies.take_values()
             self._is_updated = True
         if self.is_stepping and self._depth == 0:

@@ -205,7 +205,7 @@ class Ragged:
                 )
 
     def _counts_left(self, name: str, batch: Batch) -> str | None:
-        """Why batches like this one may not have left padding, and what to do, or None."""
+        """The reason why left padding counts in batches like this one, with a remedy, or None."""
         needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
         on_right = "Pad on the right (tokenizer.padding_side = 'right')"
         if counting := [path for path in batch.tensors if path.endswith("_positions")]:  # positions of an answer

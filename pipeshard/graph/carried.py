@@ -184,11 +184,8 @@ def run_watched(tracer: Tracer, batch: Batch, real: Batch | None) -> Dataflow:
         for name in of_model:
             passing.pop(name, None)
 
-    quiet, tracer.listen = tracer.listen, listen
-    try:
+    with tracer.listening(listen):
         flow = tracer.run(batch, real)
-    finally:
-        tracer.listen = quiet
     return replace(flow, passing=tuple(passing.values()))
 
 
@@ -205,10 +202,9 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
         for record in records:
             record.look(call, is_through)
 
-    quiet, tracer.listen = tracer.listen, listen
     tracer.reset = before.restore
-    flow = replace(tracer.run(batch, real), passing=flow.passing)
-    tracer.listen = quiet
+    with tracer.listening(listen):
+        flow = replace(tracer.run(batch, real), passing=flow.passing)
     records = [record for record in records if record.writers]
     for record in records:
         record.end_first(tracer)

@@ -74,6 +74,15 @@ class Tracer:
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
         self.kept: Mapping[str, Sequence[Tensor]] = {}
 
+    @contextmanager
+    def listening(self, listen: Callable[[int | None, bool], None]) -> Iterator[None]:
+        """Context manager that sets `listen`."""
+        before, self.listen = self.listen, listen
+        try:
+            yield
+        finally:
+            self.listen = before
+
     @collector_paused()
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
         """Run the glue on `batch`, and return the Dataflow, with the shapes for the sizes of `batch` and no slopes.

@@ -10,7 +10,7 @@ from bitsandbytes import functional
 from torch import Tensor
 
 from pipeshard.split.packed import Rows
-from pipeshard.split.packed_linear import PackedLinear
+from pipeshard.split.packed_linear import PackedLinear, quantize_rows
 
 
 class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
@@ -55,10 +55,4 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
 def quantize_8bit(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
     """Quantize the rows in `parts` into `packed`, and return their scales. The result is that of bitsandbytes, bit for
     bit, which copies its input in higher precision."""
-    scales = torch.empty(len(packed), dtype=torch.float32, device=packed.device)
-    row = 0
-    for part in parts:
-        rows = slice(row, row + len(part))
-        packed[rows], scales[rows], _ = functional.int8_vectorwise_quant(part.to(torch.float16))
-        row = rows.stop
-    return scales
+    return quantize_rows(parts, packed, lambda part: functional.int8_vectorwise_quant(part.to(torch.float16))[:2])

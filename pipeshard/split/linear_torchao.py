@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchao.quantization import Int8Tensor, PerRow
 
 from pipeshard.split.packed import Rows
-from pipeshard.split.packed_linear import PackedLinear
+from pipeshard.split.packed_linear import PackedLinear, quantize_rows
 
 
 class LinearTorchao(PackedLinear, nn.Linear):
@@ -74,10 +74,9 @@ class _Product(torch.autograd.Function):
 def quantize_int8(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
     """Quantize the rows in `parts` into `packed`, and return their scales. The result is that of torchao, bit for bit,
     which copies its input in higher precision."""
-    scales, row = [], 0
-    for part in parts:
+
+    def quantize(part: Tensor) -> tuple[Tensor, Tensor]:
         quantized = Int8Tensor.from_hp(part, PerRow())
-        packed[row : row + len(part)] = quantized.qdata
-        scales.append(quantized.scale)
-        row += len(part)
-    return torch.cat(scales)
+        return quantized.qdata, quantized.scale
+
+    return quantize_rows(parts, packed, quantize)

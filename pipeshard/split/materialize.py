@@ -53,8 +53,8 @@ def shard(
 
 
 def trim() -> None:
-    """Return freed host memory to the system. glibc keeps freed blocks of up to 32 MB in the process, and uses them
-    again only for what fits between the blocks that are still in use."""
+    """Return freed host memory to the system. glibc keeps freed blocks of up to 32 MB in the process, and reuses
+    them only for blocks that fit into the gaps."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries
         ctypes.CDLL(None).malloc_trim(0)
 

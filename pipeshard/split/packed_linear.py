@@ -6,7 +6,7 @@ bitsandbytes' layers cast their bias in place, and some replace their weight.
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -101,3 +101,19 @@ class PackedLinear(Packed):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save only the parameters, under their own names: these names identify the parameters that a stage holds."""
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+def quantize_rows(
+    parts: Iterable[Tensor], packed: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Quantize the rows in `parts` into `packed`, and return their scales. `quantize` returns the values and the scales
+    of some rows."""
+    scales, row = torch.empty(0), 0
+    for part in parts:
+        values, of_part = quantize(part)
+        if row == 0:  # small tensors that are kept for each part would leave holes in the heap
+            scales = of_part.new_empty(len(packed), *of_part.shape[1:])
+        rows = slice(row, row + len(part))
+        packed[rows], scales[rows] = values, of_part
+        row = rows.stop
+    return scales

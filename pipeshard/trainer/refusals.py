@@ -109,7 +109,7 @@ OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrain
 
 def refuse_class(kind: type) -> None:
     """Raise ConfigurationError for a TRL Trainer that is not in OF_TRL, even if one of its base classes is, and for a
-    subclass of Trainer with a `_save` of its own."""
+    subclass of Trainer that overrides `_save`."""
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
     if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
