@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, takes_outputs_alone
-from pipeshard.batch.read import find_sample
 from pipeshard.config import AUTO, PipelineConfig
+from pipeshard.data.first_samples import find_sample
 from pipeshard.distributed.agreement import compare_ranks, optimizer_texts, take_first_weights
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.mesh import Grid

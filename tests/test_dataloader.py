@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,8 +28,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from pipeshard.batch.read import first_samples
+from pipeshard.data.first_samples import first_samples
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, UsageError
 
@@ -81,6 +84,13 @@ def make(**options: Any) -> ResumableDataLoader:
     if "generator" in options:
         options["generator"] = torch.Generator().manual_seed(options["generator"])
     return ResumableDataLoader(**{"dataset": Numbers(), "batch_size": 4, "seed": 3, **options})
+
+
+def masking() -> DataCollatorForLanguageModeling:
+    """A collator with a generator of its own, which it creates at its first call."""
+    words = Tokenizer(WordLevel({"[MASK]": 0, "[PAD]": 1, "a": 2}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]", pad_token="[PAD]")
+    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5, seed=3)
 
 
 def epochs(loader: ResumableDataLoader, count: int) -> list[list[Any]]:
@@ -813,6 +823,29 @@ def test_the_first_samples_leave_the_programs_generators() -> None:
     after = torch.rand(()), random.random(), np.random.rand()
     seeded_otherwise(1)
     assert after == (torch.rand(()), random.random(), np.random.rand())
+
+
+def test_the_first_samples_leave_the_generators_of_a_collator() -> None:
+    """transformers' collator with a seed makes its generator at its first call, which was boost's look at the data: all
+    later masks differed from those of one process, and its workers shared one generator."""
+    collator = masking()
+    loader = DataLoader([{"input_ids": [2] * 32} for _ in range(8)], batch_size=4, collate_fn=collator)
+    expected = next(iter(loader))["labels"]
+    state = collator.generator.get_state()
+    first_samples(loader)
+    assert torch.equal(collator.generator.get_state(), state)
+    collator.generator = None
+    first_samples(loader)
+    assert collator.generator is None
+    assert torch.equal(next(iter(loader))["labels"], expected)
+
+
+def test_a_collators_own_generator_is_seeded_from_its_first_batch() -> None:
+    """The generator of transformers' collator did not exist yet when the loader looked for generators to seed."""
+    samples: Any = [{"input_ids": [2] * 32} for _ in range(22)]
+    loaders = [make(dataset=samples, collate_fn=masking(), num_workers=count) for count in (0, 2)]
+    here, there = (torch.cat([batch["labels"] for batch in loader]) for loader in loaders)
+    assert torch.equal(here, there)
 
 
 def test_the_first_samples_of_any_loader() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import pipeshard
 from pipeshard.batch.criterion import own_loss
-from pipeshard.batch.read import first_samples
+from pipeshard.data.first_samples import first_samples
 from tests.pool import Pool
 from tests.trainer_suite import __main__ as suite
 from tests.trainer_suite.fleet import Fleet

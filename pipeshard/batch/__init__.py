@@ -7,6 +7,6 @@ A batch takes four steps from the dataloader to the model:
 3. `read.read_batch` assigns images, patches and sounds to samples; steps 1 to 3 make a `Batch`.
 4. `read.RowDims` compares each leaf with earlier batches, and resolves or reports ambiguous leaves.
 
-The engine then casts the batch to the precision of the model and calls `Batch.split`. `read.find_sample` returns the
-batch for the trace before the first step; `criterion` computes a loss from a batch and the model's output.
+The engine then casts the batch to the precision of the model and calls `Batch.split`. `criterion` computes a loss from
+a batch and the model's output.
 """

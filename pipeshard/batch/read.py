@@ -10,23 +10,19 @@ like a leaf that every microbatch needs in full. A leaf must therefore have the 
 ambiguous leaf is an error until `batch_dims` declares it. One of the architectures in docs/parity.md has such a leaf.
 """
 
-import copy
 import inspect
 import itertools
 import logging
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
-from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
-from pipeshard.batch.tree import is_keyed, tensors_in
+from pipeshard.batch.batch import Batch, BatchDims
+from pipeshard.batch.tree import tensors_in
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
     IDS,
@@ -285,7 +281,7 @@ def collate(samples: list[Any]) -> Any:
 
     Raises BatchError for lists of different lengths.
     """
-    if not (isinstance(samples[0], Mapping) and any(map(_is_numbers, samples[0].values()))):
+    if not (isinstance(samples[0], Mapping) and any(map(is_numbers, samples[0].values()))):
         return default_collate(samples)
     from transformers import default_data_collator
 
@@ -299,78 +295,9 @@ def collate(samples: list[Any]) -> Any:
         ) from error
 
 
-def first_samples(dataloader: DataLoader[Any]) -> Any:
-    """The dataset's first samples, collated by the dataloader's collate_fn; the loader's order and state do not change.
-
-    Returns None for a loader without a dataset or a collate_fn, for an empty dataset, and for a stream that cannot be
-    copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens.
-    """
-    dataset: Any = getattr(dataloader, "dataset", None)
-    collate_fn = getattr(dataloader, "collate_fn", None)
-    if collate_fn is None or dataset is None:
-        return None
-    size, sampler = getattr(dataloader, "batch_size", None), getattr(dataloader, "batch_sampler", None)
-    is_whole = size is None and sampler is None  # the dataset's entries are batches
-    size = 1 if is_whole else size or getattr(sampler, "batch_size", None) or 1
-    with _generators_kept():
-        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            samples = [dataset[k] for k in range(1 if is_whole else min(len(dataset), size))]
-        else:
-            samples = _first_of_stream(dataset, size)
-        if not samples:
-            return None
-        if is_whole:
-            return collate_fn(samples[0])
-        tokens = samples[0].get(IDS) if isinstance(samples[0], Mapping) else None
-        if collate_fn is default_collate and _is_numbers(tokens):
-            raise BatchError(
-                "the dataset's samples contain lists of tokens, which torch's default_collate does not stack: use "
-                "plugin.prepare_dataloader(dataset, batch_size), pass collate_fn=transformers.default_data_collator "
-                f"(or {COLLATORS}, which pad) to the DataLoader, or call dataset.with_format('torch')"
-            )
-        return collate_fn(samples)
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Context manager that restores torch's CPU generator, `random` and numpy on exit."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-
-
-def _first_of_stream(dataset: Any, count: int) -> list[Any]:
-    """The first samples of a copy of a stream, so that the stream itself does not advance.
-
-    Returns an empty list if the stream cannot be copied (it holds a generator, a socket or an open file) or cannot be
-    read in this process. The caller then uses dummy inputs or asks the user for a batch.
-    """
-    try:
-        copied = copy.deepcopy(dataset, {id(value): value for value in _constants(dataset)})
-        return list(itertools.islice(iter(copied), count))
-    except Exception as error:  # the user's own code, which raises again when training reads the stream
-        logger.debug("the first samples of %s cannot be read ahead: %s", type(dataset).__name__, error)
-        return []
-
-
-def _constants(dataset: Any) -> Iterator[Any]:
-    """The stream's data, which a copy of the stream shares: copying the data could double the memory."""
-    seen: set[int] = set()
-    while dataset is not None and id(dataset) not in seen:
-        seen.add(id(dataset))
-        for value in getattr(dataset, "__dict__", {}).values():
-            if isinstance(value, Tensor | np.ndarray | str | bytes) or hasattr(value, "__array_interface__"):
-                yield value
-        dataset = getattr(dataset, "dataset", None)
-
-
-def _is_numbers(value: Any) -> bool:
+def is_numbers(value: Any) -> bool:
     """Whether a value is a list of numbers, or a nested list of numbers."""
-    return isinstance(value, list) and (not value or isinstance(value[0], int | float) or _is_numbers(value[0]))
+    return isinstance(value, list) and (not value or isinstance(value[0], int | float) or is_numbers(value[0]))
 
 
 def dummy_inputs(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, Tensor]:
@@ -388,26 +315,3 @@ def dummy_inputs(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, 
         "(PipelinePlugin(dry_run_input=...), pipeshard.plan(model, batch, ...)), or pass a dataloader over a "
         "dataset to booster.boost. A streaming dataset must support copy.deepcopy"
     )
-
-
-def find_sample(
-    model: nn.Module,
-    dry_run_input: Any,
-    dataloader: DataLoader[Any] | None,
-    batch_dims: BatchDims,
-    size: int,
-    device: torch.device,
-) -> Batch:
-    """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), the dataset's first
-    samples, or otherwise dummy inputs for the model.
-
-    Raises BatchError if no batch can be read or generated, ConfigurationError if the batch lacks a declared path.
-    """
-    is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
-    data = dry_run_input(size, device) if is_function else dry_run_input
-    if data is None and dataloader is not None:
-        data = first_samples(dataloader)
-    batch = read_batch(model, dummy_inputs(model) if data is None else data, batch_dims)
-    if data is not None:
-        refuse_unknown(batch.paths, batch_dims)
-    return batch

@@ -86,7 +86,7 @@ def is_entered(value: Any) -> bool:
     """Whether the search visits the attributes of this object."""
     if isinstance(value, Sampler | Dataset | nn.Module):
         return not is_of_datasets(value)
-    return is_object(value)
+    return is_object(value) or "Collator" in type(value).__name__  # transformers' collators may hold a generator
 
 
 def is_of_datasets(value: Any) -> bool:
@@ -95,5 +95,9 @@ def is_of_datasets(value: Any) -> bool:
 
 
 def generators_of(*roots: Any) -> list[Any]:
-    """The random generators reachable from the roots, in an order that is the same on every rank."""
+    """The random generators reachable from the roots, in an order that is the same on every rank. Those that
+    transformers' collators with a seed create at their first call are created now."""
+    for value in reachable(*roots):
+        if hasattr(value, "create_rng") and value.seed is not None and value.generator is None:
+            value.create_rng()
     return [value for value in reachable(*roots) if is_generator(value)]

@@ -23,9 +23,9 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
-from pipeshard.batch.read import first_samples
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.training_state import random_state, set_random_state
+from pipeshard.data.first_samples import first_samples
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError

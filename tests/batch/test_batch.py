@@ -18,8 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from pipeshard import trace
 from pipeshard.batch.batch import Batch, check_declared, refuse_unknown
-from pipeshard.batch.read import RowDims, find_sample, read_batch
+from pipeshard.batch.read import RowDims, read_batch
 from pipeshard.batch.tree import tensors_in
+from pipeshard.data.first_samples import find_sample
 from pipeshard.engine.reader import digest
 from pipeshard.errors import BatchError, ConfigurationError
 

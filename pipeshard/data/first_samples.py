@@ -1,0 +1,124 @@
+"""First samples: the batch with which boost traces the model, read without advancing the user's data."""
+
+import copy
+import itertools
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
+from pipeshard.batch.read import COLLATORS, dummy_inputs, is_numbers, read_batch
+from pipeshard.batch.tree import is_keyed
+from pipeshard.data.reach import reachable
+from pipeshard.errors import BatchError
+from pipeshard.graph.places import content_of, is_generator, put
+from pipeshard.hf import IDS
+
+logger = logging.getLogger("pipeshard")
+
+
+def find_sample(
+    model: nn.Module,
+    dry_run_input: Any,
+    dataloader: DataLoader[Any] | None,
+    batch_dims: BatchDims,
+    size: int,
+    device: torch.device,
+) -> Batch:
+    """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), the dataset's first
+    samples, or otherwise dummy inputs for the model.
+
+    Raises BatchError if no batch can be read or generated, ConfigurationError if the batch lacks a declared path.
+    """
+    is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
+    data = dry_run_input(size, device) if is_function else dry_run_input
+    if data is None and dataloader is not None:
+        data = first_samples(dataloader)
+    batch = read_batch(model, dummy_inputs(model) if data is None else data, batch_dims)
+    if data is not None:
+        refuse_unknown(batch.paths, batch_dims)
+    return batch
+
+
+def first_samples(dataloader: DataLoader[Any]) -> Any:
+    """The dataset's first samples, collated by the dataloader's collate_fn; the loader's order and state do not change.
+
+    Returns None for a loader without a dataset or a collate_fn, for an empty dataset, and for a stream that cannot be
+    copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens.
+    """
+    dataset: Any = getattr(dataloader, "dataset", None)
+    collate_fn = getattr(dataloader, "collate_fn", None)
+    if collate_fn is None or dataset is None:
+        return None
+    size, sampler = getattr(dataloader, "batch_size", None), getattr(dataloader, "batch_sampler", None)
+    is_whole = size is None and sampler is None  # the dataset's entries are batches
+    size = 1 if is_whole else size or getattr(sampler, "batch_size", None) or 1
+    with _generators_kept(dataset, collate_fn):
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            samples = [dataset[k] for k in range(1 if is_whole else min(len(dataset), size))]
+        else:
+            samples = _first_of_stream(dataset, size)
+        if not samples:
+            return None
+        if is_whole:
+            return collate_fn(samples[0])
+        tokens = samples[0].get(IDS) if isinstance(samples[0], Mapping) else None
+        if collate_fn is default_collate and is_numbers(tokens):
+            raise BatchError(
+                "the dataset's samples contain lists of tokens, which torch's default_collate does not stack: use "
+                "plugin.prepare_dataloader(dataset, batch_size), pass collate_fn=transformers.default_data_collator "
+                f"(or {COLLATORS}, which pad) to the DataLoader, or call dataset.with_format('torch')"
+            )
+        return collate_fn(samples)
+
+
+@contextmanager
+def _generators_kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
+    """Context manager that restores the generators of the process, the dataset and the collator on exit. It also
+    removes a generator that a collator has created at its first call, as transformers' collators with a seed do."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    objects = list(reachable(dataset, collate_fn))
+    states = [(one, content_of(one, "state")["state"]) for one in objects if is_generator(one)]
+    without = [one for one in objects if getattr(one, "__dict__", {}).get("generator", one) is None]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        for generator, state in states:
+            put(generator, "state", "state", state)
+        for one in without:
+            one.generator = None
+
+
+def _first_of_stream(dataset: Any, count: int) -> list[Any]:
+    """The first samples of a copy of a stream, so that the stream itself does not advance.
+
+    Returns an empty list if the stream cannot be copied (it holds a generator, a socket or an open file) or cannot be
+    read in this process. The caller then uses dummy inputs or asks the user for a batch.
+    """
+    try:
+        copied = copy.deepcopy(dataset, {id(value): value for value in _constants(dataset)})
+        return list(itertools.islice(iter(copied), count))
+    except Exception as error:  # the user's own code, which raises again when training reads the stream
+        logger.debug("the first samples of %s cannot be read ahead: %s", type(dataset).__name__, error)
+        return []
+
+
+def _constants(dataset: Any) -> Iterator[Any]:
+    """The stream's data, which a copy of the stream shares: copying the data could double the memory."""
+    seen: set[int] = set()
+    while dataset is not None and id(dataset) not in seen:
+        seen.add(id(dataset))
+        for value in getattr(dataset, "__dict__", {}).values():
+            if isinstance(value, Tensor | np.ndarray | str | bytes) or hasattr(value, "__array_interface__"):
+                yield value
+        dataset = getattr(dataset, "dataset", None)
