@@ -7,6 +7,7 @@ import io
 import logging
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -31,6 +32,7 @@ from torch.utils.data import (
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from pipeshard.data.first_samples import first_samples
+from pipeshard.data.order import Order
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, UsageError
 
@@ -801,6 +803,34 @@ def test_combinations_are_refused_as_by_torch() -> None:
     ):
         with pytest.raises(ValueError, match=r"batch|shuffle|sampler|persistent"):
             make(**options)
+
+
+class Tokens(Stream):
+    """A stream of windows of a memory-mapped file, with more of them in a list."""
+
+    def __init__(self, folder: Path) -> None:
+        np.arange(2**20, dtype=np.uint16).tofile(folder / "train.bin")
+        self.tokens = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r")
+        self.windows = [[k] for k in range(5000)]
+        self.table = torch.zeros(2**19)
+        self.told: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.told.append(len(self.told))
+        return iter(self.tokens[:8].tolist())
+
+
+def test_the_data_of_a_stream_is_neither_copied_nor_saved(tmp_path: Path) -> None:
+    """A loader read all of a memory-mapped file of tokens into memory, once a rank, to compare it at each save."""
+    stream = Tokens(tmp_path)
+    order = Order(stream)
+    stream.told.append(7)
+    stream.tokens, tokens = None, stream.tokens  # type: ignore[assignment]
+    assert order.state() == {"0 Tokens": {"attributes": {"told": [7], "tokens": None}}}
+    stream.tokens, stream.windows = tokens, [[7]] * 2000  # another object is not the data
+    assert order.state() == {"0 Tokens": {"attributes": {"told": [7], "windows": [[7]] * 2000}}}
+    order.load_state({})
+    assert stream.told == [] and stream.tokens is tokens and len(stream.table) == 2**19
 
 
 def test_lists_of_tokens_become_tensors_as_in_the_trainer() -> None:

@@ -24,6 +24,9 @@ from pipeshard.errors import CheckpointError
 from pipeshard.graph.places import content_of, is_generator, put, slots
 from pipeshard.graph.rng import seed_generator
 
+Place = tuple[str, str]  # the key of a member, and the name of its attribute
+LARGE_BYTES, MANY_ENTRIES = 1 << 20, 1000  # larger arrays, and collections with more entries, are data of a stream
+
 
 class Order:
     """A sampler or stream and all objects that it holds, with their generators, epochs and states.
@@ -38,6 +41,10 @@ class Order:
         found = reachable(root, skip=lambda one: self._is_data(one) or not _may_order(one))
         # the samplers and streams, and the plain objects in which they may keep state
         self.members = [one for one in found if one is root or not isinstance(one, CONTAINERS)]
+        # the data that streams read, such as a memory-mapped file of tokens
+        self._data = {
+            place: value for place, value in self._values().items() if self._is_stream(place) and is_large(value)
+        }
         self._first = {place: copied_value(value) for place, value in self._plain_values().items()}
         self._told = list(map(_epoch, self.members))
 
@@ -126,9 +133,14 @@ class Order:
                 _give_back(members[key], name, value)
         self._told = list(map(_epoch, self.members))
 
-    def _plain_values(self) -> dict[tuple[str, str], Any]:
-        """The plain attributes of members without a `state_dict`, by the member's key and the attribute's name."""
-        values: dict[tuple[str, str], Any] = {}
+    def _plain_values(self) -> dict[Place, Any]:
+        """The attributes with plain values, except the data of streams, which is not part of their state."""
+        values = ((place, value) for place, value in self._values().items() if self._data.get(place, self) is not value)
+        return {place: value for place, value in values if is_plain(value)}
+
+    def _values(self) -> dict[Place, Any]:
+        """The attributes of members without a `state_dict`."""
+        values: dict[Place, Any] = {}
         for number, member in enumerate(self.members):
             if _has_state_dict(member) or is_of_datasets(member):
                 continue
@@ -136,8 +148,12 @@ class Order:
             held |= {name: getattr(member, name) for name in slots(member) if hasattr(member, name)}
             if hasattr(member, "set_epoch"):
                 held.pop("epoch", None)
-            values |= {(_key(number, member), name): value for name, value in held.items() if is_plain(value)}
+            values |= {(_key(number, member), name): value for name, value in held.items()}
         return values
+
+    def _is_stream(self, place: Place) -> bool:
+        number, _, _ = place[0].partition(" ")
+        return isinstance(self.members[int(number)], IterableDataset)
 
 
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
@@ -176,6 +192,13 @@ def _has_state_dict(member: Any) -> bool:
     except ValueError:  # it has no signature
         return True
     return True
+
+
+def is_large(value: Any) -> bool:
+    """Whether a stream's attribute has the size of data. A list of numbers or strings is copied fast at any size."""
+    if isinstance(value, np.ndarray | Tensor):
+        return isinstance(value, np.memmap) or value.nbytes > LARGE_BYTES
+    return isinstance(value, list | tuple | dict) and len(value) > MANY_ENTRIES and not _has_scalars(value)
 
 
 def is_plain(value: Any) -> bool:
