@@ -1,8 +1,8 @@
 """Clipping: computes the gradient norm of the full model, unscales the gradients, and clips them by this norm.
 
 torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage only. Here the norm covers the gradients
-on all ranks, and counts a parameter that several ranks hold once. The norm is computed once per step, by the first
-optimizer that steps.
+on all ranks, and each parameter counts once, even if several ranks hold it. The norm is computed once per step, by the
+first optimizer that steps.
 """
 
 import math
@@ -83,9 +83,9 @@ class ModelGradients:
         return next((sharded[id(tensor)] for tensor in tensors if id(tensor) in sharded), None)
 
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
-        """The parameter lists that a training loop may mistake for complete: this rank's parameters of the model, and
-        of each optimizer group. Each list is paired with the names of the parameters that it lacks because only other
-        stages train them or, with ZeRO, only other replicas update them."""
+        """The parameter lists that a training loop may mistake for complete: the model's parameters on this rank, and
+        the parameters in each optimizer group. Each list is paired with the names of the missing parameters, which only
+        other stages train or, with ZeRO, only other replicas update."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         wholes: list[tuple[list[Tensor], frozenset[str]]] = [(list(self._holders), elsewhere)]
         for optimizer in self._optimizers:
@@ -105,15 +105,14 @@ class ModelGradients:
 
     def follow(self, adopts: bool, shares: bool = True) -> bool:
         """Make parameters and master weights equal after the loop has written to either (see MasterWeight.follow).
-        Returns whether the replicas must then call `share`. If they cannot (`shares=False`), optimizers with ZeRO are
-        left out."""
+        Returns whether the replicas must then call `share`. With `shares=False`, optimizers with ZeRO are skipped."""
         followed = [optimizer.follow(adopts) for optimizer in self._optimizers if shares or not optimizer.zero]
         return any(followed)
 
     def complete(self) -> None:
-        """Sum the gradients that were added under `no_sync` over the ranks that hold each parameter, as an incomplete
-        window of accumulation leaves them at the end of an epoch. Raises UsageError on every rank if a loop has
-        modified them on any. Call it on all ranks."""
+        """Sum the gradients that were accumulated under `no_sync` over the ranks that hold each parameter. Such
+        gradients remain if an epoch ends within an accumulation window. Raises UsageError on every rank if a loop has
+        modified these gradients on any rank. Call it on all ranks."""
         if self.sync.is_partial:
             self._settle()
             if modified := [text for texts in gather_objects(self.sync.modified(), self.grid.world) for text in texts]:
@@ -145,7 +144,7 @@ class ModelGradients:
             optimizer.share()
 
     def added(self) -> None:
-        """Also assign the new gradients to the master weights, and record them, so that later changes are detected."""
+        """Assign the new gradients to the master weights as well, and record them to detect later changes."""
         for weight in self.weights.values():
             weight.lend_gradient()
         self.updates.added(self._holders)
@@ -198,7 +197,8 @@ class ModelGradients:
 
     def _counted(self) -> dict[nn.Parameter, int]:
         """The parameters whose gradients this rank contributes to the norm, with the number of ranks that contribute
-        the same gradient. With ZeRO, only owners contribute, since a loop can change gradients only in their groups."""
+        the same gradient. With ZeRO, only a parameter's owner contributes, since a loop can change the gradient only in
+        the owner's optimizer groups."""
         counted = dict(self._holders)
         for optimizer in self._optimizers:
             for weight in optimizer.weights.values() if optimizer.zero else ():

@@ -1,6 +1,7 @@
-"""Copies: the weights of an optimizer that have several copies, which are kept equal if a loop writes to one copy.
+"""Copies: the copies of an optimizer's weights, kept equal when a loop writes to one of them.
 
-A weight may have fp32 values beside its 16-bit parameter, values on the host beside those on the device, or replicas.
+A weight may have fp32 values in addition to its 16-bit parameter, values on the host in addition to those on the
+device, or a copy on each replica.
 """
 
 from collections import deque
@@ -25,8 +26,8 @@ State = tuple[int, int, int, int]
 
 
 class WeightCopies:
-    """Tracks writes to those of the `weights` that have several copies. With `zero`, one replica updates each weight
-    for all replicas."""
+    """Tracks writes to the `weights` that have several copies. With `zero`, one replica updates each weight for all
+    replicas."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], zero: bool, grid: Grid) -> None:
         self._weights, self._zero, self._grid = weights, zero, grid
@@ -36,7 +37,8 @@ class WeightCopies:
         self._noted: list[State] = []
 
     def watch(self) -> None:
-        """Track the weights that have several copies now. Writes to tensors that were tracked before are kept."""
+        """Track the weights that now have several copies. Tensors that are already tracked keep their recorded state,
+        so earlier writes to them are still detected."""
         before = dict(zip(map(id, self._tensors), self._noted, strict=True))
         self._watched = [weight for weight in self._weights.values() if self._zero or weight.is_double]
         self._tensors = [tensor for w in self._watched for tensor in (w.parameter, w.master)]
@@ -46,9 +48,9 @@ class WeightCopies:
         self._noted = [before.get(id(tensor), now) for tensor, now in zip(self._tensors, self._states())]
 
     def _states(self) -> list[State]:
-        """The versions and addresses of the tracked tensors, and how often a loop has read `data`, through which it can
-        write without a new version. A write to a DTensor changes the version of the DTensor, a write to its shard the
-        version of the shard."""
+        """The version, the address and the number of `data` reads of each tracked tensor. A loop can write through
+        `data` without changing the version. A write to a DTensor changes the version of the DTensor; a write to its
+        shard changes the version of the shard."""
         places = map(Tensor.data_ptr, self._locals)
         return [*zip(map(VERSION, self._tensors), map(VERSION, self._locals), places, map(reads, self._tensors))]
 
@@ -65,7 +67,7 @@ class WeightCopies:
         followed = []
         for k, weight in enumerate(self._watched):
             (one, other), (one_before, other_before) = (states[2 * k : 2 * k + 2] for states in (now, self._noted))
-            if other != other_before:  # a read of the parameter's data alone may be no write
+            if other != other_before:  # a read of the parameter's data does not imply a write
                 followed.append(weight.follow(one[:3] != one_before[:3], True, adopts))
             elif one != one_before:
                 followed.append(weight.follow(True, False, adopts))
@@ -85,9 +87,9 @@ class WeightCopies:
             return
         share_updates(self._weights.values(), self._grid.replicas)
         states = self._states()
-        self._noted[::2] = states[::2]  # a broadcast changes the version of the parameter that it sends, too
+        self._noted[::2] = states[::2]  # a broadcast also changes the version of the parameter that it sends
         for k, weight in enumerate(self._watched):
-            if not weight.is_double:  # a double weight has this replica as its owner, and was not received
+            if not weight.is_double:  # this replica owns each double weight, so it was not received
                 self._noted[2 * k + 1] = states[2 * k + 1]
 
     @property

@@ -2,9 +2,9 @@
 
 Examples are a radius computed from the norm of all gradients, a projection, a quantile, or noise that one generator
 produces for one parameter after another. With several stages, each rank computes such a value from the parameters of
-one stage only. A clamp, decay or average of each parameter separately is exact, and its values look the same. So in
-some updates, torch modes intercept all operators of the loop, and propagate parameter names from weights and gradients
-to all values computed from them.
+one stage only. A clamp, decay or average of each parameter separately is exact, but its values do not show the
+difference. So in some updates, torch modes intercept all operators of the loop, and propagate parameter names from
+weights and gradients to all values computed from them.
 """
 
 import weakref
@@ -52,8 +52,8 @@ NOTHING: frozenset[Source] = frozenset()
 
 class Coupling:
     """Watches the training loop between its calls to pipeshard, in the first updates of a model and in updates whose
-    number is a power of two. Tags are kept per storage, as in a trace (graph/taint.py), and separately for several
-    watched tensors in one storage. Deleting the model ends the watch."""
+    number is a power of two. Tags are kept per storage, as in a trace (graph/taint.py). If a storage contains several
+    watched tensors, each has its own tags. Deleting the model ends the watch."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
@@ -62,7 +62,7 @@ class Coupling:
         self._most = 0  # number of tags above which tags of freed storages are dropped
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
-        self._read, self._has_read = set[str](), False  # parameters that Python read; whether another rank has more
+        self._read, self._has_read = set[str](), False  # parameters read by Python; whether another rank's are missing
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), Readers(self)
@@ -82,7 +82,8 @@ class Coupling:
             self.begin()
 
     def begin(self) -> None:
-        """Start watching the loop, if this update is to be watched and only other ranks train some parameters."""
+        """Start watching the loop, if this update is to be watched and some parameters are trained only on other
+        ranks."""
         count = self._updates.count
         if self._is_watching or not (count < FIRST or count & (count - 1) == 0):
             return
@@ -185,7 +186,7 @@ class Coupling:
         numbers = [] if "norm" in func.name() else [_number(each) for each in inputs if self._is_number(each)]
         if self._has_read:
             tags |= set(map(Number, numbers))
-        elif numbers and tags:  # the loop has used the values read so far, which are all on this rank
+        elif numbers and tags:  # the loop has used the values read so far, and none of another rank is missing
             self._read.clear()
         for tensor in written:
             keeps = not overwrites or tensor.numel() * tensor.itemsize < tensor.untyped_storage().nbytes()
@@ -210,8 +211,8 @@ class Coupling:
             self._has_read = self._rest(self._read) is not None
 
     def _stream(self, args: Any, kwargs: Any) -> frozenset[Source]:
-        """The Stream, in a set, of the random numbers that an operator is about to generate; a new Stream if the
-        generator was just seeded."""
+        """A set with the Stream of the random numbers that an operator is about to generate. A generator that was just
+        seeded gets a new Stream."""
         tensor = next(tensors_in([args]), None)
         device = torch.device(kwargs.get("device") or (tensor.device if tensor is not None else "cpu"))
         default = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
@@ -266,7 +267,7 @@ DRAWN = (
 
 
 class Watching:
-    """Base class of the torch modes, whose reference to their Coupling is weak."""
+    """Base class of the torch modes. A mode has only a weak reference to its Coupling."""
 
     def __init__(self, coupling: Coupling) -> None:
         super().__init__()
@@ -280,7 +281,7 @@ class Watching:
 
 class Operators(Watching, DispatchMode):
     """Passes each operator of a loop to its Coupling. Increments the versions of tensors that a foreach or fused
-    operator writes to, which torch does not do in a mode."""
+    operator writes to, since torch does not do so in a mode."""
 
     supports_higher_order_operators = True
 
@@ -305,6 +306,6 @@ class Readers(Watching, TorchFunctionMode):
 
 
 def end_of_deleted() -> None:
-    """Exit the modes of deleted models. A finalizer cannot do this, since it may run inside an operator, where a mode
-    must not be exited. Until they are exited, these modes only pass operators on."""
+    """Exit the modes of deleted models. A finalizer cannot do this: it may run inside an operator, and a mode must not
+    be exited there. Until then, the modes of a deleted model run every operator unchanged."""
     leave_below(*(mode for mode in modes_entered() if isinstance(mode, Watching) and mode.is_over))

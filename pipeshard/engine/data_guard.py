@@ -1,7 +1,7 @@
-"""Data guard: counts how often a loop reads `parameter.data`, through which it can write without a new version.
+"""Data guard: counts how often a loop reads `parameter.data`, since a write through it does not change the version.
 
-Such a write, as in `parameter.data.clamp_(-c, c)`, does not change `_version`. The guard is a property of nn.Parameter,
-and is installed while a boosted model is alive.
+One example of such a write is `parameter.data.clamp_(-c, c)`. The guard is a property of nn.Parameter, and is installed
+while a boosted model is alive.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Dependent: a microbatch whose forward fails, although the forward of its full batch succeeds.
 
 An input may contain sample indices (graph edges, bag offsets), or a dimension may equal the batch size only by
-coincidence. The model then fails on some microbatch, with an error that does not say how to change the microbatches. So
-if a microbatch fails, pipeshard tries the full batch.
+coincidence. The model then fails on a microbatch, and its error names no remedy. So if a microbatch fails, pipeshard
+also runs the full batch, and raises BatchError if this succeeds.
 """
 
 import traceback
@@ -31,7 +31,7 @@ def is_of_model(error: BaseException) -> bool:
 
 
 def failing(batch: Batch, parts: Sequence[Batch], run: Callable[[Batch], object]) -> tuple[int, Exception] | None:
-    """The index of the first microbatch in `parts` for which `run` fails, and its error. None if no microbatch fails,
+    """The index of the first microbatch in `parts` for which `run` fails, and the error. None if no microbatch fails,
     if the full `batch` also fails, or if there is only one microbatch."""
     if parts[0].rows == batch.rows or _error(run, batch) is not None:
         return None

@@ -31,7 +31,7 @@ def traced(
     Dataflow."""
     try:
         return sample, trace(model, sample, criterion, cuts=cuts, device=device)
-    except TraceError as error:  # the model may require the number of samples of a microbatch
+    except TraceError as error:  # the model may accept only as many samples as a microbatch has
         sample = sample.split(*config.cut)[0]
         with suppress(TraceError):
             return sample, trace(model, sample, criterion, cuts=cuts, device=device)

@@ -73,8 +73,8 @@ class Unseen(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The arguments of a step. `loss` is whether the step returns its loss, `is_exact` whether a proven rule gives the
-    shares of the microbatch losses, and `weight` the factor of the step's loss."""
+    """The arguments of a step. `loss`: whether the step returns its loss. `is_exact`: whether a proven rule gives the
+    shares of the microbatch losses. `weight`: the factor of the step's loss."""
 
     criterion: Criterion | None
     train: bool
@@ -85,8 +85,8 @@ class Asked(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A microbatch of the last step. On the last stage's rank, `share` is the factor of the microbatch's loss (if
-    `summed`, of the sum that the criterion returned for it) in the loss of the step."""
+    """A microbatch of the last step. On the last stage's rank, the step's loss contains the microbatch's loss times
+    `share` or, if `summed`, the sum that the criterion returned times `share`."""
 
     share: float
     summed: bool

@@ -1,7 +1,7 @@
 """FSDP: shards the held units of a stage across the replicas, with torch's fully_shard.
 
 torch gathers parameters and reduces gradients in hooks that run before and after every forward and backward. A pipeline
-stage exits the model's forward with an exception in its last unit, which skips later hooks, and may run other
+stage exits the model's forward with an exception in its last unit, so later hooks do not run. It may also run other
 microbatches between a microbatch's forward and backward. So this module removes the hooks and does their work once per
 step, as torch.distributed.pipelining does. The functions at the top wrap torch's private FSDP APIs.
 """
@@ -121,7 +121,7 @@ class ShardedUnits:
         self.reshard()
 
     def reshard(self) -> None:
-        """End a step without gradients."""
+        """Reshard the parameters at the end of a step."""
         for module in self.groups:
             module.reshard()
 
@@ -138,8 +138,8 @@ class ShardedUnits:
             _post_backward(module)
 
     def _fill(self, module: Any) -> None:
-        """Make gradients dense, which torch reduces, and missing ones zeros, which torch would skip on this replica
-        only."""
+        """Convert sparse gradients to dense ones, and replace missing gradients with zeros: torch reduces only dense
+        gradients, and would skip missing gradients on this replica only."""
         for parameter in _fsdp_parameters(module):
             unsharded = parameter._unsharded_param
             if unsharded.requires_grad and unsharded.grad is None:

@@ -28,9 +28,10 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """Parameters, by name, that all ranks of `group` hold: the stages of a tie, data-parallel replicas, tensor-parallel
-    ranks, or a combination. Their gradients have the same dtype, and are all-reduced as one flat tensor: for a `tie` or
-    shards, at the end of a step; otherwise when the `stages` of this rank that use the parameters have finished."""
+    """Parameters, by name, that all ranks of `group` hold. These ranks are the stages of a tie, data-parallel replicas,
+    tensor-parallel ranks, or a combination. The gradients have the same dtype, and are all-reduced as one flat tensor.
+    A `tie` and shards are all-reduced at the end of a step, other parameters when the `stages` of this rank that use
+    them have finished."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: frozenset[int], tie: bool
@@ -178,7 +179,7 @@ class GradientSync:
 
     def stage_done(self, stage: int) -> None:
         """Record that a stage has finished, and start to reduce each bucket whose stages on this rank have all
-        finished. Ties are reduced in `finish`, and so are shards, whose reduce-scatter has only started here."""
+        finished. Ties are reduced in `finish`, and so are shards, since their reduce-scatter only starts here."""
         self._done.add(stage)
         if self.sharded is not None:
             self.sharded.stages_done(self._done)

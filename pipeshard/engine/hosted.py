@@ -1,8 +1,8 @@
-"""Hosted weight: a MasterWeight whose values are in host memory, and with them the optimizer's states and its step.
+"""Hosted weight: a MasterWeight whose values and optimizer state are in host memory, where the optimizer updates them.
 
 A gradient stays on the device, on the model's parameter, until the optimizer has called its pre-hooks. Only then is it
-copied to the host, so that no other code can change one of two copies. ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840)
-also updates the values on the host.
+copied to the host, so that no other code can change just one of the two copies. ZeRO-Offload (Ren et al. 2021,
+arXiv:2101.06840) also updates the values on the host.
 """
 
 import weakref
@@ -25,8 +25,9 @@ def stored_grad(tensor: Tensor) -> Tensor | None:
 
 
 class HostParameter(nn.Parameter):
-    """The `master` of a HostedWeight. Reading its gradient outside the optimizer's update would give None, and a loop
-    that clips gradients would silently skip it, so it raises UsageError while the parameter has a gradient."""
+    """The `master` of a HostedWeight. Outside the optimizer's update, it has no gradient, and a loop that clips
+    gradients would silently skip it. So outside the update, reading `grad` raises UsageError if the model's parameter
+    has a gradient, and setting a gradient always raises UsageError."""
 
     pipeshard_weight: "weakref.ref[HostedWeight]"
 
@@ -86,7 +87,7 @@ class HostedWeight(MasterWeight):
         return not isinstance(self.master, HostParameter)
 
     def complete(self) -> None:
-        """Copy the values to the host. Until then, `master` has fp32 values of a 16-bit parameter on the device."""
+        """Copy the values to the host. Until then, `master` has the fp32 values of a 16-bit parameter on the device."""
         if self.is_double:
             self.follow(is_written=True, is_master_written=False, adopts=True)
         value = self.master.detach()
@@ -103,12 +104,11 @@ class HostedWeight(MasterWeight):
         """Do nothing: `master` has no gradient that a loop could replace."""
 
     def lend_gradient(self) -> None:
-        """Do nothing: `take_gradient` follows."""
+        """Do nothing: `take_gradient` copies the gradient later."""
 
     @torch.no_grad()
     def take_gradient(self) -> None:
-        """Copy the parameter's gradient to `master` for the update that follows, unless it is the one that `master`
-        already has."""
+        """Copy the parameter's gradient to `master` for the next update, unless `master` already has this gradient."""
         given = _mark(self.parameter.grad)
         if self.is_updating and _same(given, self._given):
             return

@@ -1,8 +1,7 @@
 """Interpreter: runs one rank's actions of a Program on its stages, and sends and receives messages with a P2P.
 
 torch.distributed.pipelining has a hand-written loop for each schedule. Here a schedule is data, and its messages are
-also actions, so one loop runs every schedule, and the Program that was proven free of deadlocks is the Program that
-runs.
+also actions, so one loop runs every schedule. The Program that runs is the Program that was proven free of deadlocks.
 """
 
 import contextlib

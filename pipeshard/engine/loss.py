@@ -1,7 +1,7 @@
 """Loss rule: the formula that gives the loss of a batch from the losses of its microbatches.
 
 The mean over a batch is not the mean of the microbatches' means if microbatches have different numbers of samples or
-valid labels. A weighted mean divides by a number that only the criterion knows. Gradient accumulation usually ignores
+valid labels. A weighted mean divides by a number that only the criterion has. Gradient accumulation usually ignores
 both problems.
 """
 

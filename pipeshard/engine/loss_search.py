@@ -170,8 +170,8 @@ class _Search:
         return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
     def is_sum_of_means(self) -> bool:
-        """Whether the loss is one of transformers' own, all labels in the batch are valid, and the loss is then a mean
-        over samples, even if it sums means over several kinds of labels."""
+        """Whether the loss is one of transformers' own, all labels in the batch are valid, and the loss is a mean over
+        samples in trials with valid labels only. This includes a sum of means over several kinds of labels."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
         return self.sizes is None and not ignored and self.rule(valid=True) is not None
@@ -264,8 +264,8 @@ class _Search:
         return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
 
     def _slopes_hold(self, rule: LossRule) -> bool:
-        """Whether the rule also holds for gradients. A rule that holds for losses may not: a loss divided by its own
-        detached value is always 1, but its gradient is divided by a mean over the whole batch."""
+        """Whether the rule also holds for gradients. A rule that holds for losses may not hold for gradients: a loss
+        divided by its own detached value is always 1, but its gradient is divided by a mean over the whole batch."""
         if self.sizes is None:
             return True
         for number in range(len(self.cuts)):

@@ -60,8 +60,8 @@ class LossShares:
     def of(
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None, rule: LossRule
     ) -> list[float]:
-        """The share of each microbatch of one batch. On stages other than the last, which do not need shares, each is
-        1.0."""
+        """The share of each microbatch of one batch. Stages other than the last do not need shares: there, each share
+        is 1.0."""
         if not self.is_last:
             return [1.0] * len(batches)
         counts = self._counts(batches, ways, criterion) if rule.counted else ()
@@ -92,7 +92,7 @@ class LossShares:
         criterion: Criterion | None,
         world: dist.ProcessGroup,
     ) -> None:
-        """Find the rules for these batches. Call it on all ranks, including ranks that already know the rules for their
+        """Find the rules for these batches. Call it on all ranks, including ranks that already have the rules for their
         own batches.
 
         If a rank fails, it raises its own error, and the other ranks raise ConfigurationError.

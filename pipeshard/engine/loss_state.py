@@ -21,16 +21,16 @@ from pipeshard.private import tree_leaves
 from pipeshard.split.materialize import is_released
 
 MOST_IN_BATCH = 64  # larger tensors of a batch are not compared
-LIBRARIES = {"torch", "transformers"}  # the losses that their modules compute have no such values
+LIBRARIES = {"torch", "transformers"}  # the losses of their modules do not depend on such values
 COMPARED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 COMPARED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 MOST_ELEMENTS = 2**20  # larger tensors are not compared
 
 
 class LossState:
-    """The values that the user has set in tensors of the model: buffers, tensors in attributes or in their lists and
-    dicts, frozen parameters. Changes made by forwards do not count. Of the modules inside units, which seldom compute a
-    loss, only those with a class of the user's own have such values."""
+    """The values that the user has set in tensors of the model: buffers, frozen parameters, and tensors in attributes
+    or in lists and dicts that are attributes. Changes made by forwards do not count. Modules inside units seldom
+    compute a loss, so those of torch and transformers are skipped."""
 
     def __init__(self, model: nn.Module) -> None:
         of_units = {module for unit in find_units(model).values() for module in unit.modules()}

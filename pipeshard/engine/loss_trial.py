@@ -206,7 +206,7 @@ def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Normally distributed values. Beyond REPEATED elements, the values repeat, which takes a tenth of the time."""
+    """Normally distributed values. Beyond REPEATED elements, the values repeat: repeating takes a tenth of the time."""
     count = math.prod(shape)
     if count <= REPEATED:
         return torch.randn(tuple(shape), generator=generator)

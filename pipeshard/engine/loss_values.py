@@ -112,14 +112,14 @@ class Values:
         return torch.where(leaf.isnan(), self._chosen(self.valid, leaf, generator), leaf) if self.has_nan else leaf
 
     def moved(self, leaf: Tensor, scale: Tensor, up: bool) -> Tensor:
-        """The leaf with its values moved towards 0 or, with `up`, towards the highest value: this distance is
-        multiplied by `scale` (0 to 1). A loss may have a threshold."""
+        """The leaf with its values moved towards 0 or, with `up`, towards the highest value, since a loss may have a
+        threshold. The distance of each value from this target is multiplied by `scale` (0 to 1)."""
         return self.high - (self.high - leaf) * scale if up else leaf * scale
 
     def draw(self, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
-        """The values of draw `number` for a leaf like `leaf`: random valid values, some replaced by marks. In each
-        sample, at least one entry is not a mark. With one entry per sample, only one sample is a mark. Successive draws
-        use all marks in turn."""
+        """The values of draw `number` for a leaf like `leaf`: random valid values, some replaced by marks. In a sample
+        with several entries, at least one entry is not a mark. If each sample has one entry, exactly one entry is a
+        mark. Successive draws use all marks in turn."""
         values = self._chosen(self.valid, leaf, generator)
         if not len(self.drawn):
             return values

@@ -97,7 +97,7 @@ class MasterWeight:
 
     @property
     def is_double(self) -> bool:
-        """Whether an optimizer updates values that have their own memory, and that the model does not compute with."""
+        """Whether an optimizer updates values in separate memory, with which the model does not compute."""
         return self.master.dtype != self.parameter.dtype
 
     @property
@@ -108,7 +108,7 @@ class MasterWeight:
     @torch.no_grad()
     def follow(self, is_written: bool, is_master_written: bool, adopts: bool) -> bool:
         """Make the parameter and the values of `master` equal after a loop has written to one of them. Returns whether
-        they are now equal. Raises UsageError if it has written different values to both.
+        they are now equal. Raises UsageError if the loop has written different values to both.
 
         A write to `master` is always copied to the parameter. If `adopts`, a write to the parameter is copied to
         `master`, but only in the elements that differ: replacing and restoring a 16-bit parameter does not change its
@@ -172,8 +172,9 @@ class MasterWeight:
 
     @torch.no_grad()
     def load(self, value: Tensor) -> bool:
-        """Load this rank's shard of the full tensor `value` of a checkpoint, but keep fp32 values that round to it, as
-        they may be those of this checkpoint, already loaded with an optimizer. Returns whether they were kept."""
+        """Load this rank's shard of the full tensor `value` of a checkpoint. If the current fp32 values round to this
+        shard, keep them: they may already have been loaded with the checkpoint's optimizer state. Returns whether they
+        were kept."""
         part = slice_like(value, self.parameter).to(self.master.device)
         is_kept = self.is_precise and part.dtype is self._computed_in and torch.equal(self.master.to(part.dtype), part)
         self.set_part(self.master.detach() if is_kept else part)
@@ -184,7 +185,7 @@ class MasterWeight:
         self.set_part(self.master.detach().to(self._computed_in))
 
     def blank(self) -> None:
-        """Mark fp32 values that are not loaded yet as unknown: their memory may contain those of an earlier model."""
+        """Mark fp32 values that are not loaded yet as unknown: their memory may contain values of an earlier model."""
         if self.is_precise:
             self.master.data.fill_(math.nan)
 
@@ -195,12 +196,13 @@ class MasterWeight:
 
     @property
     def is_precise(self) -> bool:
-        """Whether this rank has values of a higher precision than that in which the model computes."""
+        """Whether this rank has values of a higher precision than the model's compute dtype."""
         return self._computed_in is not self.master.dtype
 
     @property
     def _computed_in(self) -> torch.dtype:
-        """The dtype in which the model computes with the parameter. FSDP casts it when it gathers the shards."""
+        """The dtype in which the model computes with the parameter. FSDP casts the parameter when it gathers the
+        shards."""
         return getattr(self.parameter, "pipeshard_dtype", self.parameter.dtype)
 
     @torch.no_grad()

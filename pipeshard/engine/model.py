@@ -168,7 +168,8 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including those that `no_sync` has left, which with fsdp are not in `.grad` yet."""
+        """Clear the gradients, including gradients accumulated under `no_sync`, which are not yet in `.grad` with
+        fsdp."""
         self.pipeline.sync.reset(self.pipeline.held_parameters().keys())
         self.module.zero_grad(set_to_none)
 

@@ -73,8 +73,9 @@ class NormGuard(Guard):
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
         """Raise UsageError if `held` contains all of this rank's parameters with gradients in the model or in an
-        optimizer group, and none of those that other stages hold or other replicas update: the split has selected
-        `held`, not the user. Also raise it if the gradients are shards or are multiplied by the loss scale."""
+        optimizer group, but no parameter that another stage holds or another replica updates: the split has then
+        selected `held`, not the user. Also raise UsageError if the gradients are shards or are multiplied by the loss
+        scale."""
         if held and gradients.is_scaled:
             raise UsageError(
                 f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "

@@ -79,7 +79,7 @@ def has_own_memory(device: torch.device) -> bool:
 
 
 class Block:
-    """The host copy of a storage. `here` is its copy on the device after `load`, and None before."""
+    """The host copy of a storage. After `load`, `here` is the new copy on the device; before, it is None."""
 
     def __init__(self, transfer: Transfer, storage: torch.UntypedStorage) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)

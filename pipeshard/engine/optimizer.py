@@ -3,7 +3,7 @@
 PipelineOptimizer wraps the user's optimizer object, since LR schedulers reference this object, and any subclass of
 torch.optim.Optimizer must work. It replaces the parameters in the groups with this rank's master weights. With ZeRO,
 one replica of each stage owns a weight (`assign_owners`): it keeps the optimizer state, and broadcasts the updated
-values to the other replicas. torch's ZeroRedundancyOptimizer would create new optimizers, over one process group.
+values to the other replicas. torch's ZeroRedundancyOptimizer would create new optimizers for a single process group.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -301,7 +301,7 @@ class PipelineOptimizer(Optimizer):
 
     def refuse_alone(self, kind: str) -> None:
         """Raise UsageError if an optimizer of class `kind` (the inner optimizer, or one inside it) steps outside this
-        object's `step`, and therefore without clipping, unscaling or synchronization that the step needs."""
+        object's `step`, and so would omit clipping, unscaling or synchronization that the step needs."""
         if not self.is_stepping and (self._shares or not self.is_plain):
             raise UsageError(
                 f"this {kind} was passed to boost, and its own step does not clip, unscale or synchronize its updates: "
@@ -441,7 +441,8 @@ class PipelineOptimizer(Optimizer):
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
         """Return the gradient norm of the whole model that the last `step` or `clip_grad_by_norm` computed before
-        clipping. Otherwise, compute the norm of the current gradients, for which every rank must call this method."""
+        clipping. If neither has computed it, compute the norm of the current gradients: every rank must then call this
+        method."""
         if self.gradients.norm is not None and self.gradients.norm_type == norm_type:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):
@@ -461,8 +462,8 @@ def _shape(value: Any) -> Any:
 
 
 def _moved(value: Any, parameter: Tensor, master: Tensor) -> Any:
-    """A value of the state of `parameter` on the device of `master`. A tensor that the optimizer keeps on another
-    device than the parameter, as most keep their step counts, is returned unchanged."""
+    """A state value of `parameter`, moved to the device of `master`. A tensor that is not on the parameter's device,
+    such as the step count in most optimizers, is returned unchanged."""
     return value.to(master.device) if isinstance(value, Tensor) and value.device == parameter.device else value
 
 

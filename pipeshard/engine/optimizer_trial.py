@@ -141,8 +141,8 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
 
 
 def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Tensor]:
-    """Return small random tensors for the first `few` parameters of each group (None: for all), with `sliced` only for
-    parameters with several rows."""
+    """Return small random tensors for the first `few` parameters of each group (for all if None). With `sliced`, only
+    parameters with several rows are included."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
         (k, j): [min(size, SIZE) for size in parameter.shape]
@@ -261,7 +261,7 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
 
 
 def _speed_up(group: dict[str, Any]) -> None:
-    """Raise a learning rate near 0, with which no update could be compared: a warm-up may begin with 0."""
+    """Replace a learning rate near 0, at which updates cannot be compared. A warm-up may begin with 0."""
     rate = group.get("lr")
     if isinstance(rate, Tensor) and rate.numel() == 1 and abs(float(rate)) < SLOWEST:
         group["lr"] = torch.full_like(rate, USUAL_RATE)

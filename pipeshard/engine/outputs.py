@@ -23,7 +23,7 @@ from pipeshard.graph.shapes import TensorSpec
 from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_only, tree_tensors, tree_unflatten
 
 ReturnOutputs = bool | str | Collection[str] | Callable[[Any, Any], Any]
-NUMERIC = "biufc"  # the kinds of numpy's dtypes that torch has, too
+NUMERIC = "biufc"  # the kinds of numpy dtypes that torch also has
 BACKWARD = (
     "execute_pipeline already runs the backward pass and accumulates the gradients in .grad: remove "
     "booster.backward(...) and loss.backward()"
@@ -131,7 +131,7 @@ class Outputs:
 
     @property
     def has_nan(self) -> bool:
-        """Whether a kept result contains a NaN, as the placeholders for values that were not sent do."""
+        """Whether a kept result contains a NaN. Placeholders for values that were not sent are NaN."""
         with_values = (tensor for tensor in tree_tensors(self.kept) if not tensor.is_meta)
         return any(bool(tensor.isnan().any()) for tensor in with_values if tensor.is_floating_point())
 
@@ -189,8 +189,8 @@ class Outputs:
         return tree_unflatten(leaves, tree)
 
     def _refuse_lists(self, named: Sequence[tuple[str, Any]], flow: Dataflow) -> None:
-        """Raise UsageError if the output has another structure in each microbatch, or a list with one entry per sample.
-        `named` are the leaves of the first output."""
+        """Raise UsageError if the output's structure differs between microbatches, or if the output contains a list
+        with one entry per sample. `named` are the leaves of the first output, with their names."""
         if len({str(tree_flatten(output)[1]) for output in self.kept}) > 1:
             raise _unmergeable("(its structure)", "depends on the number of samples")
         rows = self._batches[0].rows
@@ -255,9 +255,9 @@ class Outputs:
 def _spans(
     name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, places: Sequence[Place]
 ) -> dict[int, list[Span]]:
-    """Map each sequence dimension of an output to the Spans of the microbatches. A sequence dimension grows with the
-    number of positions in the trace (unless the trace has not varied this number), and has this size in every
-    microbatch. Raises UsageError for any other dimension that grows in the trace or differs between microbatches."""
+    """Map each sequence dimension of an output to the Spans of the microbatches. In every microbatch, the size of a
+    sequence dimension is the number of positions. In the trace, the dimension grows with this number (if the trace has
+    varied it). Raises UsageError for any other dimension that grows in the trace or differs between microbatches."""
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
     groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
     known = {path for group in groups for path in group}

@@ -138,9 +138,9 @@ class HeldParameters:
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
 
     def problems(self, is_whole: bool) -> list[str]:
-        """Return messages about hooks that would receive a part of a gradient. `is_whole` is whether a step has one
-        microbatch and no slices. Warns once about gradient hooks, since only linear hooks are exact if they run on each
-        microbatch's gradient."""
+        """Return error messages about hooks that would not run or would receive a part of a gradient, and about partial
+        gradients that were modified. `is_whole` means that a step has one microbatch and no slices. Warns once about
+        gradient hooks, since only linear hooks are exact if they run on each microbatch's gradient."""
         problems = self.sync.problems() + [
             f"{name} has a gradient hook that would not run: {why}. Remove the hook, and modify the gradient between "
             "execute_pipeline and optimizer.step"
@@ -170,9 +170,9 @@ class HeldParameters:
         """Yield the name of each parameter with a hook that autograd never calls, and the reason."""
         for name, weight in self.weights.items():
             if isinstance(weight.parameter, DTensor) and weight.parameter._backward_hooks:
-                yield name, "with fsdp, tp_size and ep_size, a step computes with other tensors than this shard"
+                yield name, "with fsdp, tp_size and ep_size, a step computes with other tensors than the parameter's shard"
             if weight.master is not weight.parameter and has_hooks(weight.master):
-                yield name, "the tensor in the optimizer's groups is not that with which the model computes"
+                yield name, "the model does not compute with the tensor in the optimizer's groups"
 
     def _is_in_one(self, name: str) -> bool:
         """Whether only one of this rank's stages uses the parameter."""

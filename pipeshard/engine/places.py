@@ -9,9 +9,9 @@ from pipeshard.errors import UsageError
 
 
 class Places:
-    """Records the places of the modules in `model` and of its parameters. A module that is assigned after boost (a new
-    head, an adapter) would not be split: its gradients would not be summed, and other ranks would not have it. With
-    FSDP, the places of parameters have their shards, except during a step."""
+    """Records the places of the modules and parameters of `model`. A module that is assigned after boost (a new head,
+    an adapter) would not be split: its gradients would not be summed, and other ranks would not have it. With FSDP, the
+    places of parameters contain shards, except during a step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [

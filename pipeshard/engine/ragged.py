@@ -1,8 +1,8 @@
 """Ragged: groups samples of different lengths into microbatches by tokens, and removes padding that no sample needs.
 
-A position is padding if its attention mask is 0 and its labels are ignored. Without a mask, the decoder positions of an
-encoder-decoder model are padding after the last label. Padding is removed from every tensor that has these positions.
-Neither a sum over valid labels nor masked attention depends on padding; the proof at boost checks this.
+A position is padding if its attention mask is 0 and its labels are ignored. Without a mask, the positions after the
+last label are padding in the decoder of an encoder-decoder model. Padding is removed from every tensor that has these
+positions. Neither a sum over valid labels nor masked attention depends on padding; the proof at boost checks this.
 """
 
 from collections.abc import Mapping, Sequence
@@ -168,8 +168,8 @@ class Ragged:
 
     def _used(self, name: str, batch: Batch, total: int) -> Tensor | None:
         """Return a boolean tensor (samples, positions) that is False for padding, or None if neither a mask nor labels
-        determine the padding. Without a mask, only decoder labels do, since decoder positions do not attend to later
-        positions."""
+        determine the padding. Without a mask, only decoder labels determine it, since decoder positions do not attend
+        to later positions."""
         mask = self._mask(name, batch, total)
         counted = [] if mask is None else [mask != 0]
         if mask is not None or name == DECODER:
@@ -260,7 +260,8 @@ class Ragged:
         }
 
         def unpredicted(path: str, leaf: Tensor, dim: int | None) -> Tensor:
-            """The labels without those of the first tokens, which the model would predict from padding."""
+            """The labels, except that the labels of the first tokens are ignored: the model would predict them from
+            padding."""
             side = sides.get(self._side_of(path))
             if side is None or path not in targets(batch.tensors) or not self._dims(path, batch, side.total):
                 return leaf

@@ -99,8 +99,8 @@ class Recording:
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
 
     def _beside_others(self, rank: int) -> str:
-        """Return text that compares a rank's busy time with the median rank's, or "" unless the rank is a straggler or
-        its stage is too large."""
+        """Return text that compares a rank's busy time with the median rank's if the rank is a straggler (or its stage
+        is too large), otherwise ""."""
         median = statistics.median_low(self.busy)
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""

@@ -204,8 +204,9 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
 
 
 def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]], remedy: str) -> None:
-    """Raise ConfigurationError or BatchError if a module scales noise or computes RoPE frequencies by the number of
-    positions, and a batch in `cut` has parts with fewer positions. `remedy` keeps a batch's positions together."""
+    """Raise ConfigurationError or BatchError if a module scales noise or computes RoPE frequencies from the number of
+    positions, and a batch in `cut` has parts with fewer positions. `remedy` is the message's advice for keeping a
+    batch's positions together."""
     modules = dict(model.named_modules())
     for name in (name for name, module in modules.items() if adds_noise(module)):
         raise ConfigurationError(

@@ -55,7 +55,7 @@ class Routes:
         return self._sliced[key]
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
-        """Raise TraceError if glue reads a parameter that its stage has released: with another batch, glue may take a
+        """Raise TraceError if glue reads a parameter that the stage has released: with another batch, glue may take a
         different path than at boost."""
         uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
         for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:

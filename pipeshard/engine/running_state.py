@@ -64,7 +64,7 @@ class Carry:
 
     @contextmanager
     def _passing(self, route: Route) -> Iterator[None]:
-        """Context manager for a forward on a stage that stops before the end of the model's forward. On exit, restores
+        """Context manager for a forward that its stage stops before the end of the model's forward. On exit, restores
         the state that glue would have restored later (a depth counter, a list of losses)."""
         paths = route.flow.passing if route.stop is not None else ()
         places = [Place(self.model, path) for path in paths]
@@ -117,7 +117,8 @@ class Moments(NamedTuple):
         return cls(size, mean.double(), variance.double() * size)
 
     def merged(self, other: "Moments") -> "Moments":
-        """The moments of both inputs (Chan et al. 1979). Differences of sums of squares would cancel out."""
+        """The moments of both inputs (Chan et al. 1979). Subtracting sums of squares would lose precision by
+        cancellation."""
         size, difference = self.size + other.size, other.mean - self.mean
         mean = self.mean + difference * (other.size / size)
         between = difference.square() * (self.size * other.size / size)

@@ -77,7 +77,7 @@ class NaNCheck:
             return
         if not bool(torch.isfinite(torch.stack(foreach_norm(list(named.values())))).all()):
             broken = [name for name, grad in named.items() if not _is_finite(grad)]
-            if broken:  # otherwise only the norm overflows; backward computes the last gradient first
+            if broken:  # otherwise only the norm overflows. Backward computes the last gradient first
                 self._stop(f"the gradient of {broken[-1]} is not finite {when}")
 
     def _broken(self) -> str | None:
@@ -304,8 +304,8 @@ class Stage:
                 )
 
     def _note_reached(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
-        """Record which inputs have received a gradient from microbatch i, and for which a custom backward of the model
-        returned None."""
+        """Record which inputs have received a gradient from microbatch i, and for which inputs a custom backward of the
+        model returned None."""
         route = self.microbatches[i].route
         flow, missing = route.flow, []
         self._flows[id(flow)] = flow  # keeps its id valid

@@ -86,8 +86,8 @@ GUARD = StepGuard()
 
 
 def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Boosted]) -> Mapping[Tensor, str]:
-    """Map each parameter of the model, and each tensor that an optimizer updates in its place, to the parameter's name
-    in the model."""
+    """Map each of `parameters` that is a parameter of the model, or that an optimizer updates in place of one, to the
+    parameter's name in the model."""
     named: dict[Tensor, str] = {}
     for parameter in parameters:
         names = (gradients.names, *(optimizer.names for optimizer in boosted))
@@ -100,9 +100,9 @@ def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Bo
 def _check_related(
     optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list[Boosted]
 ) -> None:
-    """Raise UsageError if the step is not allowed. Allowed are steps inside a boosted optimizer's step, on the same
-    tensors, and steps of an optimizer that contains a boosted optimizer or is inside one, if these steps leave no
-    copies of parameters stale."""
+    """Raise UsageError unless the step is allowed. A step inside a boosted optimizer's step is allowed if it updates
+    the same tensors. A step of an optimizer that contains a boosted optimizer or is inside one is allowed if it leaves
+    no copy of a parameter stale."""
     kind = type(optimizer).__name__
     if stepping := next((other for other in boosted if other.is_stepping), None):
         for parameter, name in named.items():

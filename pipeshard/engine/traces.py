@@ -296,9 +296,9 @@ class Traces:
     def refuse_other_way(
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup, train: bool
     ) -> None:
-        """Trace the batch again after a NaN loss, which results that were not sent may have caused; without `train`, as
-        under no_grad. Raises TraceError on all ranks if on any rank the new trace reads different unit results than
-        `flow`. Does nothing for a Dataflow that was already confirmed."""
+        """Trace the batch again after a NaN loss, since results that were not sent may have caused the NaN. Without
+        `train`, the trace runs as under no_grad. Raises TraceError on all ranks if the new trace on any rank reads
+        different unit results than `flow`. Does nothing for a Dataflow that was already confirmed."""
         if (id(flow), train) in self._confirmed:
             return
         now, then = (

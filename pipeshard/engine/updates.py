@@ -65,8 +65,8 @@ class Told(NamedTuple):
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
         numbered: by parameter, the numbers that the loop used in writes after it had read several parameters
             (engine/coupling.py).
-        dropped: for each update since the last step and for now, whether the gradients of that step were cleared.
-        is_graded: whether that step has computed gradients on the rank.
+        dropped: whether the gradients of the last step were cleared, at each update since then and now.
+        is_graded: whether the last step has computed gradients on the rank.
     """
 
     used: dict[str, dict[str, Any]]
@@ -314,7 +314,7 @@ WARNED = (
     "optimizer.clip_grad_by_norm(max_norm) or optimizer.get_grad_norm()"
 )
 TOGETHER = (
-    "Stages then train differently. Call optimizer.zero_grad() on every rank. If the loop decides by a value, use a "
+    "Stages then train differently. Call optimizer.zero_grad() on every rank. If this depends on a value, use a "
     "value that all ranks have: the loss that execute_pipeline returns, or optimizer.get_grad_norm() on every rank"
 )
 NUMBERED = (

@@ -1,4 +1,4 @@
-"""Ways: each rank's path through the microbatches of a step, which must be the same on all ranks of a pipeline.
+"""Ways: the paths of a step's microbatches through the model, which must be the same on all ranks of a pipeline.
 
 No message has a header: sender and receiver compute its size from their own traces. A unit that cannot run on shapes
 alone is traced with values, which are zeros for a parameter that another stage holds. If a shape or a number that the

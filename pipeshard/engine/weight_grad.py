@@ -93,7 +93,7 @@ class Deferral:
         self.layers = {module: kind for module in modules if (kind := deferring_function(module)) is not None}
         self.whole = False
         self._pending: list[Gradients] | None = None
-        self._within: Node | None = None  # a node that only the pass that fills the list executes
+        self._within: Node | None = None  # a node executed only by the backward pass that fills the list
 
     @contextmanager
     def installed(self, lookups: bool = False) -> Iterator[None]:

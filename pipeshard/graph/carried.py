@@ -1,10 +1,10 @@
 """Carried: state that the glue of one forward leaves for the next, such as counters, statistics and generators.
 
 In one process, this state needs no handling. In a pipeline, every stage runs the glue. So for each place with such
-state, a stage needs to know the last call of a forward at which the place changes, the unit results from which the
-state is computed, and the readers of the state in the next forward. Two additional runs of the glue determine this: the
-first run watches the places before and after every call, and the second run starts from the state that the first run
-left.
+state, a stage needs three facts: the last call of a forward at which the place changes, the unit results from which the
+state is computed, and the readers of the state in the next forward. Two additional runs of the glue determine these
+facts: the first run watches the places before and after every call, and the second run starts from the state that the
+first run left.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,8 +167,8 @@ class _Record:
 
 
 def run_watched(tracer: Tracer, batch: Batch, real: Batch | None) -> Dataflow:
-    """Run the glue on `batch`, and return the Dataflow, with `passing` listing the places outside the modules in units
-    that differ from their start after some call, but not at the end."""
+    """Run the glue on `batch`, and return the Dataflow. Its `passing` lists the places outside the modules in units
+    whose values differ from those at the start after some call, but not at the end."""
     inside = (module for unit in tracer.units.values() for module in unit.modules() if module is not unit)
     before = Snapshot({"": tracer.model}, without=inside)
     passing: dict[str, Path] = {}
@@ -190,8 +190,8 @@ def run_watched(tracer: Tracer, batch: Batch, real: Batch | None) -> Dataflow:
 
 
 def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, flow: Dataflow) -> Dataflow:
-    """Return `flow`, the tracer's Dataflow for `batch`, with `carried` listing the places of the model that have
-    changed since `before`. If any place has changed, the tracer runs again."""
+    """Return `flow`, the tracer's Dataflow for `batch`. Its `carried` lists the places of the model that have changed
+    since `before`. If any place has changed, the tracer runs again."""
     paths = {format_path(path): path for path in _changed(tracer.model, before)}
     if not paths:
         return flow

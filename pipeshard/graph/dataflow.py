@@ -60,8 +60,8 @@ class Call:
     `leaves` are the TensorSpecs and constants of all parts, in order. The gradient of leaf k flows to
     `differentiated[k]`: the read values from which the leaf was computed differentiably. `flops` and `elements`
     (computed by the call's operators) are counted for one forward at the traced size; `flops` include the operators of
-    glue that read parameters before the call. `writes` says whether the call changes an argument in place, `is_cut`
-    whether the unit is a CutPoint.
+    glue that read parameters before the call. `writes` is True if the call changes an argument in place, and `is_cut`
+    if the unit is a CutPoint.
     """
 
     unit: str
@@ -77,7 +77,8 @@ class Call:
     @property
     def answered(self) -> Iterator[tuple[Part, range]]:
         """The parts that a stage without the unit must reproduce, each with the range of its leaf indices. A part that
-        a hook inside the unit leaves is omitted if it contains no tensor, since such a hook counts runs of the unit."""
+        a hook inside the unit leaves is omitted if it contains no tensor, since such a hook only counts runs of the
+        unit."""
         start = 0
         for part in self.parts:
             numbers = range(start, start + part.tree.num_leaves)
@@ -129,19 +130,19 @@ class Dataflow:
 
     `outputs` are the tensor leaves of the model's output, as (path, Reads, TensorSpec). `written` are values that are
     changed in place after they were computed. `decisions` are the lines of glue that branch on an activation before the
-    last call. `late_decisions` are the lines of the forward that do so after the last call; `has_branches` says whether
-    the forward or the criterion does. `consulted` are the leaves of the batch on which glue branches, or to which it
-    writes (`rewritten`). The Dataflow is specific to the values of the leaves `watched`, such as image sizes and masks
-    used as indices. `glue_random` says whether glue uses random numbers, `python_random` whether any code uses `random`
-    or numpy's generator. `tail` is the number of flops of glue's operators on parameters after the last call. `touched`
-    are the values that operators of glue received. `questions` are the decisions of glue on the batch's values: the
-    Dataflow is valid only for batches with the same answers. `hooks` are the gradient hooks that glue registers,
-    `carried` the places with state for the next forward, `passing` the places that the forward changes and restores
-    before it ends. `together` lists the first and the last call in each of the model's own checkpoints, whose backward
-    runs these calls again. `valued` are the units that were visited with values, since they do not run on meta.
-    `deciders` are the modules outside units that were running when glue branched, and that could be units.
-    `differentiated` are the values that receive a gradient of the loss through glue.
-    `counts_results` says whether the criterion returns a count that depends on unit results.
+    last call. `late_decisions` are the lines of the forward that branch on an activation after the last call.
+    `has_branches` is True if the forward or the criterion does so after the last call. `consulted` are the leaves of
+    the batch on which glue branches, or to which it writes (`rewritten`). The Dataflow is specific to the values of the
+    leaves `watched`, such as image sizes and masks used as indices. `glue_random` is True if glue uses random numbers,
+    and `python_random` if any code uses `random` or numpy's generator. `tail` is the number of flops of glue's
+    operators on parameters after the last call. `touched` are the values that operators of glue received. `questions`
+    are the decisions of glue on the batch's values: the Dataflow is valid only for batches with the same answers.
+    `hooks` are the gradient hooks that glue registers, `carried` the places with state for the next forward, `passing`
+    the places that the forward changes and restores before it ends. `together` lists the first and the last call in
+    each of the model's own checkpoints, whose backward runs these calls again. `valued` are the units that were visited
+    with values, since they do not run on meta. `deciders` are the modules outside units that were running when glue
+    branched, and that could be units. `differentiated` are the values that receive a gradient of the loss through glue.
+    `counts_results` is True if the criterion returns a count that depends on unit results.
     """
 
     calls: tuple[Call, ...]

@@ -1,4 +1,5 @@
-"""Meter: the work of each unit call in a trace and the memory that autograd saves in it, at the batch's sizes."""
+"""Meter: the work of each traced unit call, and the memory that autograd saves during the call, at the batch's
+sizes."""
 
 from __future__ import annotations
 

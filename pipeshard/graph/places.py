@@ -1,8 +1,8 @@
 """Places: the locations where Python code can keep a value, and functions that read and restore these values.
 
 A model's code leaves values in attributes, slots, lists, dicts, closures, globals, classes and random generators. Torch
-tracks only registered parameters and buffers. In this module, each of these objects is a holder: its content can be
-listed, compared and replaced. A place is one entry of a holder, given by the path of steps to the entry.
+tracks only registered parameters and buffers. In this module, each object that keeps such values is a holder: its
+content can be listed, compared and replaced. A place is one entry of a holder, given by the path of steps to the entry.
 """
 
 import functools

@@ -137,8 +137,8 @@ class Recipes:
     """For each tensor that glue computed from the batch alone, the operators that computed the tensor."""
 
     def __init__(self, device: torch.device, batch: Batch | None = None, real: Batch | None = None) -> None:
-        """If the traced `batch` is a shorter version of a batch, pass this batch as `real`: its values answer the
-        questions."""
+        """If the traced `batch` is a shortened batch, pass the original batch as `real`: the questions are then
+        evaluated on the values of `real`."""
         self.device, self.real = device, real
         self.questions: list[Question] = []
         self._sizes = {} if batch is None or real is None else _products(batch, real)
@@ -157,8 +157,8 @@ class Recipes:
         self._results[output] = _Result(output._version, func, args, kwargs)
 
     def ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Question:
-        """Record and return the question whose last operator is `func`. If the answer is a bool, it is recomputed for
-        the real batch if possible."""
+        """Record and return the question whose last operator is `func`. If possible, a bool answer is recomputed for
+        the real batch."""
         steps: list[Operator] = []
         is_known = self._follow(func, args, kwargs, steps, {})
         question = Question(tuple(steps) if is_known else None, answer, self.device, paths)

@@ -19,11 +19,11 @@ from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
 class Randomness:
     """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so that a dropout mask is
     the same for every p. In a forward-only call, the hash also contains the number of the call since the last training
-    step. For each `model` but 0, the hash also contains the model's number.
+    step. For each `model` except 0, the hash also contains the model's number.
 
     A position is a unit call or the glue before the call. Every stage that runs this code uses the same random numbers
     as the unsplit model. Torch is always seeded, for dropout. `random` and numpy take longer to seed, and are seeded
-    only if `python` is True, since the model uses them (LayerDrop, masked features).
+    only if `python` is True: the model then uses them (LayerDrop, masked features).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -149,7 +149,7 @@ def python_state() -> tuple[object, ...]:
     return random.getstate(), str(of_numpy["state"]["key"].tobytes()), of_numpy["state"]["pos"]
 
 
-MOST_REPEATS = 1 << 16  # the maximum number of kept Repeats: under another runtime, steps have no end that clears them
+MOST_REPEATS = 1 << 16  # the maximum number of kept Repeats: other runtimes do not clear them at the end of a step
 
 
 def own_checkpoint() -> object:

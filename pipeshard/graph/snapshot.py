@@ -1,4 +1,4 @@
-"""Snapshot: a record of the state that code can reach from some objects and change, to find later changes.
+"""Snapshot: a record of the mutable state that code can reach from some objects, used to find later changes.
 
 The state that a unit or glue leaves behind is found by comparison: everything that the code can reach is recorded
 before a run, and compared after the run. So no list of the ways in which models leave state is needed. Copies would not
@@ -238,7 +238,7 @@ class Flags:
         self.values: dict[int, dict[int, Tensor]] = {}  # by state and id: values of tensors that count
         self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
-        self.unsure: set[int] = set()  # states in which no step has shown which places it changes
+        self.unsure: set[int] = set()  # states in which no step has run yet: the places that it changes are unknown
         self.now = self.next = 0  # the number of the current state, and of the next new one
 
     def number(self) -> int:

@@ -97,7 +97,7 @@ class Taint(DispatchMode):
     """
 
     def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
-        """Pass `recipes` if the values of a batch other than the traced batch should answer the questions of glue."""
+        """Pass `recipes` to evaluate the questions of glue on the values of another batch than the traced one."""
         super().__init__()
         self.device = device
         self.recipes = recipes or Recipes(device)
@@ -131,8 +131,8 @@ class Taint(DispatchMode):
         return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
 
     def reached(self, tensor: Tensor) -> frozenset[Value]:
-        """The values that receive a gradient if `tensor` receives one, by autograd's graph, which ends at a detach or a
-        comparison."""
+        """The values that receive a gradient if `tensor` receives one, according to autograd's graph, which ends at a
+        detach or a comparison."""
         found, seen = set[Value](), set[Node]()
         stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
         while stack:
