@@ -71,7 +71,7 @@ class HostedWeight(MasterWeight):
     """A MasterWeight whose `master` is in host memory as soon as an optimizer trains the parameter.
 
     Attributes:
-        is_updating: whether the optimizer updates `master` now, so that `master` has a gradient.
+        is_updating: whether the optimizer is updating `master`. Only then does `master` have a gradient.
     """
 
     is_updating = False

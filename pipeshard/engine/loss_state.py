@@ -30,7 +30,7 @@ MOST_ELEMENTS = 2**20  # larger tensors are not compared
 class LossState:
     """The values that the user has set in tensors of the model: buffers, frozen parameters, and tensors in attributes
     or in lists and dicts that are attributes. Changes made by forwards do not count. Modules inside units seldom
-    compute a loss, so those of torch and transformers are skipped."""
+    compute a loss, so torch's and transformers' modules there are skipped."""
 
     def __init__(self, model: nn.Module) -> None:
         of_units = {module for unit in find_units(model).values() for module in unit.modules()}

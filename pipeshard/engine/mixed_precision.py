@@ -56,7 +56,7 @@ class LossScale:
 
 
 def copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Copy the attributes that the user has set on a parameter to another one that replaces it."""
+    """Copy the attributes that the user has set on a parameter to the parameter that replaces it."""
     vars(other).update({key: value for key, value in vars(parameter).items() if not key.startswith("pipeshard_")})
 
 
@@ -120,9 +120,9 @@ class MasterWeight:
             if is_master_written and not torch.equal(value.nan_to_num(), rounded.nan_to_num()):
                 raise UsageError(
                     f"the loop has written to both the model's parameter {self.name} and its tensor in "
-                    "optimizer.param_groups, which has separate values with 16 bits and with offload='optimizer', "
-                    "so one of the writes would be lost: write to one of them between two calls of execute_pipeline "
-                    "or optimizer.step"
+                    "optimizer.param_groups. With precision='bf16' or 'fp16', and with offload='optimizer', these have "
+                    "separate values, so one of the writes would be lost: write to only one of them between two calls "
+                    "of execute_pipeline or optimizer.step"
                 )
             if not is_master_written:
                 if not adopts:

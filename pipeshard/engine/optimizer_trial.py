@@ -119,8 +119,8 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
 
 
 def own_methods(optimizer: Optimizer) -> list[str]:
-    """Return the names of the public methods that the optimizer's class adds to torch's Optimizer, that need no
-    arguments and that read `param_groups`, in the order of definition (SAM's first_step before its second_step)."""
+    """Return the names of the public methods that the optimizer's class adds to torch's Optimizer, if they need no
+    arguments and read `param_groups`. They are in the order of definition (SAM's first_step before its second_step)."""
     found: dict[str, None] = {}
     for kind in reversed(type(optimizer).__mro__):
         if kind is object or issubclass(Optimizer, kind) or kind.__module__.startswith("torch."):

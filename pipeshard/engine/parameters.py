@@ -170,7 +170,7 @@ class HeldParameters:
         """Yield the name of each parameter with a hook that autograd never calls, and the reason."""
         for name, weight in self.weights.items():
             if isinstance(weight.parameter, DTensor) and weight.parameter._backward_hooks:
-                yield name, "with fsdp, tp_size and ep_size, a step computes with other tensors than the parameter's shard"
+                yield name, "with fsdp, tp_size and ep_size, a step does not compute with the parameter's shard"
             if weight.master is not weight.parameter and has_hooks(weight.master):
                 yield name, "the model does not compute with the tensor in the optimizer's groups"
 

@@ -242,15 +242,15 @@ class Ragged:
         return replace(batch.take(torch.tensor(rows)).map(narrowed), place=Place(tuple(rows), spans))
 
     def padded(self, batch: Batch) -> Batch:
-        """Return the batch with 25 % more positions, which are all padding, so every microbatch has padding to
+        """Return the batch with 25 % more positions, all of them padding, so that every microbatch has padding to
         remove."""
         totals = {name: side.total for name, side in self._sides(batch).items()}
         totals = {name: total for name, total in totals.items() if self._used(name, batch, total) is not None}
         return self._extended(batch, totals, on_left=False)
 
     def left_padded(self, batch: Batch) -> Batch | None:
-        """Return the batch with 25 % more positions, which are all padding on the left, or None if left padding of such
-        batches is not removed: the batch has padding on the right, or left padding would count."""
+        """Return the batch with 25 % more positions, all of them padding on the left. Returns None if left padding of
+        such batches is not removed, because the batch has padding on the right or left padding would count."""
         sides = {
             name: side
             for name, side in self._sides(batch).items()
@@ -273,7 +273,7 @@ class Ragged:
         return self._extended(batch.map(unpredicted), totals, on_left=True) if totals else None
 
     def _extended(self, batch: Batch, totals: Mapping[str, int], on_left: bool) -> Batch:
-        """The batch with 25 % more positions of these sides, which are all padding."""
+        """The batch with 25 % more positions on these sides, all of them padding."""
         fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}
 
         def fill(path: str, leaf: Tensor, dim: int | None) -> Tensor:

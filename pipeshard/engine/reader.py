@@ -82,9 +82,8 @@ class News(NamedTuple):
 class Agreement(NamedTuple):
     """The result of comparing all ranks' reports. `seed` is the first rank's seed, which all ranks use for random
     numbers. `parts` contains the number of microbatches of each replica, and `news` is the bitwise OR of all ranks'
-    `news`. `alike` is whether the ranks of each replica have the same ways, and `updated_alike` is whether the last
-    updates of all ranks had the same options and factors. `repeated` are the replicas whose batch another replica also
-    has."""
+    `news`. `alike` is True if the ranks of each replica have the same ways, and `updated_alike` if the last updates of
+    all ranks had the same options and factors. `repeated` are the replicas whose batch another replica also has."""
 
     seed: int
     parts: list[int]

@@ -198,7 +198,7 @@ class _Deferred:
 
     def _may_defer(self, x: Tensor) -> bool:
         weight, bias = map(self.module._parameters.get, ("weight", "bias"))
-        if weight is None or hasattr(type(self.module), "bias"):  # computed by the layer, which must do so only once
+        if weight is None or hasattr(type(self.module), "bias"):  # the layer computes it, and must do so only once
             return False
         if not torch.is_grad_enabled() or not (_is_deferrable(weight) and (bias is None or _is_ordinary(bias))):
             return False

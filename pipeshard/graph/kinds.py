@@ -96,8 +96,8 @@ class Kind:
 
     `watched` are the paths of the modules whose attribute reads were recorded, `read` the attributes that the call
     read. `leaves` are the leaves of all `parts`. For each leaf, `reached` lists the inputs that receive a gradient from
-    it, and `reached_aside` the other values that receive one. `shares` are the pairs (leaf, input) and `twins` the
-    pairs (leaf, earlier leaf) that share memory. `written` are the inputs that the call writes to, `met` the tags of
+    the leaf, and `reached_aside` the other values that do. `shares` are the pairs (leaf, input) and `twins` the pairs
+    (leaf, earlier leaf) that share memory. `written` are the inputs that the call writes to, `met` the tags of
     everything that the call reads except its inputs and parameters. `own` are the values of the unit's smallest
     tensors, since sizes may depend on these values, or None for a visit on meta.
     """

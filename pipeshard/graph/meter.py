@@ -1,5 +1,4 @@
-"""Meter: the work of each traced unit call, and the memory that autograd saves during the call, at the batch's
-sizes."""
+"""Meter: each traced unit call's work, and the memory that autograd saves during the call, at the batch's sizes."""
 
 from __future__ import annotations
 

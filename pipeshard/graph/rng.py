@@ -30,7 +30,7 @@ class Randomness:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[device.index])
-        self.model = 0  # number of the model among those of its plugin
+        self.model = 0  # number of the model among the plugin's models
         self._key: tuple[int, ...] = (0, 0, 0)
         self._first = 0
         self.python = True

@@ -185,7 +185,7 @@ class Taint(DispatchMode):
         """Run an operator of glue, and return the result and its tags."""
         if any(tensor.is_nested for tensor in inputs):
             raise TraceError(
-                f"{_where()} uses a nested tensor between layers, but other stages do not know its row lengths. "
+                f"{_where()} uses a nested tensor between layers, but other stages do not have its row lengths. "
                 "Pass padded tensors between layers, and create nested tensors inside the forward of each layer"
             )
         packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
