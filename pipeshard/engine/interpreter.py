@@ -25,8 +25,8 @@ MAX_PENDING_SENDS = 4  # for a P2P that does not report completion
 
 
 class Interpreter:
-    """Runs actions in order. Waits for a receive when its tensors are needed, and for a send at the end of the run or,
-    if the P2P does not report completion, once `MAX_PENDING_SENDS` more sends have started.
+    """Runs actions in order. Waits for a receive when its tensors are needed, and for a send at the end of the run. If
+    the P2P does not report completion, at most `MAX_PENDING_SENDS` sends are pending.
 
     `placement[s]` is the rank of stage s; `timeline` contains the times of the last run. Under torch.profiler, each
     action is a range with its own name.

@@ -133,7 +133,7 @@ class Samples:
         """`batch` with a random number of valid labels in each sample, and `ignore` as its other labels. A sample with
         three or more labels has at least two valid ones. With one label per sample, all samples but one have a valid
         label. In every other draw, the valid labels of long samples are spread over the sample, with fewer towards the
-        end, since code that processes chunks of positions may fail for a chunk without labels."""
+        end: code that processes chunks of positions may fail for a chunk without labels."""
         mask = batch.by_sample(MASK) if MASK in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 

@@ -1,9 +1,9 @@
 """Mixed precision: 16-bit parameters or operators, with fp32 values and gradients.
 
 torch.autocast casts per operator and keeps fp32 parameters, which need twice the memory and bandwidth of 16-bit
-parameters. Here, a stage's parameters are cast as `from_pretrained(dtype=...)` would cast them (parameters that an
-architecture keeps in fp32 stay in fp32), and each trained parameter has fp32 values in its MasterWeight. Optimizers
-only update MasterWeights. Autocast is available as an option.
+parameters. Here, a stage's parameters are cast as `from_pretrained(dtype=...)` would cast them: parameters that an
+architecture keeps in fp32 stay in fp32. Each trained parameter has fp32 values in its MasterWeight. Optimizers only
+update MasterWeights. Autocast is available as an option.
 """
 
 import contextlib

@@ -72,9 +72,9 @@ class NormGuard(Guard):
             self._check(held, gradients, "get_total_norm")
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
-        """Raise UsageError if `held` contains all of this rank's parameters with gradients in the model or in an
-        optimizer group, but no parameter that another stage holds or another replica updates: the split has then
-        selected `held`, not the user. Also raise UsageError if the gradients are shards or are multiplied by the loss
+        """Raise UsageError if the split has selected `held`, not the user: `held` contains all of this rank's
+        parameters with gradients in the model or in an optimizer group, but no parameter that another stage holds or
+        another replica updates. Also raise UsageError if the gradients are shards or are multiplied by the loss
         scale."""
         if held and gradients.is_scaled:
             raise UsageError(

@@ -301,7 +301,7 @@ class PipelineOptimizer(Optimizer):
 
     def refuse_alone(self, kind: str) -> None:
         """Raise UsageError if an optimizer of class `kind` (the inner optimizer, or one inside it) steps outside this
-        object's `step`, and so would omit clipping, unscaling or synchronization that the step needs."""
+        object's `step`, although the update needs clipping, unscaling or synchronization."""
         if not self.is_stepping and (self._shares or not self.is_plain):
             raise UsageError(
                 f"this {kind} was passed to boost, and its own step does not clip, unscale or synchronize its updates: "

@@ -81,9 +81,9 @@ def looks_at_whole(optimizer: Optimizer) -> bool:
 
 
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:
-    """Return the largest difference between the updates of one optimizer and of two optimizers that each have half of
-    its parameters (with `sliced`, half of the rows of each parameter), relative to the largest update of the same step.
-    The optimizer's own methods are tested in addition to `step`."""
+    """Compare the updates of one optimizer with those of two optimizers that each have half of its parameters (with
+    `sliced`, half of the rows of each parameter). Return the largest difference, relative to the largest update of the
+    same step. The optimizer's own methods are tested in addition to `step`."""
     try:
         return _gap_of_few(optimizer, model, sliced, FEW)
     except Exception:  # the optimizer may need all parameters

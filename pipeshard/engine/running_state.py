@@ -1,6 +1,6 @@
 """Running state: state in the model that one forward passes to the next, kept separately for each stage of a rank.
 
-Every stage runs the glue once per microbatch, in the order of the microbatches, so state that glue updates (counters,
+Every stage runs the glue once per microbatch, in the order of the microbatches. So state that glue updates (counters,
 generators, values computed from the batch) is the same on all stages as in the unsplit model. State computed from unit
 results is correct on the stages that have these results, and only these stages read it; on other stages, the state is
 not updated. Batch norm is handled separately: with `deferred`, its running statistics are updated once per step, from

@@ -142,7 +142,7 @@ class Stage:
 
     The last stage computes the loss. `loss` is the sum of the microbatches' losses, each times its share, and `outputs`
     keeps the requested outputs of the model. Forwards run inside `around()` and `carry(route)`. If `deferral` is
-    installed, a split `backward` defers weight gradients to `weight`, and any other `backward` defers only the weight
+    installed, a split `backward` defers weight gradients to `weight`. Any other `backward` defers only the weight
     gradients of large embeddings, until its end. `listener` receives the arguments of unit calls with a cache. With
     `offload`, activations are kept on the host until their backward.
     """
@@ -330,8 +330,8 @@ class Stage:
             if place in self._before:
                 why = (
                     " in this step, but received one in an earlier step: a unit detaches or omits it, depending on a "
-                    "counter or on tensor values. Detach or omit it always or never, as set by an attribute between "
-                    "steps, or multiply it by zero"
+                    "counter or on tensor values. Detach or omit it in every forward or in none (an attribute that you "
+                    "set between steps may decide), or multiply it by zero"
                 )
             elif place in self.dropped:
                 why = (
@@ -342,7 +342,8 @@ class Stage:
             else:
                 why = (
                     ", although the trace recorded one: a unit detaches or omits it, depending on tensor values. "
-                    "Detach or omit it always or never, multiply it by zero, or cut elsewhere (partition=[...])"
+                    "Detach or omit it in every forward or in none, multiply it by zero, or cut elsewhere "
+                    "(partition=[...])"
                 )
             key, value = place
             raise TraceError(

@@ -102,9 +102,9 @@ class Stages:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Context manager for a step's actions. Layers defer their weight gradients to W (in a step without W, only
-        large embeddings do, to the end of each B), forwards share autocast's casts, and deferred batch norm updates its
-        running statistics on exit."""
+        """Context manager for a step's actions. Layers defer their weight gradients to W; in a step without W, only
+        large embeddings defer them, to the end of each B. Forwards share autocast's casts, and deferred batch norm
+        updates its running statistics on exit."""
         splits = any(stage.splits for stage in self.running)
         lookups = not splits and self.config.defers and torch.is_grad_enabled()
         later = self.config.deferred_batch_norm

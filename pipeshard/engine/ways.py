@@ -37,7 +37,8 @@ WAYS_REMEDY = (
 
 OF_GRADIENTS = (
     "A layer detaches its result depending on tensor values, or freezes parameters in its forward, and the other "
-    "stages do not see this. Detach the result always or never, and freeze and unfreeze parameters between steps"
+    "stages do not see this. Detach the result in every forward or in none, and freeze and unfreeze parameters between "
+    "steps"
 )
 
 

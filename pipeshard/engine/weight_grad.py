@@ -82,7 +82,7 @@ class Deferral:
     """Makes the layers among `modules` omit dW in a backward pass, and computes dW on demand.
 
     While `installed`, a layer whose class has the forward of `nn.Linear`, `nn.Embedding` or transformers' `Conv1D`
-    appends the inputs of dW to the list of the current backward pass, and `finish` computes and accumulates dW. The
+    appends the inputs of dW to the list of the current backward pass. `finish` computes and accumulates dW. The
     gradients of all other parameters, and of weights with hooks, are computed in the backward pass itself (the split of
     Qi et al. 2023, arXiv:2401.10241, by layer). A backward pass defers no gradients if it does not run between `begin`
     and `end`, or if it runs inside another pass (a hook or a custom backward may call autograd, and read the result). A

@@ -177,9 +177,9 @@ class CheckpointSpans:
 
 @dataclass(slots=True)
 class Repeat:
-    """The state that a second run of a call needs: functions that restore the generators to their states before and
-    after the first run, and, with `is_answered`, the result of a call that another stage ran (possibly on the same
-    rank)."""
+    """The state that a second run of a call needs. `before` and `after` restore the generators to their states before
+    and after the first run. With `is_answered`, `result` is the result of a call that another stage ran (possibly on
+    the same rank)."""
 
     before: Callable[[], object] = tuple
     after: Callable[[], object] = tuple
