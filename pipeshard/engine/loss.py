@@ -31,10 +31,10 @@ class LossRule:
     """A formula for a batch's loss: the sum of the microbatch losses, each multiplied by the microbatch's count and
     divided by the batch's count.
 
-    The count is the number of valid labels (entries of `path` from column `shift` on that are not `ignore`), or, with
-    `adds`, the sum of all entries from this column on. If `path` is None, the count is the number of samples. With
-    `summed`, losses are added unweighted; with `each`, every microbatch counts as 1. With `counted`, the criterion
-    returns a sum and its count for each microbatch.
+    The count is the number of valid labels: the entries of `path` from column `shift` on that are not `ignore`. With
+    `adds`, the count is the sum of all entries from this column on. If `path` is None, the count is the number of
+    samples. With `summed`, losses are added unweighted; with `each`, every microbatch counts as 1. With `counted`, the
+    criterion returns a sum and its count for each microbatch.
     """
 
     path: str | None = None

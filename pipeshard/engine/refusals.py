@@ -218,9 +218,9 @@ def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]
         longest, shortest = positions_of(whole), min(map(positions_of, parts))
         for name in (name for name, limit in limits.items() if shortest < longest and limit < longest):
             raise BatchError(
-                f"this batch has {longest} positions, and with more than {limits[name]} positions, {name} "
-                f"({type(modules[name]).__name__}) computes its frequencies from their number, but a part of the batch "
-                f"has only {shortest} positions. {remedy}, or truncate samples to {limits[name]} positions"
+                f"this batch has {longest} positions, but a part of it has only {shortest}. With more than "
+                f"{limits[name]} positions, {name} ({type(modules[name]).__name__}) computes its frequencies from the "
+                f"number of positions. {remedy}, or truncate samples to {limits[name]} positions"
             )
 
 

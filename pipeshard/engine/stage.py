@@ -259,7 +259,7 @@ class Stage:
 
     def backward(self, i: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Backpropagate the gradients of the outputs of `forward(i)`, and return the gradients of its inputs. The
-        gradient of an input that is also sent to later stages includes the gradients of the later stages."""
+        gradient of an input that is also sent to later stages includes the gradients from the later stages."""
         saved, share = self.saved.pop(i), self.microbatches[i].share
         self.deferral.whole = i not in self.splits  # recomputed units run their forward again
         if not self.is_last:

@@ -40,9 +40,9 @@ class Timeline:
     """Records the timeline of each step of one rank: call `begin`, then `turn`, `received` and `done` for each compute
     action, then `end`.
 
-    With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. This limit
-    lets the host release sent tensors, and lets the watchdog report which action hangs, and whether that action waits
-    for a message or computes.
+    With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. With this
+    limit, the host can release sent tensors, and the watchdog can report which action hangs, and whether this action
+    waits for a message or computes.
 
     Attributes:
         spans: the start and end of every compute action of the last step, as in `time.time()`. The start is after the

@@ -152,8 +152,8 @@ class Deferral:
 
         The kernels and their order are the same as in autograd, which sums the terms of one parameter before it adds
         the sum to `.grad`. The exception is an existing gradient of a weight with at least 131,072 elements: a product
-        is accumulated directly into this gradient, and a lookup into the rows that were read (the sums are the same up
-        to the order of their terms).
+        is accumulated directly into this gradient, and a lookup into the rows that were read. The sums are then the
+        same up to the order of their terms.
         """
         pending.reverse()
         remaining = Counter(id(parameter) for parameter, _ in pending)

@@ -218,8 +218,8 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 def _run_next(
     tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
 ) -> tuple[str, ...]:
-    """Run the next forward, record the readers of each place, and return descriptions of the kept values on which glue
-    branches, but which no stage can compute."""
+    """Run the next forward, and record the readers of each place. Returns descriptions of the kept values on which glue
+    branches although no stage can compute them."""
     tracer.reset = lambda: None
     tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
     with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):

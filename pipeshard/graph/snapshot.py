@@ -327,8 +327,8 @@ def kind_of_number(number: float) -> Hashable:
 
 
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
-    """Whether the code of a module outside `unit`, or of the criterion, mentions the name of `place`, and so could read
-    the value that a call of the unit has written to the place. True for a place without a name."""
+    """Whether the code of a module outside `unit`, or of the criterion, mentions the name of `place`: it may then read
+    the value that a call of the unit has written to this place. True for a place without a name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True
