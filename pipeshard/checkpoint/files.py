@@ -40,8 +40,8 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def writes(path: Path) -> Iterator[None]:
-    """Context manager that turns an error in writing `path` into a CheckpointError with the path and, if known, the
-    free space."""
+    """Context manager that converts an error while writing `path` to a CheckpointError with the path and, if known, the
+    free disk space."""
     try:
         yield
     except PipeshardError:
@@ -58,15 +58,15 @@ def writes(path: Path) -> Iterator[None]:
         ) from error
 
 
-ALL = "*"  # the pattern of a folder that belongs to its saves entirely
+ALL = "*"  # the pattern for a folder in which every file belongs to saves
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str, own: str = ALL) -> AbstractContextManager[Path]:
     """Context manager that yields an empty folder shared by all ranks; on exit, this folder replaces `target`.
 
     At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is the
-    same as in `make_way`. Files whose names match the pattern `own` belong to saves, so those of the previous save are
-    removed; other entries of the previous folder are kept, unless the new folder has an entry of the same name.
+    same as in `make_way`. Files whose names match the pattern `own` belong to saves, so the previous save's files are
+    removed. Other entries of the previous folder are kept, unless the new folder has an entry of the same name.
     """
     return _written_folder(
         target, group, lambda: make_way(target, mark, own), lambda writing: place(writing, target, own)
@@ -84,7 +84,7 @@ def make_way(target: Path, mark: str, own: str = ALL) -> None:
 
 
 def place(writing: Path, target: Path, own: str = ALL) -> None:
-    """Rename the complete folder `writing`, already synced to disk, to `target`, replacing an existing folder except
+    """Rename `writing`, a complete folder that is synced to disk, to `target`. An existing folder is replaced, except
     for its entries that do not match `own`."""
     old = hidden(target, "old")
     if target.exists():
@@ -138,8 +138,8 @@ def existing(target: Path) -> Path:
 
 
 def restore(target: Path, own: str = ALL) -> None:
-    """Complete a save, also one that was killed: restore `target` if it is missing, move the entries that do not match
-    `own` from the hidden previous folder to `target`, and remove that folder."""
+    """Complete a save, even one that was killed: restore `target` if it is missing, move the entries that do not match
+    `own` from the hidden previous folder to `target`, and remove the hidden folder."""
     old = hidden(target, "old")
     if old.exists() and not target.exists():
         os.rename(old, target)
@@ -150,7 +150,7 @@ def restore(target: Path, own: str = ALL) -> None:
 
 
 def _keep_others(old: Path, new: Path, own: str) -> None:
-    """Move the entries of `old` that neither match `own` nor exist in `new` to `new`, also those of its subfolders."""
+    """Move the entries of `old` that neither match `own` nor exist in `new` to `new`, also within subfolders."""
     for entry in old.iterdir():
         kept = new / entry.name
         if entry.is_dir() and kept.is_dir():
@@ -181,7 +181,8 @@ def hidden(target: Path, what: str) -> Path:
 
 
 logger = logging.getLogger("pipeshard")
-BEAT, SILENT = 1.0, 8.0  # seconds between heartbeats of a background save, and of silence until it counts as killed
+# in seconds: the interval between a background save's heartbeats, and the silence after which the save counts as killed
+BEAT, SILENT = 1.0, 8.0
 
 
 @dataclass
@@ -191,7 +192,7 @@ class Save(ABC):
 
     A subclass defines `write`, which writes this stage's part; `commit`, which completes the checkpoint on the first
     stage; `abandon`, which removes the files that this stage has written; and `beside`, which returns the path of a
-    hidden file. Hidden files also synchronize the stages.
+    hidden file. The stages also synchronize through hidden files.
     """
 
     target: Path

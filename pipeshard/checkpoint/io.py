@@ -111,8 +111,8 @@ class PipelineCheckpointIO:
         self._save(boosted, use_async, plan)
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
-        """Plan a save of copies of this stage's tensors to the folder. Returns None on ranks that do not write, since
-        they are not in the first replica and slice. Call it on all ranks."""
+        """Plan a save of copies of this stage's tensors to the folder. Returns None on ranks outside the first replica
+        and slice, which do not write. Call it on all ranks."""
         boosted = boosted_model(model)
         with self._leading(boosted) as (leads, tensors):
             return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None
@@ -143,8 +143,8 @@ class PipelineCheckpointIO:
 
     @contextmanager
     def _leading(self, boosted: PipelineModel) -> Iterator[tuple[bool, dict[str, Tensor]]]:
-        """Context manager that yields whether this rank writes (it is in the first replica and slice), and the tensors
-        that its stage saves. If one rank fails, all ranks raise CheckpointError on exit."""
+        """Context manager that yields whether this rank writes (only ranks in the first replica and slice do), and the
+        tensors that its stage saves. If one rank fails, all ranks raise CheckpointError on exit."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = owned(boosted)

@@ -42,7 +42,7 @@ class Piece:
     """Checkpoint tensors that are converted together to one or several model tensors, such as experts to stack or a
     fused matrix to split.
 
-    `sources` lists their keys, each with the pattern of the transformation that matched it (or with the key itself).
+    `sources` lists their keys, each with the transformation's pattern that matched the key (or with the key itself).
     """
 
     target: str
@@ -108,13 +108,13 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
-    """The key renamings (pattern, replacement) that transformers 4 has for some classes; empty with transformers 5."""
+    """The key renamings (pattern, replacement) of transformers 4 for some classes; empty with transformers 5."""
     mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
     return mapping.items() if core_model_loading is None else ()
 
 
 def _replaced(key: str, renamings: Iterable[tuple[str, str]]) -> str:
-    """The key after the first renaming whose pattern matches; otherwise unchanged."""
+    """Apply the first renaming whose pattern matches the key; without a match, return the key unchanged."""
     for pattern, name in renamings:
         renamed, count = re.subn(pattern, name, key)
         if count:
@@ -144,7 +144,7 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     Every rank checks the names and shapes of the full model before it changes anything, so all ranks raise the same
     CheckpointError. A shape mismatch always raises this error; missing or unexpected names raise it only with `strict`.
     With `draw_missing`, `strict` has no effect: missing weights are initialized as with the plugin's `init_weights`,
-    with a warning, and a model with adapters loads a checkpoint of its base model.
+    with a warning. A model with adapters then loads a checkpoint of its base model.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -164,16 +164,17 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
 
 class _Plan:
-    """The mapping from a checkpoint to the full model, computed from names and shapes alone. With `of_base`, the names
-    in a model with adapters are those of its base model. `blank` are the full names of parameters without values.
+    """The mapping from a checkpoint to the full model, computed from names and shapes alone. With `of_base`, the
+    tensors of a model with adapters have the names of its base model. `blank` are the full names of parameters without
+    values.
 
     Attributes:
         first: for each name, the first of the names that are tied to it.
         targets: for each first name, the full names of the parameters to fill: the original and, if adapters copy its
-            module, the copies without values. A copy with values was trained.
+            module, the copies that have no values yet. (A copy with values was trained.)
         scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
-        kept: the weights whose fp32 values round to the checkpoint's values, and were kept.
-        is_other: whether other fp32 values were replaced.
+        kept: the weights whose fp32 values were kept because they round to the checkpoint's values.
+        is_other: whether fp32 values that do not round to the checkpoint's values were replaced.
         extra: the tensors that modules return from `get_extra_state`, by full name.
     """
 
@@ -234,7 +235,7 @@ class _Plan:
             if name not in self.given and not any(re.search(pattern, name) for pattern in optional)
         ]
         packed = {name for name in self.missing if self.packed.keys() & self.targets[name].keys()}
-        if not of_base and len(packed) == len(self.packed):  # saved states omit them; the model has them
+        if not of_base and len(packed) == len(self.packed):  # saved states omit quantized weights; the model has them
             self.missing = [name for name in self.missing if name not in packed]
         elif packed:
             self.problems.append(f"{min(packed)} is missing, and a quantized weight cannot be initialized")
@@ -264,7 +265,7 @@ class _Plan:
             tensor.nbytes for _, of_names in pieces for tensors in of_names.values() for tensor in tensors.values()
         )
         disable = None if show else True
-        trim()  # of the proof, the trace and the tensors of other stages
+        trim()  # returns the memory of the proof, the trace and the tensors of other stages
         with tqdm(total=total, desc="loading stage 0", unit="B", unit_scale=True, disable=disable) as bar:
             for piece, of_names in pieces:
                 in_rows = self._is_packed_in_rows(piece, of_names)
@@ -276,16 +277,16 @@ class _Plan:
                 for name in list(made):
                     bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))
                 if in_rows:
-                    trim()  # of the temporary tensors of the quantization
+                    trim()  # returns the memory of the quantization's temporary tensors
 
     def _is_packed_in_rows(self, piece: Piece, of_names: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Whether a piece is a weight that is quantized without a conversion, so that its rows can be read in parts."""
+        """Whether a piece is a weight that is quantized without a conversion, so its rows can be read in parts."""
         full = {full for tensors in of_names.values() for full in tensors}
         return piece.transform is None and full <= self.packed.keys() - self.scales.keys()
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """Keep fp32 values that round to the checkpoint's only if this holds for all weights of the model: otherwise,
-        the checkpoint is that of another model. Call it on all ranks."""
+        """Keep the fp32 values only if those of all weights round to the checkpoint's values; otherwise, the checkpoint
+        belongs to another model. Call it on all ranks."""
         if any(gather_objects(self.is_other, group)):
             for weight in self.kept:
                 weight.round()
@@ -297,8 +298,8 @@ class _Plan:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
-        """The pieces that this stage needs, in the order of the files; each has the tensors of this stage that it
-        fills, nested by first name and full name."""
+        """The pieces that this stage needs, in the order of the files. Each comes with this stage's tensors that it
+        fills, in a dict by first name of dicts by full name."""
         own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers()), **self.extra}
         needed: dict[str, tuple[Piece, dict[str, dict[str, Tensor]]]] = {}
         for name, piece in self.makes.items():
@@ -340,7 +341,7 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
     pipeline.draw([full for name in lost for full in plan.targets[name]])
     weights = pipeline.holdings.weights
     for first, *copies in (plan.targets[name] for name in lost):
-        for full in copies:  # they start with the original's values
+        for full in copies:  # copies start with the original's values
             if full in weights:
                 weights[full].set(weights[first].parameter.detach())
     unused = plan.conversion.unexpected

@@ -94,8 +94,8 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     at a time, and writes them, always as safetensors. If a save is interrupted, the previous files remain. Other files
     in the folder, such as a tokenizer, are kept.
 
-    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, and if `checkpoint` is a file or a
-    folder with other content and without adapters.
+    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, or if `checkpoint` is a file, or a
+    folder that has other content but no adapters.
     """
     module = model.unwrap() if isinstance(model, PipelineModel) else model
     if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):

@@ -24,7 +24,8 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
 
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
-OLDER = "pipeshard optimizer 1"  # same content in a file; folders had other files of torch.distributed.checkpoint
+# its files have the same content, its folders another layout of torch.distributed.checkpoint
+OLDER = "pipeshard optimizer 1"
 VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its states
 INSIDE = "::"  # joins the key of a nested dict, as in bitsandbytes states, and a key in this dict
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
@@ -77,8 +78,8 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter; VALUE is
-    the fp32 value of a 16-bit parameter. Raises CheckpointError for a state that belongs to no parameter and has no
-    name."""
+    the fp32 value of a 16-bit parameter. Raises CheckpointError for a state that neither belongs to a parameter nor has
+    a name."""
     optimizer.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
@@ -119,7 +120,7 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 
 
 def on_meta(content: Content) -> Content:
-    """The `content` with all tensors on meta: the form that ranks exchange and that a folder's description has."""
+    """The `content` with all tensors on meta: the form that ranks exchange and folders' descriptions contain."""
 
     def meta(_: str, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -203,7 +204,7 @@ DESCRIPTION = "optimizer.pt"  # in a folder that also contains each rank's files
 
 
 def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) -> None:
-    """Write the optimizer's state by parameter name; the first rank that holds a tensor or slice writes it.
+    """Write the optimizer's state by parameter name. Each tensor or slice is written by the first rank that holds it.
 
     With `shard`, writes a folder of safetensors files that torch.distributed.checkpoint's HuggingFaceStorageReader can
     read; otherwise, writes one file that `torch.load(weights_only=True)` can read. The previous files remain until the
@@ -242,8 +243,8 @@ def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | N
 
 
 def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tuple[str, str], Tensor]]:
-    """Gather the description of all ranks' states; returns it, and the tensors that this rank writes, by (parameter
-    name, key)."""
+    """Gather the description of all ranks' states. Returns the description, and the tensors that this rank writes, by
+    (parameter name, key)."""
     with together(boosted.group):
         content = optimizer_content(boosted)
         _check_readable(on_meta(content))

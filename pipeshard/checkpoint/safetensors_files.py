@@ -45,13 +45,13 @@ FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 
 class Source:
-    """The tensors of a checkpoint: `shapes` contains the shape of each key, `read` returns the tensor of a key, `rows`
-    a matrix that is read in rows, and `bytes_read` counts the bytes of both. `scales` maps the key of each quantized
-    weight to the keys of its scales, by their suffixes; `shapes` omits the scales.
+    """The tensors of a checkpoint: `shapes` contains the shape of each key, `read` returns a key's tensor, and `rows` a
+    matrix whose rows are read when they are sliced. `bytes_read` counts the bytes of both. `scales` maps the key of
+    each quantized weight to the keys of its scales, by their suffixes; `shapes` omits the scales.
 
-    Safetensors files are read, not memory-mapped, so that a tensor takes memory once; pickled files (.bin) are loaded
-    with `weights_only=True`, which executes no code. Even in untrusted files, no shape exceeds the stored data, and an
-    index lists only files in its own folder. Raises CheckpointError for files that cannot be read.
+    Safetensors files are read, not memory-mapped, so that each tensor takes memory only once; pickled files (.bin) are
+    loaded with `weights_only=True`, which executes no code. Even in untrusted files, no shape exceeds the stored data,
+    and an index lists only files in its own folder. Raises CheckpointError for files that cannot be read.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None) -> None:
@@ -88,8 +88,8 @@ class Source:
         return tensor
 
     def rows(self, key: str) -> "Tensor | StoredRows":
-        """The matrix of this key: a slice of it reads its rows from the file. Tensors of pickled files, and those that
-        are not of floats, are returned themselves."""
+        """The matrix of this key, whose rows are read from the file when they are sliced. Tensors of pickled files, and
+        tensors without a floating-point dtype, are returned as tensors."""
         file = self._files[key]
         if file in self._states:
             self.bytes_read += self._states[file][key].nbytes
@@ -108,7 +108,7 @@ class Source:
         return sorted(keys, key=lambda key: order[self._files[key]])
 
     def _opened(self, file: Path) -> tuple[Path, Any, tuple[int, dict[str, Any]]]:
-        """The file, its content and its header; the last file stays open."""
+        """The file, its content and its header; the most recently opened file stays open."""
         if self._open is None or self._open[0] != file:
             self._open = file, open_file(file), _header(file)
         return self._open
@@ -127,8 +127,8 @@ class Source:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A matrix in a safetensors file; `begin` is its position in the file. A slice of rows is read when it is taken, so
-    that the matrix takes no memory."""
+    """A matrix in a safetensors file; `begin` is its offset in the file. Rows are read from the file when they are
+    sliced, so the matrix takes no memory."""
 
     file: Path
     begin: int
@@ -233,7 +233,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
-    """Read all tensors of a GGUF file, which transformers converts together from llama.cpp's names and row order."""
+    """Read all tensors of a GGUF file at once; transformers converts them from llama.cpp's names and row order."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     if model is not None and has_adapters(model):  # the names of a PeftModel's layers differ
@@ -274,7 +274,8 @@ def joined_file(parts: Sequence[Path], target: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors' bytes begin in a safetensors file, and the header, which `open_file` has checked."""
+    """The offset at which the tensors' bytes begin in a safetensors file, and the header, which `open_file` has
+    checked."""
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         return 8 + length, json.loads(content.read(length))

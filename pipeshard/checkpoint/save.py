@@ -30,7 +30,7 @@ from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
-# The names of files of earlier saves in a folder, by this module or by transformers.
+# The names of the files in a folder that this module or transformers wrote in earlier saves.
 SAVED_FILES = re.compile(r"model((-v\d+)?-\d{5,}-of-\d{5,})?\.safetensors|\.pipeshard-.*")
 
 
@@ -87,7 +87,7 @@ class FolderSave(Save):
         of_base: bool = False,
     ) -> "FolderSave":
         """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that its stage saves. With
-        `snapshot`, these are copied. With `of_base`, their names are those of the base model of a PeftModel."""
+        `snapshot`, these are copied. With `of_base`, they have the names of a PeftModel's base model."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         module = without_adapters(module)[1] if of_base else module
         with together(pipeline.group):
@@ -124,7 +124,8 @@ class FolderSave(Save):
         return set(self.weight_map.values()) == {SINGLE}
 
     def write(self) -> None:
-        """Write this stage's shards and, on the first stage, the configs and the index, under names not yet read."""
+        """Write this stage's shards and, on the first stage, the configs and the index, under names that no reader
+        opens yet."""
         sizes = {file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in self.parts.items()}
         disable = None if self.stage == 0 and self.thread is None else True
         with tqdm(total=sum(sizes.values()), desc="saving stage 0", unit="B", unit_scale=True, disable=disable) as bar:

@@ -5,8 +5,9 @@ bits and mixed folders, the manifest also contains each file's SHA-256, as `sha2
 some of the checksums, and reads files that are still in the page cache after a save, so this costs little.
 
 Two jobs that save into one folder (such as a requeued job and its zombie) would remove each other's unfinished saves,
-so the first rank locks the folder while its model exists. The kernel releases the lock when the process exits for any
-reason; forked children do not hold it. On NFS, which cannot lock folders, the file `.writer` in the folder is locked.
+so the first rank locks the folder for as long as its model exists. The kernel releases the lock when the process exits
+for any reason; forked children do not hold it. On NFS, which cannot lock folders, the file `.writer` in the folder is
+locked.
 
 With `use_async=True`, every rank writes its part from copies:
 
@@ -101,7 +102,7 @@ def damage(folder: Path, group: dist.ProcessGroup) -> str:
     changed since the save, or "" if none has. Call it on all ranks, since each rank checks some of the files. States
     from before 0.2 have no checksums, and are not checked.
 
-    Raises CheckpointError, on every rank, if a file cannot be read: it may be intact.
+    Raises CheckpointError, on every rank, if a file cannot be read, since it may still be intact.
     """
     with together(group):
         manifest = read_document(folder / MANIFEST)
@@ -211,8 +212,8 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 @dataclass
 class StateSave(Save):
-    """A save of a training state, planned by all ranks together: its `stages` are all ranks, and each rank copies the
-    data that it writes."""
+    """A save of a training state, planned by all ranks together. Here `stages` counts all ranks, and each rank copies
+    the data that it writes."""
 
     writing: Path  # the hidden folder
     model: FolderSave | None  # None on ranks that do not write the model

@@ -72,8 +72,8 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
 
 class StageTensor(NamedTuple):
-    """The description of a parameter or buffer, sent by the stage that owns it. `flag` says whether a parameter
-    requires a gradient, or whether a buffer is persistent."""
+    """The description of a parameter or buffer, sent by the stage that owns it. `flag` is whether a parameter requires
+    a gradient, or whether a buffer is persistent."""
 
     name: str
     is_buffer: bool
@@ -107,7 +107,7 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
 
 
 def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
-    """The memo for `deepcopy`: by id, the replacements for objects that it must not copy itself."""
+    """The memo for `deepcopy`: by id, the replacements for objects that `deepcopy` must not copy."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():  # a ghost's copy has the ghost's full shape; ties stay tied
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -131,8 +131,8 @@ def _module_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_bound(hook: Any) -> bool:
-    """Whether a hook refers to a module, and must therefore be copied with this module. The copy shares all other
-    hooks, and the objects whose methods they are (a recorder, a trainer), with the model.
+    """Whether a hook refers to a module, and must therefore be copied with this module. The copy and the model share
+    all other hooks, and the objects whose methods these hooks are (a recorder, a trainer).
 
     Torch wraps some hooks in an object with a reference to their module; other hooks may be methods or partial
     functions.

@@ -41,7 +41,8 @@ from pipeshard.errors import CheckpointError, explained, summary
 
 
 def random_state() -> dict[str, Any]:
-    """The states of torch's, CUDA's, Python's and NumPy's random generators. (torch's includes dropout's seed.)"""
+    """The states of torch's, CUDA's, Python's and NumPy's random generators. (torch's state includes the seed of
+    dropout.)"""
     algorithm, keys, *rest = np.random.get_state()
     numpy = (algorithm, np.asarray(keys).tolist(), *rest)
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -54,8 +55,8 @@ def random_states(grid: Grid) -> dict[str, Any]:
 
 
 def own_random_state(rest: dict[str, Any], grid: Grid) -> Any:
-    """This rank's random state in the content of a training.pt or, if the sizes of the grid have changed (or an earlier
-    version wrote the file), the first rank's."""
+    """This rank's random state in the content of a training.pt. If the sizes of the grid have changed, or an earlier
+    version wrote the file, it is the first rank's state."""
     return rest["ranks"][grid.world.rank()] if rest.get("layout") == _layout(grid) else rest["random"]
 
 

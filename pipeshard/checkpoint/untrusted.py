@@ -31,7 +31,7 @@ from pipeshard.hf import ADAPTER_CONFIG
 from pipeshard.split.quantized import quantization_of, quantize_blank
 
 LARGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors takes a tenth of this
-VALUES = 1_000_000  # in a JSON document; each takes up to 100 bytes of memory
+VALUES = 1_000_000  # the maximum number in a JSON document; each takes up to 100 bytes of memory
 
 
 def read_document(file: Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def is_inside(name: object) -> TypeGuard[str]:
 
 COUNTED = re.compile(r"(^|_)(num|n|layers?|depths?|blocks|stages|heads|groups|experts|hashes|buckets)(_|$)")
 NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # counts of training or text, not of objects to build
-THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # limits of a config's counts, of labels and of modules
+THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # limits for a config's counts, for labels and for modules
 RANK, VIRTUAL = 65_536, 2**28  # limits of a count in an adapter config, and of the elements of virtual tokens
 PROMPT = "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"
 MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
@@ -245,7 +245,7 @@ MADE_OF = re.compile(
 def load_plain(file: Path, kind: str, advice: str) -> Any:
     """Load a `torch.save` file with `torch.load(weights_only=True)`; tensors are on the CPU, memory-mapped if possible.
 
-    For any other file, raises CheckpointError, whose message says that the file is not `kind`, and gives the `advice`.
+    For any other file, raises CheckpointError with the message that the file is not `kind`, and with the `advice`.
     """
     with explained(  # zipfile, pickletools and torch may raise anything for a damaged file
         lambda error: CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}")
@@ -258,9 +258,9 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 
 
 def plain(value: Any, what: str) -> Any:
-    """`value` with NumPy's scalars as Python's numbers, for a file that `load_plain` reads.
+    """`value` with NumPy scalars converted to Python numbers, for a file that `load_plain` can read.
 
-    Raises CheckpointError, which names `what`, if `load_plain` could not read a file of this value.
+    Raises CheckpointError, which names `what`, if `load_plain` could not read a file with this value.
     """
     with explained(
         lambda error: CheckpointError(
@@ -274,8 +274,8 @@ def plain(value: Any, what: str) -> Any:
 
 
 def without_scalars(value: Any) -> Any:
-    """`value` with NumPy's scalars as Python's numbers, in lists, tuples and dicts too. Raises TypeError for the
-    builtin types that `load_plain` refuses."""
+    """`value` with NumPy scalars converted to Python numbers, also inside lists, tuples and dicts. Raises TypeError for
+    the builtin types that `load_plain` refuses."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (set, frozenset, bytearray, complex)):
@@ -325,7 +325,8 @@ class _Bounded:
 def _measure_pickle(content: Any) -> None:
     """Check a pickle without building anything. Raises ValueError for globals that `torch.save` never uses for plain
     values, and for too many opcodes or values; a shared value counts once per reference."""
-    # The number of values in each object, in a list that references share; None is a mark.
+    # The unpickler's stack: each object is a list with its number of values, shared by all references to the object;
+    # None is a mark.
     stack: list[list[int] | None] = []
     memo: dict[Any, list[int]] = {}
     for k, (code, argument, _) in enumerate(pickletools.genops(content)):

@@ -24,7 +24,7 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
     "pissa": lambda layer, adapter: layer.pissa_init(adapter, "pissa"),
     "olora": lambda layer, adapter: layer.olora_init(adapter),
 }
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or their beginnings
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
 WITH_WEIGHTS = "Load the model with its weights before booster.enable_lora"

@@ -32,8 +32,8 @@ from pipeshard.private import DispatchMode
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import kept_tied
 
-# True: by the architecture's own rule. False: not at all. A function: fn(module) or fn(module, name), called for each
-# module with tensors of its own to initialize.
+# How meta tensors are initialized. True: by the architecture's own rule. False: not at all. A function: fn(module) or
+# fn(module, name), called for each module with tensors of its own to initialize.
 InitWeights = bool | Callable[..., Any]
 
 
@@ -45,8 +45,8 @@ def initialize(
     With `rule` True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
     `reset_parameters` if tensors still have no values. Buffers are initialized in this way with any `rule`. A
     parameter's values depend only on the seed and the parameter's name. The user's random generators do not change.
-    `buffers` is the result of `allocate`. Quantized weights are skipped: a checkpoint has their values. Raises
-    ConfigurationError if a buffer, or (unless `rule` is False) a parameter, still has no values.
+    `buffers` is the result of `allocate`. Quantized weights are skipped, since a checkpoint provides their values.
+    Raises ConfigurationError if a buffer, or (unless `rule` is False) a parameter, still has no values.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
     by_architecture = set(buffers)
@@ -72,8 +72,8 @@ def initialize(
 def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
     """Call `fill` for each module that contains some of these tensors; return the names that were not written.
 
-    Children come before their parents, as in transformers. `fill` also receives the module's owner: the module itself
-    or its nearest ancestor that has `_init_weights`, or None.
+    Children are filled before their parents, as in transformers. `fill` also receives the module's owner: the module
+    itself or its nearest ancestor that has `_init_weights`, or None.
     """
     if not names:
         return set()
@@ -192,8 +192,8 @@ class Blueprint:
 
 
 def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place: int, name: str) -> nn.Module:
-    """Call `construct()` on meta, and return the module, with names, shapes and attributes. The user's generators do
-    not change.
+    """Call `construct()` on meta, and return the module, which has names, shapes and attributes but no values. The
+    user's generators do not change.
 
     `build` later calls `make()` for the values, which depend on the seed and on `place`, the layer's number. Raises
     ConfigurationError if the constructor does not run on meta, or does not return a module.

@@ -94,7 +94,7 @@ def _layout(state: Any) -> tuple[Any, ...]:
 
 @cache
 def quantized_blank(shape: tuple[int, int], dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any]:
-    """Quantize a weight on meta, once for all layers of the same sizes: a model of 80 layers has 560."""
+    """Quantize a weight on meta, once for all weights of the same sizes, since a model may have hundreds of them."""
     return functional.quantize_4bit(torch.empty(shape, dtype=dtype, device="meta"), **options)
 
 
@@ -107,8 +107,8 @@ def quantize_4bit(
     quant_type: str,
     quant_storage: torch.dtype,
 ) -> Any:
-    """Quantize the parts of a tensor of this shape into `packed`; return the `quant_state`. Every part but the last has
-    a multiple of `blocksize` elements.
+    """Quantize the parts of a tensor of this shape into `packed`; return the `quant_state`. The number of elements of
+    every part except the last is a multiple of `blocksize`.
 
     The result is that of bitsandbytes' function of the same name, bit for bit. On a CPU, that function needs about
     thirty times the memory of its result.

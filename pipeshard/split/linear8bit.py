@@ -15,7 +15,7 @@ from pipeshard.split.packed_linear import PackedLinear, quantize_rows
 
 class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
     """bitsandbytes' 8-bit linear layer, with one scale per output. While the weight has no values, the scales are None,
-    and a forward uses ones."""
+    and a forward uses scales of 1."""
 
     layer_class, weight_class = bitsandbytes.nn.Linear8bitLt, bitsandbytes.nn.Int8Params
     mark = "is_loaded_in_8bit"
@@ -53,6 +53,6 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
 
 
 def quantize_8bit(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
-    """Quantize the rows in `parts` into `packed`, and return their scales. The result is that of bitsandbytes, bit for
-    bit, which copies its input in higher precision."""
+    """Quantize the rows in `parts` into `packed`, and return their scales. The result is bit for bit that of
+    bitsandbytes, which would copy all of its input in higher precision."""
     return quantize_rows(parts, packed, lambda part: functional.int8_vectorwise_quant(part.to(torch.float16))[:2])

@@ -14,15 +14,15 @@ from pipeshard.split.packed_linear import PackedLinear, quantize_rows
 class LinearTorchao(PackedLinear, nn.Linear):
     """A linear layer with an int8 weight.
 
-    It computes the same as a layer whose weight is torchao's Int8Tensor, but its forward does not keep the weight in
-    the dtype of the input for the backward, which converts the weight again.
+    It computes the same as a layer whose weight is torchao's Int8Tensor, but its forward does not save the weight in
+    the input's dtype for the backward: the backward converts the weight again.
 
     Attributes:
-        scale: the scales, one per output; None while the weight has no values, and a forward then uses ones.
+        scale: the scales, one per output; None while the weight has no values (a forward then uses scales of 1).
     """
 
     layer_class, weight_class, mark = nn.Linear, nn.Parameter, "is_quantized"
-    scale: Tensor | None = None  # of the class: a proof would copy a None of the layer itself to a smaller one
+    scale: Tensor | None = None  # a class attribute: a proof would copy an instance's None to a smaller layer
 
     @property
     def scales(self) -> int:
@@ -72,8 +72,8 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_int8(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
-    """Quantize the rows in `parts` into `packed`, and return their scales. The result is that of torchao, bit for bit,
-    which copies its input in higher precision."""
+    """Quantize the rows in `parts` into `packed`, and return their scales. The result is bit for bit that of torchao,
+    which would copy all of its input in higher precision."""
 
     def quantize(part: Tensor) -> tuple[Tensor, Tensor]:
         quantized = Int8Tensor.from_hp(part, PerRow())

@@ -122,7 +122,7 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
 
     A parameter stays the same object, so that optimizers, hooks and ties still refer to it. Buffers of a
     PreTrainedModel, including persistent ones, have the values that its constructor computes; other buffers are
-    uninitialized. Returns a dict from the name of each of these buffers to whether its values are known.
+    uninitialized. Returns a dict from the name of each meta buffer to whether its values are known.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:

@@ -7,7 +7,7 @@
 A packed weight is a frozen parameter that has its quantized shape from the start, also on meta. It is traced, released
 and allocated like any other parameter, and a process dequantizes one layer at a time. bitsandbytes (Dettmers et al.
 2022 and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products, or torchao quantizes
-them; each is imported only if needed.
+the weights. Each is imported only if needed.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,8 @@ UNWRITTEN = (
 
 
 class Rows(Protocol):
-    """The values of a weight before quantization: a tensor, or one in a file of which only a slice of rows is read."""
+    """The values of a weight before quantization: a tensor, or a matrix in a file whose rows are read when they are
+    sliced."""
 
     def __getitem__(self, rows: slice, /) -> Tensor: ...
 
@@ -59,8 +60,8 @@ class Packed(nn.Module, ABC):
 
     @abstractmethod
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
-        """Store a quantized weight of a checkpoint. `scales` has the checkpoint's tensors to dequantize the weight; a
-        key is the last part of a tensor's name.
+        """Store a quantized weight of a checkpoint. `scales` contains the checkpoint's tensors that are needed to
+        dequantize the weight, keyed by the last part of their names.
 
         Raises an error if the scales do not fit this layer.
         """

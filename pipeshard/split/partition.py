@@ -26,8 +26,8 @@ ELEMENT = 20.0
 
 @dataclass(frozen=True)
 class Partition:
-    """The stage of every unit call. Calls are keyed by unit and occurrence, so that a partition applies to every batch
-    structure. `calls` maps each unit to its number of calls."""
+    """The stage of every unit call. Calls are keyed by unit and occurrence, so that a partition applies to batches of
+    any structure. `calls` maps each unit to its number of calls."""
 
     num_stages: int
     stages: Mapping[tuple[str, int], int]
@@ -114,8 +114,9 @@ def cost_of(
 
     Flops and elements count three times (forward, input gradient, weight gradient), four times if the forward is
     recomputed. An element counts as `ELEMENT` operations, and a trainable parameter as twice this number, since its
-    gradient is written and accumulated; this accounts for embeddings. The `waiting_` arguments are the share of layers
-    whose weight gradients can be deferred; `frozen_flops` are the operations saved by parameters without a gradient.
+    gradient is written and accumulated; this accounts for embeddings. The `waiting_` arguments are the flops and
+    parameters of layers whose weight gradients can be deferred; `frozen_flops` are the operations saved by parameters
+    without a gradient.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters

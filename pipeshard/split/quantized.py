@@ -89,7 +89,7 @@ def method_of(config: Any) -> str:
 
 
 def refuse_other_ways(config: Any) -> None:
-    """Raise ConfigurationError for the config of another method, and of bitsandbytes' 16-bit weights."""
+    """Raise ConfigurationError for the config of another method, and for bitsandbytes' 16-bit weights."""
     if not isinstance(config, QuantizationConfigMixin):
         raise ConfigurationError(f"quantization_config has the unsupported type {type(config).__name__}. {ADVICE}")
     method = method_of(config)
@@ -131,7 +131,7 @@ def refuse_to_save() -> bool:
 
 
 def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
-    """Raise ConfigurationError for a layer that transformers would quantize and that was not replaced."""
+    """Raise ConfigurationError for a layer that transformers would quantize, but that was not replaced."""
     if not isinstance(module, PackedLinear):
         every = f".*{path.rpartition('.')[2]}"
         raise ConfigurationError(

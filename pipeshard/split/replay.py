@@ -204,8 +204,8 @@ class Replay:
         return result
 
     def _answer(self, step: Step, run: Run, sizes: list[Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of another stage's unit, and write the values that the unit left at other places in the
-        trace."""
+        """Return the result of another stage's unit, and write the values that, in the trace, the unit left at other
+        places."""
         if step.plain:
             return self._leaf(step.leaves[0], sizes[0], run)
         of_result = step.parts[0].tree.num_leaves
@@ -214,8 +214,8 @@ class Replay:
         return answer(self.units[step.unit], step.parts, leaves, (args, kwargs))
 
     def _repeated(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a call outside of a forward: from user code, or in the backward pass, from a checkpoint that contains
-        the unit."""
+        """Answer a call outside of a forward: from user code or, in the backward pass, from a torch.utils.checkpoint
+        around the unit."""
         repeat = self.repeats.pop(unit)
         if unit not in self.held and repeat is None:
             raise UsageError(
@@ -352,7 +352,7 @@ class Replay:
             return tensor.clone() if leaf in run.route.flow.written else tensor
         if not isinstance(leaf, Blank):
             return leaf if shape is None else shape  # a constant, or a number computed from the batch's sizes
-        # Values other than the result are never written to, so one element is enough: attentions may be large.
+        # Nothing writes to values other than the result, so their blanks store one element: attentions may be large.
         blank = self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
         if self._zeros is not None and (leaf.is_zero or self._zeros.has_branches):
             self._zeros.add(blank, run.route.steps[run.next - 1].unit)

@@ -225,8 +225,8 @@ class Step:
 @dataclass(frozen=True)
 class Route:
     """One stage's path through one Dataflow, with a step per unit call. The stage leaves the forward after `stop` steps
-    (None: it runs to the end). `inputs` are the leaves of the batch whose values the stage needs (all, with
-    `whole`). `spoiled` is the state for the next forward that its glue cannot compute for lack of inputs. `proven` has
+    (None: it runs to the end). `inputs` are the leaves of the batch whose values the stage needs (all, with `whole`).
+    `spoiled` is the state for the next forward that the stage's glue cannot compute for lack of inputs. `proven` has
     the numbers of the held steps whose results have been checked (-2: zeros have been tracked)."""
 
     stage: int

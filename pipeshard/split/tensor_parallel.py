@@ -2,8 +2,8 @@
 
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
 split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
-from transformers, plus two styles for models without a plan in transformers: GPT-2's Conv1D, and modules with
-attributes for numbers of heads. Expert parallelism uses another plan: each rank holds some experts of each layer.
+from transformers, plus two styles for models without a plan in transformers: GPT-2's Conv1D, and modules that store a
+number of heads in an attribute. Expert parallelism uses another plan: each rank holds some experts of each layer.
 """
 
 import copy
@@ -22,7 +22,7 @@ from pipeshard.hf import DROPOUTS, HEADS, without_adapters
 from pipeshard.private import StridedShard
 from pipeshard.split.ties import first_names, kept_tied, names_of
 
-DIVIDE = "divide:"  # followed by attributes that a module's forward reads: numbers of heads or features
+DIVIDE = "divide:"  # followed by the names of attributes (numbers of heads or features) that a module's forward reads
 CONV1D: dict[str, dict[str, Any]] = {
     "conv1d_colwise": {"by": "outputs"},
     "conv1d_qkv": {"by": "outputs", "blocks": 3},

@@ -5,7 +5,7 @@ of date. Two names of one object are trained as one parameter, so only object id
 
 A stage holds a parameter if it runs one of the parameter's units, or if its glue reads the parameter. So several stages
 may hold a tied weight, and one process may run several parts of the model. To save, compare or broadcast values, every
-rank must choose the same one of these stages.
+rank must choose the same of these stages.
 """
 
 import itertools
