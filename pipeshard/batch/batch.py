@@ -64,7 +64,7 @@ class Batch:
         lists: dict[str, bool] | None = None,
     ) -> Self:
         """Create a Batch from the result of a dataloader. `main_input` names the tensor whose dimension 0 counts the
-        samples; `declared` has the batch dimensions of leaves for which it differs. `lists` records which lists of
+        samples; `declared` has the batch dimensions that the user has declared, by path. `lists` records which lists of
         tensors have one entry per sample, as far as known, and is updated.
 
         Raises BatchError if the batch has no tensor, or if a declared dimension does not count the samples.
@@ -106,7 +106,7 @@ class Batch:
 
     @property
     def others(self) -> tuple[tuple[str, str], ...]:
-        """The leaves that are not tensors, as (path, text); the text says if a list has one entry per sample."""
+        """The leaves that are not tensors, as (path, text); the text shows if a list has one entry per sample."""
         return tuple(
             (path, "one entry per sample" if is_entries(leaf, dim) else text(leaf))
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)

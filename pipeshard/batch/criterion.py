@@ -50,7 +50,7 @@ def sum_and_count(
 
 
 def _without_dimensions(loss: Tensor | None) -> Tensor | None:
-    """A loss of shape (1,), which torch's backward also accepts, as a scalar."""
+    """Convert a loss of shape (1,), which torch's backward also accepts, to a scalar."""
     return loss.reshape(()) if loss is not None and loss.ndim and loss.numel() == 1 else loss
 
 

@@ -1,9 +1,9 @@
 """Read: the conversion of samples into a Batch, with the batch dimension of each leaf and the sample of each image.
 
 Processors concatenate the media of all samples. The first dimension of such a leaf counts images, or the patches of all
-images, and its shape does not show which entries belong to which sample. A leaf of counts
-(`num_local_patches`) shows this, or each sample's number of placeholder tokens together with the sizes of the images.
-Otherwise the batch cannot be split.
+images, and its shape does not show which entries belong to which sample. A leaf of counts (`num_local_patches`) shows
+this, or else each sample's number of placeholder tokens, together with the sizes of the images. Otherwise the batch
+cannot be split.
 
 A single batch may be ambiguous: a table may happen to have as many rows as there are samples, and a (s, b) leaf looks
 like a leaf that every microbatch needs in full. A leaf must therefore have the same role in all batches, and an

@@ -182,7 +182,8 @@ def _is_whole_number(value: Any) -> bool:
 
 
 def _has_state_dict(member: Any) -> bool:
-    """Whether a member saves its state. A `state_dict` with required arguments is for a loader of its own library."""
+    """Whether a member saves its state. A `state_dict` with required arguments is meant for the loader of its own
+    library, and does not count."""
     if not (hasattr(member, "state_dict") and hasattr(member, "load_state_dict")) or is_of_datasets(member):
         return False
     try:

@@ -46,14 +46,15 @@ class LoaderPlace:
         self.epoch, self.batches, self.begun, self.is_kept = epoch, batches, False, False
 
     def move(self, epoch: int, batches: int) -> None:
-        """Set the position of the next iterator. Existing iterators are outdated: they would read from the position at
-        which they were created, while this position is counted."""
+        """Set the position of the next iterator. Existing iterators become outdated: they would read from the position
+        at which they were created, but count batches from this position."""
         self.set(epoch, batches)
         self.outdated = self.iterators
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iterator at the first batch of this epoch, and outdate existing iterators. If the next
-        iterator would start in this epoch anyway, or the newest one is in this epoch and unread, keep the position."""
+        """Start the next iterator at the first batch of this epoch, and mark existing iterators as outdated. If the
+        next iterator would start in this epoch anyway, or the newest one is in this epoch and unread, keep the
+        position."""
         if self._is_unread and epoch == self.epoch:
             self.is_kept = True
         elif epoch != self.next_epoch:

@@ -36,7 +36,7 @@ class KeyedSampler:
 
 class SeededSamples(Dataset[Any]):
     """A dataset that seeds its random numbers, and those of the collator, with the key of each entry, so that they are
-    the same in any process. Other attributes are those of `samples`."""
+    the same in any process. Other attributes are delegated to `samples`."""
 
     samples: Any
     collate_fn: Any

@@ -29,7 +29,7 @@ class SharedCollate:
 
 
 class SharedStream(IterableDataset[Any]):
-    """One replica's share of a stream; each worker reads its own copy. Other attributes are the stream's own.
+    """One replica's share of a stream; each worker reads its own copy. Other attributes are delegated to the stream.
 
     Every replica reads the whole stream, so its random numbers depend on seed, epoch and worker, not on the replica.
     `moment` (seed, epoch, the stream's epoch) is in shared memory, since persistent workers receive no new epoch.

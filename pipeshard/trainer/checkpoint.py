@@ -41,7 +41,7 @@ def save_weights(model: PipelineModel, folder: Path) -> None:
     with together(grid.world):
         if grid.first:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / MANIFEST).unlink(missing_ok=True)  # of the checkpoint that this save replaces
+            (folder / MANIFEST).unlink(missing_ok=True)  # the manifest of the checkpoint that this save replaces
     if not is_of_peft(model.unwrap(), "PeftModel"):
         refuse_packed(model.unwrap())
         io_of(model).save_folder(model, folder)
@@ -82,7 +82,7 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
     """Restore the weights, the optimizer and the LR schedule. Return this rank's saved random state or, if the sizes of
-    the grid have changed, the first rank's."""
+    the grid have changed, that of the first rank."""
     grid = model.pipeline.grid
     load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
@@ -90,7 +90,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         rest = read_rest(folder / FOLDER / REST)
         restore_rest(model.pipeline, rest, lr_scheduler)
         if grid.first:
-            for file in folder.glob(RANDOM):  # these may be partial, as no rank waits for their writes; not used here
+            for file in folder.glob(RANDOM):  # not used here; a file may be partial, as no rank waits for its write
                 if not zipfile.is_zipfile(file):
                     file.unlink()
     return own_random_state(rest, grid)

@@ -55,8 +55,8 @@ class Called(Exception):
 
 
 class Resized(TraceError):
-    """compute_loss called the model with inputs whose sizes differ from the batch's: a trace varies each size
-    separately."""
+    """compute_loss called the model with inputs whose sizes differ from the batch's. This may happen in a trace, which
+    varies each size separately."""
 
 
 class Objective:
@@ -72,7 +72,7 @@ class Objective:
         self._failure: UsageError | None = None
         self._calls = 0  # the number of compute_loss calls in this step
         self._pipeline: Pipeline | None = None  # the pipeline whose step runs
-        # Of the last trial with consistent sizes: the sizes, and the outputs that receive a gradient from the loss.
+        # From the last trial with consistent sizes: the sizes, and the outputs that receive a gradient from the loss.
         self._sizes: dict[str, torch.Size] = {}
         self._reached: tuple[int, ...] = ()
 
@@ -334,7 +334,8 @@ def _is_given_value(given: Any, known: Any) -> bool:
 
 
 def _is_equal(given: Any, known: Any) -> bool:
-    """Whether a recomputed value equals the earlier value; objects other than tensors and PLAIN_VALUES always do."""
+    """Whether a recomputed value equals the earlier value; objects other than tensors and PLAIN_VALUES always count as
+    equal."""
     if not isinstance(given, Tensor) or not isinstance(known, Tensor):
         return _is_given_value(given, known) or not isinstance(given, PLAIN_VALUES)
     return given.shape == known.shape and torch.equal(given.detach().to(known), known.detach())

@@ -47,7 +47,7 @@ class PipelineAccelerator(Accelerator):
     grid: Grid
     trainer: Boosts
     is_alone: bool
-    is_muted: bool  # whether gathers return ones, which are not used, without communication
+    is_muted: bool  # whether gathers return unused ones instead of communicating
     is_last_call: bool  # whether this is the last call of compute_loss in a step
 
     @classmethod
@@ -172,8 +172,8 @@ class PipelineAccelerator(Accelerator):
         return nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip by the norm of the full model, and return it; with inf, do not clip. Raises UsageError, on every rank,
-        if `parameters` are only some of the model's."""
+        """Clip by the norm of the full model, and return this norm; with inf, do not clip. Raises UsageError, on every
+        rank, if `parameters` are only some of the model's."""
         optimizer = self.trainer.boosted_optimizer(None)
         self._refuse_some([parameters] if isinstance(parameters, Tensor) else parameters, optimizer)
         if max_norm == float("inf"):
@@ -181,8 +181,8 @@ class PipelineAccelerator(Accelerator):
         return optimizer.clip_grad_by_norm(max_norm, norm_type)
 
     def _refuse_some(self, parameters: Iterable[Tensor], optimizer: PipelineOptimizer) -> None:
-        """Raise UsageError, on every rank, if `parameters` lack one that has a gradient and that `optimizer` updates on
-        any rank."""
+        """Raise UsageError, on every rank, if `parameters` lack a parameter that has a gradient and that `optimizer`
+        updates on any rank."""
         given = {optimizer.gradients.name_of(parameter) for parameter in parameters}
         missing = [name for name in optimizer.names.values() if name not in given]
         lacking = [name for name in missing if optimizer.weights[name].parameter.grad is not None]
@@ -213,7 +213,7 @@ def _ones(tensor: Tensor) -> Tensor:
 
 
 class StandIn:
-    """Delegates attributes to `module`, and is called instead of it."""
+    """Delegates attributes to `module`, and is called in its place."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

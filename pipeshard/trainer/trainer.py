@@ -108,8 +108,8 @@ class Loop(Trainer):
 
     @property
     def _mixed_mesh_grads(self) -> bool:
-        """False: with tp_size, some gradients are DTensors. Trainer would then clip the gradients of each rank by
-        their own norm; instead, it clips by the accelerator."""
+        """False: with tp_size, some gradients are DTensors. Trainer would then clip the gradients of each rank by their
+        own norm; with False, it clips with the accelerator's method."""
         return False
 
     @_mixed_mesh_grads.setter
@@ -147,7 +147,7 @@ class Loop(Trainer):
         changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
         if config.dry_run_input is None:
             changes["dry_run_input"] = self._sample()
-        mixed = self.accelerator.mixed_precision  # of the arguments, or else of `accelerate launch`
+        mixed = self.accelerator.mixed_precision  # from the arguments, or otherwise from `accelerate launch`
         if config.precision == "fp32" and mixed in ("bf16", "fp16"):
             changes |= {"precision": mixed, "autocast": True}
         if args.torch_compile and not config.compile:
@@ -380,9 +380,8 @@ class Loop(Trainer):
     def _count_last(self, inputs: Any) -> None:
         """Set accelerate's `remainder` to the number of samples in the last batch of a stream.
 
-        Trainer repeats each batch's loss eval_batch_size times, and accelerate truncates the repetition to
-        `remainder` for the last batch. It derives `remainder` from the dataset's length, which a stream does not
-        have.
+        Trainer repeats each batch's loss eval_batch_size times, and accelerate truncates the repetition to `remainder`
+        for the last batch. accelerate derives `remainder` from the dataset's length, but a stream has no length.
         """
         loader = self.accelerator.gradient_state.active_dataloader
         if loader is None or not getattr(loader, "end_of_dataloader", False) or loader.remainder != -1:
@@ -407,7 +406,7 @@ class Loop(Trainer):
             resume_from_checkpoint = newest(Path(self.args.output_dir), world)
         elif resume_from_checkpoint:
             refuse_broken(Path(resume_from_checkpoint), world)
-        self._held, self._left = (), None  # of an earlier call, which ended within a window
+        self._held, self._left = (), None  # left by an earlier call that ended within a window
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -465,7 +464,7 @@ class Front:
         if config is None or not isinstance(model, nn.Module) or not is_blank(model):
             super().__init__(*args, **kwargs)
             return
-        begin = super().__init__  # of a TRL trainer, which adds adapters to the model
+        begin = super().__init__  # the __init__ of a TRL trainer, which adds adapters to the model
 
         def put(_: nn.Module, config: Any) -> Any:
             begin(*args, **kwargs | {"peft_config": config})
@@ -474,8 +473,8 @@ class Front:
         put_adapters(model, config, put)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the training_step of the user's class, once per batch of a window. Raises UsageError if that method
-        changes parameters or gradients."""
+        """Call the training_step of the user's class, once per batch of a window. Raises UsageError if it changes
+        parameters or gradients."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
         return loss

@@ -21,7 +21,7 @@ from pipeshard.verify.reference import Reference
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may cause
 FINE = 1e-9  # in fp64
-FLOOR = 1e-3  # times the largest gradient: the errors of smaller gradients are relative to this value
+FLOOR = 1e-3  # a fraction of the largest gradient, to which the errors of smaller gradients are relative
 HeldGradient = tuple[str, Tensor | None]  # the suffix that names the replica in errors, and the gradient
 ATTRIBUTE_DEPTH = 3  # levels of nested lists and dicts that are compared in an attribute
 
@@ -201,8 +201,8 @@ def compare_state(
     fickle: Callable[[], Collection[str]],
     replica: int,
 ) -> None:
-    """Compare buffers, and state that forwards have left on modules, on the stages that hold the modules. Attributes in
-    `fickle()`, which is called only if an attribute differs, may differ."""
+    """Compare buffers, and state that forwards have left on modules, on the stages that hold the modules. The
+    attributes that `fickle()` returns may differ; it is called only if an attribute differs."""
     buffers = dict(reference.model.named_buffers())
     mine = {name: split.of(name, replica).model.get_buffer(name) for name in buffers}
     comparison.tensors(mine, buffers, "buffers", during)
@@ -264,8 +264,8 @@ def first_unit(
     at: tuple[int, int],
     note: Callable[[], None],
 ) -> str:
-    """A sentence with the first unit, in the order of the forward, whose results differ from the unsplit model, or ""
-    if there is none, or if its results have a different structure."""
+    """A sentence that names the first unit, in the order of the forward, whose results differ from the unsplit model's,
+    or "" if there is none (or the structure of the results differs)."""
     units = list(split.policy.units)
     of_ranks: list[Results] = [{} for _ in split.ranks]
     unsplit: Results = {}

@@ -37,7 +37,7 @@ SECONDS = 5.0  # time limit of verify="auto"
 SECONDS_OF_LARGE = 60.0  # time limit if a smaller copy is proven instead of a large model
 LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy may allocate
 SHARE = 0.1  # share of the free memory that verify="auto" may allocate
-COPIES = 6, 4  # copies of the parameters (models, gradients, Adam's state), per replica and in addition
+COPIES = 6, 4  # copies of the parameters (models, gradients, Adam's state): per replica, and in addition to these
 FEW_COPIES = 5  # copies of the parameters: two models with gradients, and about one copy for the activations
 TELL_PERIOD = 1.0  # seconds between two signs of progress to the waiting ranks
 KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages with modules that docs/parity.md covers
@@ -179,8 +179,8 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
 
 
 def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
-    """Warn of batch norms that normalize by the batch. A model that `trains` is judged in training mode, even if it is
-    in evaluation mode now."""
+    """Warn about batch norms that normalize with the batch's statistics. With `trains`, the model is judged in training
+    mode, even if it is in evaluation mode now."""
     norms = [name for name, module in model.named_modules() if is_batch_norm(module)]
     switches = bool(norms) and trains and not model.training
     with preserving(model) if switches else contextlib.nullcontext():
@@ -200,8 +200,8 @@ def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified:
-    modules of KNOWN_PACKAGES (or their quantized layers) without own forwards or hooks, no criterion, and an optimizer
-    of KNOWN_PACKAGES."""
+    modules of KNOWN_PACKAGES (or their quantized layers) without replaced forwards or hooks, no criterion, and an
+    optimizer of KNOWN_PACKAGES."""
     if criterion is not None or not has_known_loss(model):
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():

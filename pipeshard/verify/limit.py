@@ -9,12 +9,12 @@ from torch import nn
 
 from pipeshard.verify.local import Unproven
 
-FORWARDS = 3  # duration of a step, in forwards: a backward takes about as long as two
+FORWARDS = 3  # duration of a step, in forwards: a backward takes about as long as two forwards
 STEPS_MORE = 5  # the smallest time limit of a proof's fallback, in steps of the unsplit model
 
 
 class TooMuch(Unproven):
-    """The proof takes more time or memory than it may."""
+    """The proof takes more time or memory than allowed."""
 
 
 class Limit:
@@ -40,8 +40,9 @@ class Limit:
 
     @contextmanager
     def measuring(self, model: nn.Module, steps: int) -> Iterator[None]:
-        """Context manager for the first step of the unsplit model. Raises TooMuch as soon as the second layer of its
-        largest ModuleList has run (the first one also initializes libraries) if `steps` steps would take too long."""
+        """Context manager for the first step of the unsplit model. Times the second layer of the model's largest
+        ModuleList (the first layer also initializes libraries), and raises TooMuch if `steps` steps would take too
+        long."""
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
         layers = max(lists, key=_size, default=None)
         if layers is None or self.until is None:

@@ -69,8 +69,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Large:
-    """Why a model is not proven in its own size. The parameters of a smaller copy may take at most `most` bytes in
-    fp32; `fits` says whether there is memory to run a few samples through the model itself."""
+    """Why a model is not proven at its own size. The parameters of a smaller copy may take at most `most` bytes in
+    fp32; `fits` is whether there is enough memory to run a few samples through the model itself."""
 
     reason: str
     most: float
@@ -98,15 +98,16 @@ def prove(
     large: Large | None = None,
     steps: int = 2,
 ) -> Proof:
-    """Train copies of a model, split and unsplit, for `steps` steps on different samples, and compare them before the
-    model is boosted. The user's objects do not change. With an optimizer, the copies are in training mode.
+    """Train copies of a model, split and unsplit, for `steps` steps, which use different samples, and compare the
+    copies before the model is boosted. The user's objects do not change. With an optimizer, the copies are in training
+    mode.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
-    parameters after the optimizer's step, the saved state, and the unsplit model on the whole batch with itself on the
-    microbatches. `note` is called regularly. Instead of a `large` model, or a model that takes longer than `seconds`, a
-    smaller copy is split. If there is none, or the copy also takes too long, only the outputs of a few samples are
-    compared with the outputs of the same samples in microbatches. Each of the two fallbacks may take `seconds`, or
-    STEPS_MORE steps if these take longer. Once a difference is found, the time is not limited.
+    parameters after the optimizer's step, and the saved state. It also compares the unsplit model on the whole batch
+    with itself on the microbatches. `note` is called regularly. Instead of a `large` model, or a model that takes
+    longer than `seconds`, a smaller copy is split. If there is none, or the copy also takes too long, only the outputs
+    of a few samples are compared with the outputs of the same samples in microbatches. Each of the two fallbacks may
+    take `seconds`, or STEPS_MORE steps if these take longer. Once a difference is found, the time is not limited.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, Limit(seconds, note), steps)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -285,13 +286,14 @@ class _Proving:
             parameter.grad = None
         if self.config.has_slices or self.config.is_ragged:  # the random numbers of dropout depend on the length
             made.model.eval()
-        elif made.optimizer is not None and not made.model.training:  # `from_pretrained` returns models like this
+        # `from_pretrained` returns models in evaluation mode
+        elif made.optimizer is not None and not made.model.training:
             made.model.train()
         return made
 
     def _try(self) -> None:
-        """Run a step of the unsplit model, to find its duration and whether it uses random numbers. Raises Fails or
-        Unproven if it does not run or has no finite loss."""
+        """Run a step of the unsplit model, to find its duration and whether it uses random numbers. Raises Fails if the
+        model does not run, and Unproven without a finite loss."""
         torch.manual_seed(SEED)
         before, start = generators(self.device), self.limit.elapsed
         tried, loss = self._unsplit(is_first=True)

@@ -41,8 +41,8 @@ class Copies:
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Copies":
         """Copy everything once more, to `device`, with floating-point tensors cast to `dtype`.
 
-        Closures (hooks, lambdas) are also copied: otherwise every copy would modify the same captured objects,
-        which are the user's. Raises deepcopy's error for objects that cannot be copied.
+        Closures (hooks, lambdas) are also copied: otherwise every copy would modify the user's own captured objects.
+        Raises deepcopy's error for objects that cannot be copied.
         """
         memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _made(self.model)}
         closures = hollow(memo, self.model, self.criterion, self.optimizer)

@@ -90,7 +90,7 @@ class Sides:
         return StepCut(step, weights, self._has_auxiliary(), tuple(split.policy.units), found)
 
     def first_unit(self) -> str:
-        """A sentence with the first unit whose results differ in the first step, or "" if there is none."""
+        """A sentence that names the first unit whose results differ in the first step, or "" if there is none."""
         samples = self.samples
         return first_unit(self.split, self.references[0], samples.of_step, samples.m, (SEED, 0), self.tick)
 
@@ -120,8 +120,8 @@ class Sides:
 
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
         """Compare the unsplit model's loss and gradients on the whole batch with its loss and gradients on the
-        microbatches, which `step` has compared with the split model. Return None if they differ, and without an
-        undivided model or new samples."""
+        microbatches, which `step` has compared with the split model. Return None if they differ, or if there is no
+        undivided model, or no new samples."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None

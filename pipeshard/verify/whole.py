@@ -21,12 +21,14 @@ from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
 
 WHOLE_SEED = 20261124
 # Relative errors of the loss and of gradients. Matrix products of different shapes are rounded differently, and some
-# layers always compute in fp32, so that fp64 is not exact to its last digits.
+# layers always compute in fp32, so results in fp64 are not exact to the last digits.
 LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
-LOSS_FLOOR = 1e-3  # errors of smaller losses, and of gradients below this share of the largest, are relative to this
+# lower bound of the magnitude to which errors are relative: of a loss, or of a gradient as a fraction of the largest
+# one
+LOSS_FLOOR = 1e-3
 SHARED, CONSTANT = "shared", "constant"  # random numbers: each sample's own on both sides, or the same for all samples
 MOVES = "counters and running values of the model are updated once per microbatch, not once per batch"
-PHASE = 0.5  # of the sine used as a loss: not an odd function, so that subtracting a mean changes it
+PHASE = 0.5  # shifts the sine used as a loss, since subtracting a mean might not change a sum of odd functions
 
 Make = Callable[[torch.dtype | None], tuple[Copies, Criterion | None]]
 
@@ -77,8 +79,7 @@ class WholeFound:
 
 
 class WholeBatch:
-    """Compares copies of the unsplit model, created by `make(dtype)`; `draws` says whether the model uses random
-    numbers.
+    """Compares copies of the unsplit model, created by `make(dtype)`; `draws` is whether the model uses random numbers.
 
     `note` is called regularly. `differs` is called at an apparent difference, before comparisons in other modes.
     """
@@ -92,7 +93,7 @@ class WholeBatch:
     def compare(self, batch: Batch, weights: Weights, has_auxiliary: bool, units: Sequence[str]) -> WholeFound:
         """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
 
-        `has_auxiliary` says whether a part of the loss comes from side outputs of layers (router logits), which are
+        `has_auxiliary` is whether a part of the loss comes from side outputs of layers (router logits), which are
         computed per microbatch: if the loss differs, the outputs are compared instead. Raises Coupled for a difference.
         """
         self.parts = copied_microbatches(batch, len(weights.shares))
@@ -274,7 +275,8 @@ class WholeBatch:
             return [leaf.numel() for leaf in outputs_of(batch.call(own.model))]
 
     def _place(self) -> str:
-        """A sentence with the first unit whose input or results differ for the same samples, or another location."""
+        """A sentence that names the first unit whose input or results differ for the same samples, or another
+        location."""
         results: list[Results] = [{}, {}]
         draws = _draws_of(self.way)
         try:
