@@ -142,7 +142,7 @@ def _searched(
 
 
 def _texts(model: nn.Module) -> dict[str, list[str]]:
-    """The texts that ranks compare, by title: the model's class, and its parameters' shapes, dtypes and
+    """The lines that ranks compare, by title: the model's class, and its parameters' shapes, dtypes and
     requires_grad."""
     named = list(model.named_parameters())
     return {

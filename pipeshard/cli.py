@@ -376,7 +376,8 @@ def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
 
 
 def _partition(text: str) -> str | list[int] | list[str]:
-    """Parse a comma-separated list of numbers of unit calls, or of units to cut after; other values are unchanged."""
+    """Parse a comma-separated list of numbers of unit calls, or of units to cut after; other values are returned
+    unchanged."""
     entries = [entry.strip() for entry in text.split(",")]
     if all(entry.isdigit() for entry in entries):
         return [int(entry) for entry in entries]

@@ -260,7 +260,7 @@ def refuse_positional(values: Collection[Any]) -> None:
 
 def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collection[str], warns: bool) -> Schedule:
     """Return `schedule`, or the schedule that `pp_style` names. Raises ConfigurationError if both are set and differ,
-    and for `foreign` arguments that are unknown or not supported. With `warns`, it warns about ignored arguments."""
+    and for `foreign` arguments that are unknown or not supported. With `warns`, also warns about ignored arguments."""
     style: Schedule = foreign.get("pp_style", schedule)
     if schedule not in ("1f1b", style):
         raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r} differ: pass only one of the two")

@@ -90,7 +90,7 @@ class PipelineConfig:
             matches), "profile" (by measured time; "profile:PATH" saves the times in a file), "speed:1.0,0.6" (by cost
             divided by each rank's relative speed), a list with the unit calls of each of the p·v stages, or a list of
             the units to cut after.
-        policy: a Policy class for this model; by default the one registered for it.
+        policy: a Policy class for this model; by default the class registered for the model.
         init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
             initialized. True uses the architecture's own rule, False leaves it to `booster.load_model`; a function is
             called as `fn(module)` or `fn(module, name)` for every module with such tensors. The values depend only on
@@ -106,7 +106,7 @@ class PipelineConfig:
             "microbatch" is the unweighted mean of the microbatches' losses.
         dp_size: the number of replicas; by default as many as the world size allows.
         tp_size: the number of ranks that shard each stage, using the architecture's own `tp_plan` (transformers 5) or
-            its policy's.
+            its policy's plan.
         tp_plan: a custom plan: a dict from module names, with * for numbers, to "colwise", "rowwise" or another style.
         ep_size: the number of ranks that shard the experts of each stage, using the architecture's own `ep_plan`. Not
             supported with `tp_size`.

@@ -31,8 +31,8 @@ logger = logging.getLogger("pipeshard")
 
 
 class Batches(Iterator[Any]):
-    """An iterator over one epoch's batches that counts them in `place`. It does not hold the loader, see
-    LoaderPlace."""
+    """An iterator over one epoch's batches that counts them in `place`. It holds no reference to the loader (see
+    LoaderPlace)."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class ResumableDataLoader(DataLoader[Any]):
             self.__dict__.update(own)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iterator in this epoch, see `LoaderPlace.set_epoch`."""
+        """Start the next iterator in this epoch (see `LoaderPlace.set_epoch`)."""
         self.place.set_epoch(epoch)
 
     @property
@@ -246,7 +246,7 @@ class ResumableDataLoader(DataLoader[Any]):
         return length_of(self) if self._sampler is not None or self.num_workers <= 1 else None
 
     def _has_ended(self) -> bool:
-        """Whether all batches of this epoch have been taken; False before the first."""
+        """Whether all batches of this epoch have been taken; False before the first batch."""
         if not self.batches:
             return False
         length = self._length
@@ -270,13 +270,13 @@ class ResumableDataLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iterator at a saved position. The number of replicas may differ if all replicas together read
-        the same number of samples per step. Iterators that were created before raise UsageError when they are read.
+        the same number of samples per step. Iterators created earlier raise UsageError when they are read.
 
         Raises CheckpointError if the data, the sampler, the number of samples per step or the workers of a stream have
         changed.
         """
         sizes = self._sizes()
-        # older states lack these keys: they are of one replica, and do not record a stream's number of workers
+        # older states lack these keys: they are states of one replica, without a stream's number of workers
         complete = {"batches_at_once": 1, "workers": sizes.get("workers"), **state}
         saved = {name: complete.get(name) for name in sizes}
         if saved != sizes:

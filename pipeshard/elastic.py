@@ -73,8 +73,8 @@ class PreemptibleJob:
         """Load the newest state into the objects that `booster.boost` returned; returns the number of completed steps,
         0 for a new job.
 
-        Raises CheckpointError, on every rank, for a state that does not match these objects, and for a directory in
-        which no step is complete. (A save that was killed before it completed its step leaves none.)
+        Raises CheckpointError, on every rank, for a state that does not match these objects, and for a directory that
+        contains steps, but no complete one. (A save that was killed before it completed its step leaves no step.)
         """
         self._parts = (model, optimizer, lr_scheduler, dataloader)
         if getattr(dataloader, "num_workers", 0):

@@ -41,7 +41,7 @@ def initialize(
         model: any module; if its weights are on meta, each process initializes or loads the weights of its own stage.
         optimizer: an optimizer of the parameters of `model`; without one, the model can only be evaluated.
         criterion: `fn(output, batch)` that returns the loss; None uses the loss that the model returns.
-        dataloader: yields the same batches on every rank of a replica, as does `plugin.prepare_dataloader(...)`.
+        dataloader: yields the same batches on every rank of a replica, like one from `plugin.prepare_dataloader(...)`.
         lr_scheduler: the scheduler of this optimizer.
         plugin: a PipelinePlugin, if you created one for its `prepare_dataloader`.
         arguments: without a plugin, the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`); `pp_size` is

@@ -35,7 +35,8 @@ class CheckpointError(PipeshardError, RuntimeError):
 
 
 class RankError(PipeshardError, RuntimeError):
-    """Another rank failed, so this rank cannot continue; `fault`, if set, says which rank failed, where and why."""
+    """Another rank failed, so this rank cannot continue; `fault`, if set, describes which rank failed, where and
+    why."""
 
     def __init__(self, message: str, fault: Any = None) -> None:
         super().__init__(message)

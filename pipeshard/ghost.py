@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from pipeshard.errors import UsageError
 from pipeshard.private import DisableTorchFunctionSubclass
 
-# Functions and attributes that neither read nor write values, in addition to all whose names start with `is_`.
+# Functions and attributes that neither read nor write values, in addition to all functions whose names start with
+# `is_`.
 HARMLESS = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
 HARMLESS |= {"__dir__", "_post_accumulate_grad_hooks", "device", "dim", "dtype", "element_size", "get_device", "grad"}
 HARMLESS |= {

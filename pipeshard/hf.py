@@ -47,8 +47,8 @@ CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
 TIME = "max_time"
 
-# RoPE types whose frequencies depend on the greatest position in the batch, and the names of the position from which
-# they do.
+# RoPE types whose frequencies depend on the greatest position in the batch if it exceeds a limit, and the config fields
+# that contain this limit.
 ROPES_OF_LENGTH = "dynamic", "longrope"
 ROPE_LIMITS = "original_max_position_embeddings", "max_position_embeddings"
 NOISE = "neftune_noise_alpha"
@@ -221,8 +221,8 @@ def recomputes(module: nn.Module) -> bool:
 
 
 def rope_limit(module: nn.Module) -> int | None:
-    """The greatest number of positions for which the module's RoPE frequencies do not depend on this number, or None if
-    they never do."""
+    """The number of positions up to which the module's RoPE frequencies are constant, or None if they never depend on
+    the number of positions."""
     kinds = vars(module).get("rope_type")
     kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
     if not any(kind in ROPES_OF_LENGTH for kind in kinds):

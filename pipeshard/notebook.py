@@ -86,7 +86,7 @@ def _run_agent(folder: Path, ranks: int) -> int:
 
 def _failure(folder: Path) -> str | None:
     """A message with the first failed rank and its error, preferably an error that no other rank caused; None if no
-    rank wrote one."""
+    rank wrote an error."""
     texts = {path: path.read_text() for path in sorted(folder.glob(f"*{ERROR}"), key=lambda path: path.stat().st_mtime)}
     first = min(texts, key=lambda path: texts[path].startswith(OTHERS), default=None)
     return f"rank {first.stem} failed: {texts[first]}" if first else None

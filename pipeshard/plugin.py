@@ -301,9 +301,9 @@ class PipelinePlugin:
         """A DataLoader that gives every stage the same batches, in an order that depends only on `seed` and the epoch.
 
         It tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves the position.
-        `options` are DataLoader's own: drop_last, num_workers, collate_fn, batch_sampler, ... and may be combined as in
-        DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1; pipeshard divides its order among
-        the replicas.
+        `options` are DataLoader's own arguments (drop_last, num_workers, collate_fn, batch_sampler, ...), and may be
+        combined as in DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1; pipeshard divides its
+        order among the replicas.
         """
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)

@@ -363,7 +363,7 @@ def model_of(kind: str, settings: Namespace) -> Any:
 def reward_functions(settings: Namespace) -> list[Any]:
     """The name of the reward model, and the functions in `reward_funcs`, given by their TRL name or import path.
 
-    The order is that of TRL's own script, since `reward_weights` has one weight for each.
+    The order is that of TRL's own script, since `reward_weights` has one weight for each function.
     """
     model = settings.reward_model_name_or_path
     return [*([model] if model else []), *map(imported, settings.reward_funcs or ())]

@@ -40,7 +40,7 @@ logger = logging.getLogger("pipeshard")
 SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
 TILES, FOLD = "trl.kernels.chunked_logprob", "_forward_tile"
 OUTPUT = "trainer_output"  # the default of TrainingArguments.output_dir
-# The Trainer's optimizers that are planned as they are; others count as AdamW.
+# The Trainer's optimizers with the same states as AdamW. Unknown optimizers also count as AdamW, as an upper bound.
 ADAMW = ("adamw", "adamw_fused", "adamw_32bit", "stable_adamw")
 THREE_STATES = ("ademamix", "ademamix_32bit", "grokadamw")
 NEW_TOKENS = 64  # maximum length of the answer
@@ -382,7 +382,7 @@ def line(restarts: bool) -> Any:
 
 
 def answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
-    """Print what the model generates for `prompt` or, without one, for the prompt of the sample `row`."""
+    """Print the model's answer to `prompt` or, without one, to the prompt of the sample `row`."""
     asked: Any = question(row)
     if prompt is not None:
         asked = [{"role": "user", "content": prompt}] if isinstance(asked, list) else prompt
@@ -408,7 +408,8 @@ def question(row: Mapping[str, Any]) -> Any:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command as one rank; returns the exit status. One rank prints an error in the settings, as one line."""
+    """Run a command as one rank; returns the exit status. Only one rank prints an error in the settings, as one
+    line."""
     fold()
     try:
         return main(arguments[0], arguments[1:])

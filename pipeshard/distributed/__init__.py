@@ -1,1 +1,1 @@
-"""Distributed: ranks, the data they exchange, and how failures end them; knows no model."""
+"""Distributed: ranks, the data that they exchange, and the handling of failures; independent of models."""

@@ -101,8 +101,8 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a state dict, other buffers, and tensors in attributes of modules, by name and shape: a rank may
-    have resized a buffer."""
+    """The tensors of a state dict, other buffers, and tensors in attributes of modules, by name and shape, since a rank
+    may have resized a buffer."""
     attributes = ((f"{path}.{key}", held) for path, one in model.named_modules() for key, held in vars(one).items())
     others = {name.lstrip("."): held for name, held in attributes if isinstance(held, Tensor)}
     every = model.state_dict(keep_vars=True) | dict(model.named_buffers()) | others

@@ -22,12 +22,12 @@ from pipeshard.distributed.progress import NOW, collective_of, main_stack
 from pipeshard.private import default_store
 
 RAISED, GONE, STALLED, ENDED, ORPHANED = "raised", "gone", "stalled", "ended", "orphaned"  # kinds of faults
-THROUGH = "its program being through"  # the message of a rank that ended without an error
+THROUGH = "at the end of its program"  # the message of a rank that ended without an error
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure of `rank` (whose `name` is, for example, "rank 2 (stage 2)"). `kind` says whether the rank raised an
+    """A failure of `rank` (whose `name` is, for example, "rank 2 (stage 2)"). `kind` records whether the rank raised an
     error (with the text `message`, in `where`, possibly in the code of `module`), whether its process died, stalled or
     ended, or whether its agent died. `told_by` is the rank that reports the failure."""
 
@@ -69,7 +69,7 @@ LINGER = 2.0  # seconds that the process that hosts the store waits for the othe
 
 class Alarm:
     """The reported Fault of each collective call, kept in the store under the call's number. If ranks report several
-    faults of a call, the first counts, on every rank.
+    faults of a call, every rank uses the first one.
 
     If `gone` is set, the store no longer responds, and methods raise DistStoreError immediately. `asked` is set while a
     thread waits for the store in `ask`.
@@ -181,7 +181,7 @@ class RollCall:
 
     def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
         """The fault with a message based on the answers. If its kind is GONE, the message names the ranks that do not
-        respond; otherwise, it names the ranks at fault, and says what each rank is doing."""
+        respond; otherwise, it names the ranks at fault, and lists what each rank is doing."""
         answers = self._collect(fault.number)
         silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:

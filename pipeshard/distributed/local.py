@@ -85,7 +85,7 @@ class _Rank:
 
 
 class LocalWork:
-    """Handle of a collective call or a message; `wait()` returns once this has completed."""
+    """Handle of a collective call or a message; `wait()` returns once the call or message has completed."""
 
     def __init__(self, world: "LocalWorld", done: Callable[[], bool], waits_for: str) -> None:
         self._world, self._done, self._waits_for = world, done, waits_for

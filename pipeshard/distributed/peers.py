@@ -1,8 +1,8 @@
 """Peers: the processes of the other ranks on this host, and their states as the kernel reports them.
 
-The connections of a killed rank stay open if a child that it has forked lives on; those of a stopped rank always stay
-open. Neither rank can report its own state. The ranks of one host see each other's processes, and can detect both
-states without a connection or a timeout.
+The connections of a killed rank stay open as long as one of its forked children runs; the connections of a stopped rank
+always stay open. Neither rank can report its own state. The ranks of one host see each other's processes, and can
+detect both states without a connection or a timeout.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 EVERY = 4  # checks of the watch for each check of this class
-STOPPED = 5  # consecutive checks that find a process stopped before this counts, since the whole job may be paused
+STOPPED = 5  # consecutive checks after which a stopped process counts as stopped, since the whole job may be paused
 PDEATHSIG = 1  # option of prctl: the signal that a process receives when its parent exits
 SAME = 2.0  # seconds by which readings of a start time can differ: the kernel reports the boot time in whole seconds
 KILLED = "is gone: it was killed or has crashed"

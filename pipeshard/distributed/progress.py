@@ -19,13 +19,13 @@ from pipeshard.schedule.program import Action, Kind
 
 Timeout = float | str | None | Mapping[str, Any]
 STEPS = ("execute_pipeline", "optimizer.step")
-OTHER_CALLS = 3  # the timeout outside a step (a save, a load, a boost), as a multiple of that of a step's action
+OTHER_CALLS = 3  # the timeout outside a step (a save, a load, a boost), as a multiple of the timeout of a step's action
 COMPUTES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 
 
 class Progress:
-    """The current activity of a rank. The training thread writes it, which costs only a few assignments; the watch
-    reads it.
+    """The current activity of a rank. The training thread writes it, with only a few assignments, and the watch reads
+    it.
 
     Attributes:
         call: the current collective call of the user's program, such as `execute_pipeline`; "" between calls.
@@ -64,7 +64,8 @@ class Progress:
         self.history.append((now, action))
 
     def wait(self, work: Any, ranks: Sequence[int]) -> None:
-        """Call `work.wait()`, and record that it waits for these ranks. If it raises, `waits` keeps the ranks."""
+        """Call `work.wait()`, and record that this process waits for these ranks. If the call raises, `waits` keeps the
+        ranks."""
         self.wait_until(work.wait, ranks)
 
     def wait_until(self, done: Callable[[], Any], ranks: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ class _Process:
         well: the number of the last call that succeeded without a watch.
         interrupts: whether the watch sends the next SIGTERM.
         pid: the id of the process that installed the hooks. Forked children inherit the hooks, but are not ranks.
-        exit: a description of the program's sys.exit call, or "" if it has made none, or one without an error.
+        exit: a description of the program's sys.exit call, or "" if there was no such call, or a call with status 0.
     """
 
     world: dist.ProcessGroup | None = None

@@ -1,8 +1,8 @@
 """Cache: the entries of a cache that this rank's units have written, and their description for other ranks.
 
 A stage holds the states of its own layers. For other layers it has ghosts: entries of the same class with the same
-plain values, whose tensors are on meta. So lengths are correct, and ghosts need no memory. Code that reads the values
-of a ghost fails with a torch error, since meta tensors cannot be combined with other tensors.
+plain values, whose tensors are on meta. Lengths are therefore correct, and ghosts need no memory. Code that reads the
+values of a ghost fails with a torch error, since meta tensors cannot be combined with other tensors.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Generate: transformers' own `generate` on a boosted model, whose forwards all stages run together.
 
 Every rank of a pipeline runs the same loop: it has the same tokens, logits and random numbers, and a cache with the
-entries of its own layers. So every feature of the loop (beams, processors, criteria, streamers) works as in one
+entries of its own layers. Therefore, every feature of the loop (beams, processors, criteria, streamers) works as in one
 process.
 """
 

@@ -33,7 +33,7 @@ class PipelineModule(nn.Module):
 
     Args:
         layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
-            of one argument, in any iterable: also an nn.Sequential or nn.ModuleList.
+            of one argument, in any iterable, such as an nn.Sequential or nn.ModuleList.
         num_stages: the number of stages (ranks x chunks) that a pipeline must have; None allows any number.
         topology: must be None; the plugin assigns the ranks.
         activation_checkpoint_func: must be None; pipeshard recomputes layers itself.

@@ -19,7 +19,8 @@ from pipeshard.split.boundary import Boundary
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value computed by `unit` that enters a stage with each microbatch. If `gradient`, its gradient is sent back."""
+    """A value computed by `unit` that enters a stage with each microbatch. If `gradient` is true, the value's gradient
+    is sent back."""
 
     unit: str
     shape: tuple[int, ...]

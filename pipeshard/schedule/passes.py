@@ -45,7 +45,7 @@ def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -
     """For each k, the receives to post directly before the k-th of one rank's `actions`.
 
     Messages on an edge arrive in the order in which they are sent, so their receives are posted in this order: the slot
-    of a receive is at most the slots of all messages that are sent later. Posting earlier never blocks.
+    of a receive is never after the slot of a message that is sent later. Posting earlier never blocks.
     """
     receives = crossing(program, RECEIVE)
     edges: defaultdict[int, list[tuple[float, int, Action]]] = defaultdict(list)

@@ -142,7 +142,8 @@ def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[No
             if kind.is_compute:
                 if (kind, stage) in receive:
                     needs.append(("ends", Action(receive[kind, stage], i, stage).partner))
-                if device.synchronizes:  # `in_order` adds none: other ranks wait for a result only by a later message
+                # `in_order` adds no wait here: other ranks wait for a result only through a later message
+                if device.synchronizes:
                     needs += [ends for _, ends in messages[synchronized:]]
                     synchronized = len(messages)
                 computed = [("ends", action)]

@@ -1,4 +1,4 @@
-"""Attention: attends from a slice's positions to the same and all earlier positions, without a mask in memory.
+"""Attention: attention from a slice's positions to the same and all earlier positions, without a mask in memory.
 
     positions      earlier slices    this slice
     of the query   all of them       those before it

@@ -47,7 +47,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
             )
         if kind is not DummyLayer:
             cache.layers[number] = kind(now, number, layer)
-    if {*map(type, cache.layers)} <= {Keys}:  # a decoder may have more such layers than its config says
+    if {*map(type, cache.layers)} <= {Keys}:  # a decoder may have more such layers than its config declares
         numbers = itertools.count(len(cache.layers))  # not the cache itself: only the GC would free such a cycle
         cache.layer_class_to_replicate = lambda: Keys(now, next(numbers))
     return EncoderDecoderCache(cache, DynamicCache()) if has_encoder else cache

@@ -57,8 +57,8 @@ def refuse_cacheless(model: nn.Module) -> None:
 
 
 def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None:
-    """Raise BatchError for a batch with padding, unless `why` is empty. `why` says how padded slices differ from whole
-    sequences."""
+    """Raise BatchError for a batch with padding, unless `why` is empty. `why` describes how padded slices differ from
+    whole sequences."""
     token = padding_token(model)
     for tensors in (batch.tensors for batch in batches if why):
         mask, ids = tensors.get(MASK), tensors.get(IDS)
