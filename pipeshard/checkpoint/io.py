@@ -118,7 +118,8 @@ class PipelineCheckpointIO:
             return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None
 
     def start(self, save: Save) -> None:
-        """Start this rank's background save. Ranks without a save only set `saving`, so that all ranks join `wait`."""
+        """Start this rank's background save. Ranks without a save only set `saving`, so that they also take part in
+        `wait`."""
         self.pending, self.saving = save, True
         save.start()
 

@@ -35,8 +35,8 @@ def enable_lora(
     meta (`PipelinePlugin.from_pretrained`), the adapters receive the same values as on a loaded model: each stage
     computes adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded these weights.
 
-    Raises UsageError if the model is boosted or has adapters, ConfigurationError for `bnb_quantization_config` and for
-    a `lora_config` (or saved adapters) that the model (or a model on meta) does not support, and CheckpointError for a
+    Raises UsageError if the model is boosted or has adapters; ConfigurationError for `bnb_quantization_config`, and for
+    a `lora_config` or saved adapters that this model, or a model on meta, does not support; CheckpointError for a
     folder that does not fit the model.
     """
     from peft import get_peft_model

@@ -41,7 +41,7 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _under_plain_names(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Map a stage's `tensors` to all of their names in the base model, except names that the architecture ties to
+    """Return a stage's `tensors` under all of their names in the base model, except names that the architecture ties to
     another name of the same tensor. A trained copy takes the name of its original, and the original keeps only its
     other names: for example, the original embedding may still be the weight of the head."""
     first, patterns = first_names(module), tied_patterns(module)

@@ -88,7 +88,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     if unnamed := [key for key in shared if not isinstance(key, str)]:
         raise CheckpointError(
             f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in its groups: a checkpoint "
-            "contains the states of parameters, and states whose key is a string"
+            "can contain only states of parameters, and states whose key is a string"
         )
     for name, values in states.items():
         if weights[name].master.dtype != weights[name].parameter.dtype:

@@ -143,7 +143,7 @@ class StoredRows:
         with _naming_file(self.file), self.file.open("rb") as content:
             content.seek(self.begin + first * size)
             if content.readinto(into) < read.nbytes:
-                raise OSError("it is shorter than its header says")
+                raise OSError("it is shorter than its header declares")
         return read
 
 
@@ -296,7 +296,7 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
         room.rmdir()
 
 
-LARGEST_FILE = 1 << 30  # the maximum bytes per file, and so per copy; a larger tensor has its own file
+LARGEST_FILE = 1 << 30  # the maximum bytes per file, and therefore per copy; a larger tensor has its own file
 
 
 OWN = "rank-?????-?????.safetensors"  # the pattern of the files that ranks write
@@ -304,7 +304,7 @@ Content = tuple[dict[str, Tensor], dict[str, str]]  # the content of a file: cop
 
 
 def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
-    """Yield the content of each file of this rank: copies of its shards of `tensors`, which no other rank writes."""
+    """Yield the content of each file of this rank: copies of the shards of `tensors` that only this rank writes."""
     for names in _shard_files(tensors):
         parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}

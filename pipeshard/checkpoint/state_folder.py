@@ -1,8 +1,8 @@
 """State folder: the files of a training state on disk, and how they are written and checked.
 
 A folder is complete if it contains its manifest and every file has the size that the manifest lists. To detect flipped
-bits and mixed folders, the manifest also contains each file's SHA-256, as `sha256sum` prints it. Each rank computes
-some of the checksums, and reads files that are still in the page cache after a save, so this costs little.
+bits and files of other steps, the manifest also contains each file's SHA-256, as `sha256sum` prints it. Each rank
+computes some of the checksums. This costs little, since the files are still in the page cache after a save.
 
 Two jobs that save into one folder (such as a requeued job and its zombie) would remove each other's unfinished saves,
 so the first rank locks the folder for as long as its model exists. The kernel releases the lock when the process exits

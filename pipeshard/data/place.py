@@ -36,7 +36,8 @@ class LoaderPlace:
         return self.begun and self.batches == self.first
 
     def begin(self) -> None:
-        """Count a new iterator: it starts at this position if this is `next_epoch`, otherwise at the next epoch."""
+        """Count a new iterator: it starts at this position or, if `next_epoch` is a later epoch, at the start of that
+        epoch."""
         if self.next_epoch != self.epoch:
             self.set(self.next_epoch)
         self.begun, self.is_kept, self.first = True, False, self.batches

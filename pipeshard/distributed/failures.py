@@ -238,7 +238,7 @@ def _silent(silent: list[int], named: Callable[[int], str], fault: Fault) -> str
         return f"rank {fault.told_by} lost a connection in {fault.where}, but all ranks respond: check the network"
     names = ", ".join(map(named, silent))
     are = "is" if len(silent) == 1 else "are"
-    return f"{names} {are} gone (killed, crashed or offline), seen by rank {fault.told_by} in {fault.where}"
+    return f"{names} {are} gone (killed, crashed or offline), detected by rank {fault.told_by} in {fault.where}"
 
 
 TAG = 7919  # the tag of a message that no rank sends

@@ -27,7 +27,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     A value crosses every boundary between the stage of its call and the stage of its last reader; the loss and the
     requested outputs are read on the last stage. A stage sends back the gradient of a value if a reader on this stage
     or a later one contributes to the gradient. Raises TraceError if an untracked value would have to cross a boundary,
-    or if the model's own checkpoint contains a cut.
+    or if a torch.utils.checkpoint of the model contains a cut.
     """
     everything = flow.needed(outputs)
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
@@ -66,9 +66,10 @@ def _crossing(
 
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """Map each call before which no cut is allowed to the reason: an untracked value would have to cross the cut, an
-    earlier unit reads state that a later unit left in the previous forward, the model's own checkpoint contains the
-    cut, or the model has CutPoints elsewhere. The key `len(flow.calls)` means the end of the model."""
+    """Return the calls before which no cut is allowed, each with the reason: an untracked value would have to cross the
+    cut, an earlier unit reads state that a later unit left in the previous forward, a torch.utils.checkpoint of the
+    model contains the cut, or the model has CutPoints elsewhere. The key `len(flow.calls)` means the end of the
+    model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
         reason = f"the model can be cut only at its CutPoints, and it calls {len(flow.cut_points)}"

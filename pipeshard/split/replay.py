@@ -134,8 +134,8 @@ class Replay:
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
         """Context manager for a microbatch on a route: tracks the zeros that replace unsent values, and yields the
-        tracker, or None without tracking. Only the first microbatch is tracked, unless the route's glue branches on
-        activations: then any microbatch may read unit results that the trace did not read."""
+        tracker, or None if no zeros are tracked. Only the first microbatch is tracked, unless the route's glue branches
+        on activations: then any microbatch may read unit results that the trace did not read."""
         has_branches = route.flow.has_branches and route.stop is None
         if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None

@@ -151,8 +151,8 @@ class Objective:
         return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
 
     def _is_near(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a trace has derived these inputs from inputs with consistent sizes, instead of starting with shorter
-        inputs, whose lengths may match by coincidence."""
+        """Whether no size is more than 1 below that of the last consistent inputs, as in a trace that varies their
+        sizes. A trace that starts with shorter inputs, whose lengths may match by coincidence, does not count."""
         sizes = self._sizes_of(inputs)
         if sizes.keys() != self._sizes.keys() or not self._reached:
             return False

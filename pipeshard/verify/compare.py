@@ -50,7 +50,7 @@ class Comparison:
         self, split: Mapping[str, Sequence[HeldGradient]], unsplit: Mapping[str, Tensor | None], what: str
     ) -> None:
         """Compare each parameter's gradients on all ranks that hold the parameter, in the order of `unsplit` (the order
-        of the backward pass), so that the first difference is the earliest one."""
+        of the backward pass), so that the first difference found is also the earliest."""
         largest = max((size(gradient) for gradient in unsplit.values() if gradient is not None), default=0.0)
         for name, expected in unsplit.items():
             for where, gradient in split[name]:
@@ -249,7 +249,7 @@ def compare_parameters(comparison: Comparison, split: LocalPipeline, reference: 
         side = "unsplit" if min(missing) in expected else "split"
         raise Different(f"{min(missing)} is only in the {side} model's state dict {when}")
     saved = {name: states[split.policy.ownership.owner(first.get(name, name))][name] for name in expected}
-    comparison.tensors(saved, expected, "saved", f"in what is saved {when}")
+    comparison.tensors(saved, expected, "saved", f"in the saved state {when}")
 
 
 # The leaves of units' results, by unit, number of the call in a microbatch's forward, and microbatch.
