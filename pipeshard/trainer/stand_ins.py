@@ -188,8 +188,9 @@ class PipelineAccelerator(Accelerator):
         lacking = [name for name in missing if optimizer.weights[name].parameter.grad is not None]
         if lacking := [name for names in gather_objects(lacking, self.grid.world) for name in names]:
             raise UsageError(
-                "accelerator.clip_grad_norm_ clips all gradients by the norm of the whole model, but the given parameters "
-                f"lack {listed(lacking, 3)}: pass model.parameters(), or set TrainingArguments(max_grad_norm=...). To clip some gradients of one stage by their own norm, pass "
+                "accelerator.clip_grad_norm_ clips all gradients by the norm of the whole model, but the given "
+                f"parameters lack {listed(lacking, 3)}: pass model.parameters(), or set "
+                "TrainingArguments(max_grad_norm=...). To clip some gradients of one stage by their own norm, pass "
                 "them to torch.nn.utils.clip_grad_norm_"
             )
 

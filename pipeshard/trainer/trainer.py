@@ -221,8 +221,8 @@ class Loop(Trainer):
             raise UsageError(
                 f"the training data ended after {len(self._held)} batches of a gradient accumulation window with "
                 f"gradient_accumulation_steps={self.args.gradient_accumulation_steps}, and a dataset without a length "
-                "does not show which batch is the last: pass a dataset with a length, or let the stream end with a full "
-                "window, or repeat its samples without an end and set max_steps"
+                "does not show which batch is the last: pass a dataset with a length, or let the stream end with a "
+                "full window, or repeat its samples without an end and set max_steps"
             )
         if self._held:
             raise UsageError(
