@@ -183,7 +183,7 @@ def _opened_mapping(node: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], Cal
     names = list(node)
     try:
         is_same = list(cls(dict(node))) == names
-    except Exception:  # whatever its constructor raises for a dict
+    except Exception:  # its constructor may raise anything for a dict
         is_same = False
     if not is_same:
         raise BatchError(f"the batch contains a {cls.__name__} that cannot be built from a dict: use a dict instead")

@@ -190,9 +190,9 @@ class Save(ABC):
     """A save in which every stage writes its part; the first stage completes the checkpoint once all stages have
     written theirs.
 
-    A subclass defines `write`, which writes this stage's part; `commit`, which completes the checkpoint on the first
-    stage; `abandon`, which removes the files that this stage has written; and `beside`, which returns the path of a
-    hidden file. The stages also synchronize through hidden files.
+    A subclass defines four methods: `write` writes this stage's part, `commit` completes the checkpoint on the first
+    stage, `abandon` removes the files that this stage has written, and `beside` returns the path of a hidden file. The
+    stages also synchronize through hidden files.
     """
 
     target: Path

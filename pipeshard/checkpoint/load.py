@@ -94,7 +94,8 @@ class Conversion:
 
 
 def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a stage's tensors to the names and layout that `save_pretrained` writes, without those that it omits."""
+    """Convert a stage's tensors to the names and layout that `save_pretrained` writes, without the tensors that it
+    omits."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in state.items() if name not in ignored}
     if core_model_loading is None:

@@ -1,8 +1,8 @@
 """Order: the objects that determine the order of the data, their random generators, and the state they keep.
 
 A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each sampler may use its own
-generator or those of the process. If one generator is not seeded, ranks with different seeds read different batches,
-and a resumed epoch has a different order than the interrupted one.
+generator or the process's generators. If one generator is not seeded, ranks with different seeds read different
+batches, and a resumed epoch has a different order than the interrupted one.
 """
 
 import copy

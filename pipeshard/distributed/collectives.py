@@ -62,8 +62,8 @@ _on_cpu: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that can send CPU tensors, so that metadata neither uses nor waits for a GPU:
-    `group` itself or, if `group` has only NCCL, a gloo group that is created on first use."""
+    """Return a group of the same ranks that can send CPU tensors, so that metadata neither uses nor waits for a GPU. It
+    is `group` itself or, if `group` has only NCCL, a gloo group that is created on first use."""
     if carrier(CPU, group):
         return group
     if group not in _on_cpu:

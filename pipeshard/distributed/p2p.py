@@ -179,7 +179,7 @@ def with_messages(program: Program, p2p: P2P | None) -> Program:
 
 def options_of_kernels() -> dict[str, Any]:
     """The `new_group` options of a group that is only for messages. NCCL's own timer would start when the host posts a
-    message, and abort the process without an explanation, so it is set to a day: the watchdog decides what is a stall.
+    message, and abort the process without an explanation, so it is set to a day: the watchdog detects stalls instead.
     High priority keeps a message from waiting behind the next layer's kernels."""
     day = timedelta(days=1)
     return {"backend": "nccl", "timeout": day, "pg_options": nccl_options(day)}

@@ -56,9 +56,9 @@ class Peers:
         self._sure = self._suspect >= 0
 
     def look(self, silent: int = 0) -> tuple[int, str] | None:
-        """A rank that was killed or is stopped, with a message that says so, or None if there is none. `silent` is the
-        number of checks for which the store has not responded. A rank counts as killed only if it has not signed off in
-        the store, or if the store does not respond."""
+        """A rank that was killed or is stopped, with a message about its state, or None if there is none. `silent` is
+        the number of checks for which the store has not responded. A rank counts as killed only if it has not signed
+        off in the store, or if the store does not respond."""
         self._looks += 1
         if self._looks % EVERY == 0:
             for rank, process in self._processes.items():

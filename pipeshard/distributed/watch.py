@@ -43,7 +43,7 @@ SILENT = 12  # checks without a response after which the store counts as gone, i
 PATIENCE = 0.5  # seconds to wait for a report of the failed rank after a lost connection
 BEAT = 4  # checks per heartbeat to the monitor
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun for its workers
-NOTE = "pipeshard: "  # prefix of the note on an error that says where the error occurred
+NOTE = "pipeshard: "  # prefix of the note that records where an error occurred
 
 
 class Interrupt(RankError):

@@ -189,8 +189,8 @@ class Forward:
         return self._joined(outputs, [batch.rows for batch in batches])
 
     def _copies(self, rows: int) -> list[tuple[Entries, Entries]]:
-        """For each cache, its Entries and those of a copy for one stage of this rank: glue runs on every stage, and
-        must read the lengths from before the forward."""
+        """For each cache, its Entries and the Entries of a copy for one stage of this rank. Glue runs on every stage,
+        and must read the lengths from before the forward."""
         copies = []
         for entries in self._used.values():
             parts = CacheParts(entries.cache, [rows])

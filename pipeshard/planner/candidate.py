@@ -195,8 +195,8 @@ def _alone(moments: Sequence[Moment]) -> list[Part]:
 def _heaviest(
     moments: Sequence[Sequence[Moment]], runs: Sequence[tuple[int, int]], footprint: Footprint, limits: Sequence[int]
 ) -> tuple[dict[int, tuple[Part | None, int]], int]:
-    """The moment at which a rank exceeds its limit the most: a dict from each stage of this rank to its part (None: the
-    end of a step) and its bytes, and the excess of the rank in bytes (at most 0 if all ranks fit)."""
+    """The moment at which a rank exceeds its limit the most. Returns a dict from each stage of this rank to the stage's
+    part (None: the end of a step) and bytes, and the rank's excess in bytes (at most 0 if all ranks fit)."""
     found = []
     for of_rank, limit in zip(moments, limits, strict=True):
         parts: list[dict[int, Part | None]] = [dict(moment) for moment in of_rank]

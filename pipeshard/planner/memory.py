@@ -249,9 +249,9 @@ class Training:
         return IN_8_BITS[self.optimizer] * each if trained else 0
 
     def update(self, gradients: int) -> int:
-        """The temporary bytes at the end of a step, given the bytes of the gradients: the larger of the messages
-        between replicas (two are in flight) and the square roots of all second moments, which torch's AdamW computes
-        together on a GPU (`foreach`), unless they are on the host."""
+        """The temporary bytes at the end of a step, given the bytes of the gradients. It is the larger of two sizes:
+        the messages between replicas (two are in flight), and the square roots of the second moments, which torch's
+        AdamW computes together (`foreach`) unless they are on the host."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
         has_roots = OPTIMIZERS.get(self.optimizer) == 2 and not self.offloads("optimizer")
         return max(messages, gradients // self.parts if has_roots else 0)

@@ -24,9 +24,9 @@ F, B, W = Kind.F, Kind.B, Kind.W
 
 class Work(NamedTuple):
     """The stages of a pipeline. All fields except `room` have one entry per stage: the stage's rank, the costs of its
-    F, B and W, the memory that a microbatch takes from F to its last action, and the durations of the messages to the
-    stage and of the gradients that it sends back. `room` is each rank's memory for microbatches; `scheduled` requires
-    enough for at least one microbatch. A stage whose weight cost is 0 has no W."""
+    F, B and W, the memory that a microbatch takes from F to its last action, and the durations of two messages: the
+    stage's input, and the gradients that the stage sends back. `room` is each rank's memory for microbatches;
+    `scheduled` requires enough for at least one microbatch. A stage whose weight cost is 0 has no W."""
 
     placement: tuple[int, ...]
     forward: tuple[float, ...]

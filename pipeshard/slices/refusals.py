@@ -71,7 +71,7 @@ def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None
 
 
 def attention_slope(model: nn.Module) -> float:
-    """Return the additional time of a position for each earlier position, relative to the time of the first position:
+    """Return the time that each earlier position adds to a position, relative to the time of the first position. It is
     the cost of attention scores and weighted sums of values, divided by the cost of multiplying by every parameter.
     Returns 0 if the config does not contain the sizes."""
     config = text_config(without_adapters(model)[1])

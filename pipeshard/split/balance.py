@@ -25,7 +25,7 @@ def balance(
 ) -> list[int]:
     """Return the number of consecutive calls per stage that minimizes the largest stage cost, then the sum of squared
     stage costs. `forbidden` contains the calls before which no cut is allowed, each with the reason. `fits(stage,
-    start, end)` says whether a stage can hold the calls from start to end (exclusive); if a range does not fit, no
+    start, end)` returns whether a stage can hold the calls from start to end (exclusive); if a range does not fit, no
     range that contains it may fit. `ranks` is the rank of each stage. If the ranks form a V, blocks of inseparable
     calls are then moved between stages, as long as a move reduces the largest cost of a rank, then the sum of squared
     rank costs, then the sum of squared stage costs. `speeds` is the relative speed of each stage's rank, by which the

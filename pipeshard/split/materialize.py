@@ -86,7 +86,7 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
 
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
-    """Raise ConfigurationError for torch.compile options that pipeline units cannot support; `by_whole_batch` says
+    """Raise ConfigurationError for torch.compile options that pipeline units cannot support; `by_whole_batch` is
     whether deferred_batch_norm=True is set."""
     if by_whole_batch:
         raise ConfigurationError(

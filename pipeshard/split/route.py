@@ -304,8 +304,8 @@ class Route:
 
     def feed(self, batch: Batch, device: torch.device) -> Batch:
         """The batch on the stage's device, with copies of leaves that glue modifies. Floating-point leaves (images)
-        that the stage does not need become NaN tensors of the same shape that store one element, unless all outputs are
-        requested: the user's function, which receives the outputs and the batch, may read any leaf."""
+        that the stage does not need become NaN tensors of the same shape that store one element. They are kept if all
+        outputs are requested, since the user's function receives the outputs and the batch, and may read any leaf."""
 
         def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             if self.whole or path in self.inputs or not leaf.is_floating_point():

@@ -126,7 +126,7 @@ def prove(
             kind, reason = UNPROVEN, str(error)
         except PipeshardError as error:  # booster.boost, or the first step, raises the same error
             kind, reason, refused = UNPROVEN, summary(error), True
-        except Exception as error:  # whatever the user's code, or its copying, raises
+        except Exception as error:  # the user's code, or copying it, may raise anything
             logger.debug("the proof failed", exc_info=True)
             kind, reason = UNPROVEN, summary(error)
     but, moving = tuple(proving.but), tuple(proving.moving)
@@ -214,7 +214,7 @@ class _Proving:
                 self._try()
             except TooMuch:
                 raise
-            except Exception as error:  # whatever a model of a different size raises
+            except Exception as error:  # a model of a different size may raise anything
                 logger.debug("no smaller copy: %s: %s", type(error).__name__, error)
                 why = why or str(error)
                 self.given = given
@@ -228,7 +228,7 @@ class _Proving:
         indices of its samples, such as the edges of a graph."""
         try:
             self._compare_both()
-        except Exception as error:  # whatever the user's model raises
+        except Exception as error:  # the user's model may raise anything
             is_verdict = isinstance(error, (Unproven, Different, Coupled, PipeshardError))
             is_verdict = is_verdict and not isinstance(error, (Fails, TraceError, BatchError))
             if is_verdict:
@@ -270,7 +270,7 @@ class _Proving:
                 pass
             except Unproven:
                 raise
-            except Exception as error:  # of any type: it proves nothing
+            except Exception as error:  # an error of any type proves nothing
                 logger.debug("the proof in fp64 failed: %s: %s", type(error).__name__, error)
             else:
                 return
@@ -319,7 +319,7 @@ class _Proving:
             raise Unproven("found no loss to train on: add labels to the batch, or pass a criterion") from None
         except TooMuch:
             raise
-        except Exception as error:  # whatever the user's model raises
+        except Exception as error:  # the user's model may raise anything
             raise Fails(f"the unsplit model fails on its batch: {summary(error)}") from error
         return reference, loss
 
@@ -384,7 +384,7 @@ class _Proving:
             return whole.compare(batch, cut.weights, cut.has_auxiliary, cut.units)
         except (Coupled, Unproven):
             raise
-        except Exception as error:  # whatever a model raises on other samples
+        except Exception as error:  # a model may raise anything on other samples
             return WholeFound(missing=summary(error))
 
     def _compare_inputs(self, batch: Batch) -> None:
@@ -404,7 +404,7 @@ class _Proving:
             self._note(whole.compare_outputs(self.samples.of_step(self._sample(), 0), self.samples.m), "the outputs")
         except Coupled:
             raise
-        except Exception as error:  # of any type: it proves nothing
+        except Exception as error:  # an error of any type proves nothing
             logger.debug("the outputs were not compared: %s: %s", type(error).__name__, error)
 
     def _note(self, found: WholeFound, what: str) -> None:

@@ -135,7 +135,7 @@ class Sides:
             is_alike = not unlike(whole, Side.of(self.references[0], expected, batch.rows, weights), RunMode())
         except Unproven:
             raise
-        except Exception:  # whatever a model raises on other samples
+        except Exception:  # a model may raise anything on other samples
             is_alike = False
         if not is_alike:
             self.undivided = None
@@ -155,7 +155,7 @@ class Sides:
             try:
                 split.boost()
                 return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
-            except Exception as error:  # whatever an optimizer raises when it is wrapped
+            except Exception as error:  # an optimizer may raise anything when it is wrapped
                 self.unstepped = summary(error)
         trained = [reference.model.parameters(), *(rank.held.values() for rank in split.ranks)]
         own = [[p for p in parameters if p.requires_grad] for parameters in trained]

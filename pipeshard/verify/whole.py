@@ -148,7 +148,7 @@ class WholeBatch:
         except NoLoss:
             self.found.missing = "it uses random or numpy in training mode, and has no loss in evaluation mode"
             return ""
-        except Exception as error:  # whatever a model raises in evaluation mode
+        except Exception as error:  # a model may raise anything in evaluation mode
             self.found.missing = f"it uses random or numpy in training mode, and {summary(error)}"
             return ""
         if why and not self.drew_in_python:
@@ -212,7 +212,8 @@ class WholeBatch:
         return bool(unlike(expected, after, way))
 
     def _side(self, way: RunMode, batches: Sequence[Batch], weights: Weights, draws: SharedDraws) -> Side:
-        """Run forward and backward of each batch in turn, on one copy of the model or (`apart`) on a copy for each."""
+        """Run forward and backward of each batch in turn, on one copy of the model or (`apart`) on a separate copy for
+        each batch."""
         total, start, gradients, dtype = 0.0, 0, dict[str, Tensor | None](), torch.float32
         reference = self._reference(way)
         for k, batch in enumerate(batches):
