@@ -36,7 +36,7 @@ COLUMNS = {
 # Functions of trl.rewards that make a reward function, with the arguments of TRL's own script.
 MAKERS = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # in some models, in addition to safetensors
+UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # files of some models, in addition to safetensors
 
 
 def setting(default: Any, text: str, choices: Collection[str] | None = None) -> Any:

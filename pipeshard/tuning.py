@@ -245,7 +245,7 @@ def fuse_head(model: Any) -> None:
 def folding_once() -> Iterator[None]:
     """Context manager in which TRL's chunked loss runs its operators only for the first tile of each shape. A plan does
     not need the values, the other tiles take the same memory, and 64k tokens have 64 tiles of 134 million elements."""
-    kernels = sys.modules.get(TILES)  # which trl.trainer.utils has imported, in versions that have it
+    kernels = sys.modules.get(TILES)  # imported by trl.trainer.utils in versions that have this module
     if not hasattr(kernels, FOLD):
         yield
         return

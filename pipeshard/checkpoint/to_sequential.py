@@ -101,7 +101,7 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
     for module in copied.modules():
         remove_fsdp(module)
     enable_caches(memo[id(config)] for config in pipeline.cached if id(config) in memo)
-    for module in skeletons(copied):  # of other stages, whose values are set later
+    for module in skeletons(copied):  # skeletons of other stages, whose values are set later
         build(module, pipeline.seed)
     return copied
 

@@ -48,7 +48,7 @@ def _held_by(value: Any) -> Iterator[Any]:
     elif is_of_datasets(value):
         described = getattr(value, "format", None)
         if isinstance(described, Mapping):
-            yield from described.get("format_kwargs", {}).values()  # the function of set_transform
+            yield from described.get("format_kwargs", {}).values()  # the function passed to set_transform
     elif is_entered(value):
         yield from list(getattr(value, "__dict__", {}).values())
         yield from (getattr(value, name) for name in slots(value) if hasattr(value, name))

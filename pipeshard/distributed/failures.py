@@ -38,7 +38,7 @@ class Fault:
     module: str = ""
     message: str = ""
     told_by: int = -1
-    number: int = -1  # of the call in which the fault is reported
+    number: int = -1  # the number of the call in which the fault is reported
 
     @property
     def is_asked(self) -> bool:

@@ -320,7 +320,7 @@ class Grid:
         return group
 
 
-_grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # of the current world
+_grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # by world and sizes; only for the current world
 
 
 def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:

@@ -35,7 +35,7 @@ class Peers:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.left: set[int] = set()  # ranks that have signed off
-        self._processes: dict[int, psutil.Process] = {}  # of the other ranks of this host
+        self._processes: dict[int, psutil.Process] = {}  # by rank, for the other ranks on this host
         self._stopped: dict[int, int] = {}
         self._suspect, self._sure = -1, False
         self._met, self._looks = False, 0

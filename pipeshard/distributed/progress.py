@@ -58,7 +58,7 @@ class Progress:
     def start(self, action: Action | str) -> None:
         """Record the start of an action of a step: an Action of the schedule, or the name of another action."""
         now = time.monotonic()
-        if self.call in STEPS:  # and not in the proof at boost
+        if self.call in STEPS:  # not in the proof at boost
             self.longest = max(self.longest, now - self.since)
         self.action, self.since = action, now
         self.history.append((now, action))
@@ -117,7 +117,7 @@ class Progress:
         return found[-1] if found else ""
 
 
-NOW = Progress()  # of this process, whose main thread trains
+NOW = Progress()  # the progress of this process, whose main thread trains
 _of_rank: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 

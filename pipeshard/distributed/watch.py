@@ -183,7 +183,7 @@ class Watch:
         )
 
     def _fault_of(self, error: BaseException, lost: bool) -> Fault:
-        if isinstance(error, RankError) and error.fault is not None:  # of an earlier call
+        if isinstance(error, RankError) and error.fault is not None:  # raised by an earlier call
             return error.fault
         if lost:
             return Fault(GONE, -1, "", NOW.where, message=f"a connection broke in {NOW.where}", told_by=self.rank)

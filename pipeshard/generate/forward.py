@@ -31,7 +31,7 @@ from pipeshard.split.route import Route
 
 MOST_DIMS = 8  # the maximum number of dimensions of a tensor that crosses a cut
 OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # in torch's errors if a layer reads a ghost
-TOKENS = 256  # the minimum per microbatch: fewer tokens take equally long, since reading the weights dominates
+TOKENS = 256  # the minimum per microbatch: fewer tokens take as long, since the time to read the weights dominates
 
 
 class Way(NamedTuple):

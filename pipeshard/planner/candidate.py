@@ -281,7 +281,7 @@ class Candidate:
         self.counts = [self.policy.stages.count(stage) for stage in range(len(placement))]
         self.runs = runs_of(self.counts)
         self.kept = [subject.footprint.activations(*run) for run in self.runs]
-        peak = dict[int, Part]()  # of each stage, at its rank's peak
+        peak = dict[int, Part]()  # the part of each stage at its rank's peak
         for actions in self.program.ranks:
             moments = subject.training.moments(actions)
             peak |= dict(max(moments, key=lambda moment: sum(self.working(*each).backward for each in moment)))

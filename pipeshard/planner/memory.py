@@ -232,7 +232,7 @@ class Training:
             sizes, gradients = sizes + size, gradients + trained
             own = -(-self.states(count, trained) // self.parts)
             if self.offloads("optimizer"):
-                host += own + 2 * -(-pinned(trained) // self.parts)  # and the values and gradients of the optimizer
+                host += own + 2 * -(-pinned(trained) // self.parts)  # in addition, the optimizer's values and gradients
             else:
                 states += own
             if self.fsdp and self.dp_size > 1:
@@ -251,7 +251,7 @@ class Training:
     def update(self, gradients: int) -> int:
         """The temporary bytes at the end of a step, given the bytes of the gradients. It is the larger of two sizes:
         the messages between replicas (two are in flight), and the square roots of the second moments, which torch's
-        AdamW computes together (`foreach`) unless they are on the host."""
+        AdamW computes together on a GPU (`foreach`), unless they are on the host."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
         has_roots = OPTIMIZERS.get(self.optimizer) == 2 and not self.offloads("optimizer")
         return max(messages, gradients // self.parts if has_roots else 0)

@@ -390,7 +390,7 @@ class Preferences:
     def _on_disk(self, dataset: Any, folder: Path) -> Any:
         """Write an in-memory dataset to files that all ranks share, since TRL adds log-probabilities only on the first
         rank. Returns the dataset loaded from these files; any other dataset is returned unchanged."""
-        from datasets import Dataset  # which TRL needs, but transformers does not
+        from datasets import Dataset  # TRL requires datasets, but transformers does not
 
         if isinstance(dataset, dict):
             return {name: self._on_disk(one, folder / name) for name, one in dataset.items()}

@@ -20,7 +20,7 @@ from pipeshard.verify.local import Different, LocalPipeline
 from pipeshard.verify.reference import Reference
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may cause
-FINE = 1e-9  # in fp64
+FINE = 1e-9  # the relative error in fp64
 FLOOR = 1e-3  # a fraction of the largest gradient, to which the errors of smaller gradients are relative
 HeldGradient = tuple[str, Tensor | None]  # the suffix that names the replica in errors, and the gradient
 ATTRIBUTE_DEPTH = 3  # levels of nested lists and dicts that are compared in an attribute
@@ -102,7 +102,7 @@ class Comparison:
             return torch.equal(split, unsplit.to(split.dtype))
         relative = FINE if self.fine else max(relative, 8 * torch.finfo(unsplit.dtype).eps)
         gap = (split.detach() - unsplit.detach().to(split.device)).abs()
-        gap = gap.masked_fill(split.isnan() & unsplit.isnan() | (split == unsplit), 0)  # also equal infinities
+        gap = gap.masked_fill(split.isnan() & unsplit.isnan() | (split == unsplit), 0)  # this includes equal infinities
         return bool(gap.max() <= relative * max(size(unsplit), floor))
 
 
