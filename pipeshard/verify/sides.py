@@ -120,8 +120,8 @@ class Sides:
 
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
         """Compare the unsplit model's loss and gradients on the whole batch with its loss and gradients on the
-        microbatches, which `step` has compared with the split model. Return None if they differ, or if there is no
-        undivided model, or no new samples."""
+        microbatches, which `step` has compared with the split model. Return None if they differ, or without an
+        undivided model or new samples."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
             return None
