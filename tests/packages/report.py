@@ -1,4 +1,4 @@
-"""Report: what the rows of a sweep of other packages say, as a text with a table of each package and a chart."""
+"""Report: the results of a sweep of other packages, as a page with a table for each package, and a chart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.parity.report import (
 
 
 def markdown(rows: Sequence[Timed], versions: Mapping[str, str], path: Path) -> str:
-    """The report, to be written to `path`, beside its chart of the same name."""
+    """The text of the page at `path`, next to the chart of the same name."""
     found = results(rows, list(FILES))
     totals = Totals.of(found)
     count = {kind: totals.kinds.get(kind, 0) for kind in ORDER}
@@ -37,31 +37,31 @@ def markdown(rows: Sequence[Timed], versions: Mapping[str, str], path: Path) -> 
     lines = [
         "# Models of other packages",
         "",
-        f"{totals.entries} models and kinds of training of {len({r.task for r in found})} packages, made tiny and with",
-        f"random weights, each trained two steps of two microbatches by p processes ({ps}),",
-        "and compared with the same model in one process: both losses, every gradient, and all parameters",
-        "and buffers at the end. Boost is called as a script calls it, with the proof that it makes by default. The",
-        "loss is the package's own where it has one. Dropout is taken out, and parameters that are zero are not left",
-        "so. The unsplit model goes through the same microbatches where it has batch norm or where these make the",
-        "batch's loss, and else through the whole batch. The verdict is the worst over the numbers of processes.",
+        f"This page covers {totals.entries} models and kinds of training of {len({r.task for r in found})} packages. Each",
+        "model is tiny, has random weights, and trains for two steps of two microbatches on p processes",
+        f"({ps}). The following are compared with the same model in one process: both losses,",
+        "every gradient, and all parameters and buffers at the end. Boost is called as in a script, with its default",
+        "proof. The loss is the package's own, if it has one. Dropout is disabled, and parameters that are zero are",
+        "replaced. The unsplit model processes the same microbatches if it has batch norm, or if their gradients add up to",
+        "the batch's; otherwise, it processes the whole batch. The verdict is the worst over the numbers of processes.",
         "",
         f"- **{totals.entries}** entries, of which **{totals.train}** train unsplit",
-        f"- **{totals.exact}** exact, {count['bitwise']} to the bit: **{percent(totals.share)}** of those that train;",
-        f"  {len(alone)} of them in one microbatch, as their samples depend on each other",
-        f"- **{count['refused']}** refused with a reason; {len(remedied)} of them are exact once the remedy that the",
-        "  refusal names has been followed, as the note says",
+        f"- **{totals.exact}** exact, {count['bitwise']} bit for bit: **{percent(totals.share)}** of the trainable entries;",
+        f"  {len(alone)} of them with one microbatch, because their samples depend on each other",
+        f"- **{count['refused']}** refused with a reason; {len(remedied)} of them are exact with the remedy that the error",
+        "  names, as the note says",
         f"- **{count['wrong']}** wrong, **{count['hang']}** hanging, **{count['crash']}** crashing",
         "",
         f"![Verdicts by package]({chart_path(path).name})",
         "",
-        *table(["package", "entries", *reversed(ORDER), "exact of those that train"], by_task(found, list(FILES))),
+        *table(["package", "entries", *reversed(ORDER), "exact, of trainable"], by_task(found, list(FILES))),
         "",
         *table(["verdict", "meaning"], [[kind, KINDS[kind]] for kind in reversed(ORDER)]),
         "",
         *_times(exact),
-        f"With {', '.join(f'{name} {version}' for name, version in versions.items())}. `make parity-packages` repeats",
-        "it; `python -m tests.packages timm` or `timm/resnet` runs some. A model of your own is proven by",
-        "`PipelinePlugin(verify=True)` or by [`pipeshard verify`](exact.md#proof-at-boost).",
+        f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}. `make parity-packages` repeats",
+        "the comparison; `python -m tests.packages timm` runs one package, and `timm/resnet` one model. To verify your own",
+        "model, use `PipelinePlugin(verify=True)` or [`pipeshard verify`](exact.md#proof-at-boost).",
     ]
     of = {row.entry: row for row in sorted(rows, key=lambda row: -row.p)}  # the times of the fewest stages
     for package in FILES:
@@ -79,15 +79,15 @@ def _cells(result: Result, row: Timed) -> list[str]:
 
 
 def _times(exact: Sequence[Timed]) -> list[str]:
-    """What boost and the first step cost, which trace the model and prove it."""
+    """The CPU time of boost, which traces the model and runs the proof, and of the first step."""
     if not exact:
         return []
     boost, first = (median(times) for times in ([r.boost for r in exact], [r.first for r in exact]))
     slowest = max(exact, key=lambda row: row.boost + row.first)
     return [
-        "The times are CPU seconds of the slowest of two processes: of an unsplit step, of boost (which traces the",
-        f"model and proves it), and of the first step. Their medians are {boost:.1f} s for boost and {first:.1f} s for",
-        f"the first step; {slowest.entry} takes longest, {slowest.boost:.0f} and {slowest.first:.0f} s.",
+        "The times are CPU seconds of the slower of two processes: for an unsplit step, for boost (which traces the model",
+        f"and runs the proof), and for the first step. The medians are {boost:.1f} s for boost and {first:.1f} s for the",
+        f"first step; {slowest.entry} takes longest, {slowest.boost:.0f} and {slowest.first:.0f} s.",
         "",
     ]
 

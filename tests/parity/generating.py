@@ -1,6 +1,6 @@
-"""Generating: what one entry generates over several stages, compared with the same model unsplit.
+"""Generating: the tokens that one entry generates on several stages, compared with those of the unsplit model.
 
-`python -m tests.parity.generating` does so with all entries, or those named, and writes a page.
+`python -m tests.parity.generating` runs all entries, or the named ones, and writes a page.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ PAGE = Page(
     tasks=GENERATING,
     text=(
         f"Of {{entries}} architectures in {len(GENERATING)} tasks, {{able}} generate unsplit. **{{exact}}** of these "
-        "({share:.1%}) generate the same tokens with p = {ps} stages, each in the modes that the unsplit model has of "
-        f"{len(MODES)}: {', '.join(MODES)}. The table below has the others."
+        "({share:.1%}) generate the same tokens with p = {ps} stages, in each mode that the unsplit model supports. The "
+        f"{len(MODES)} modes are: {', '.join(MODES)}. The table below lists all other architectures."
     ),
     meaning={
-        "bitwise": "tokens are equal, and scores to the bit",
-        "close": "tokens are equal, scores to rounding",
-        "refused": "pipeshard refuses with an error that says why",
-        "untrainable": "it does not generate unsplit, or not twice alike",
-        "wrong": "other tokens",
+        "bitwise": "tokens and scores are equal, bit for bit",
+        "close": "tokens are equal, and scores to rounding",
+        "refused": "pipeshard refuses the model with an error that says why",
+        "untrainable": "the model does not generate unsplit, or two runs differ",
+        "wrong": "tokens differ",
     },
 )
 
 
 def check_generation(entry: Entry) -> Verdict:
-    """The tokens of every mode in which the unsplit model generates; every rank of the world calls it."""
+    """Compare the tokens in every mode in which the unsplit model generates. Call on every rank of the world."""
     try:
         model = build(entry).eval()
     except Exception as error:
@@ -97,7 +97,7 @@ def check_generation(entry: Entry) -> Verdict:
 
 
 def draws(model: Any, prompt: dict[str, Tensor]) -> bool:
-    """Whether its forward draws random numbers: noise in an encoder. A pipeline draws other ones than one process."""
+    """Whether the forward uses random numbers (noise in an encoder). A pipeline uses other numbers than one process."""
     torch.manual_seed(SEED)
     before = torch.get_rng_state()
     model.generate(**prompt, max_new_tokens=1, **GREEDY)
@@ -125,7 +125,7 @@ def both_scores(split: Any, unsplit: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def padded(entry: Entry, data: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Prompts of uneven lengths: of models that read on from their prompt, on the left; else as the batch has them."""
+    """Prompts of unequal lengths, padded on the left, if the model continues its prompt; otherwise the given batch."""
     ids, mask = data.get("input_ids"), data.get("attention_mask")
     if entry.task not in ("causal-lm", "image-text-to-text") or ids is None or mask is None or ids.ndim != 2:
         return data
@@ -142,7 +142,7 @@ def padded(entry: Entry, data: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_caches(model: nn.Module) -> None:
-    """As a user has the model: parity's own models keep no caches."""
+    """Enable the model's caches, as for a user: the models of the parity sweep are built without caches."""
     config: Any = model.config
     for part in (config, config.get_text_config(decoder=True)):
         if getattr(part, "use_cache", None) is False:
@@ -153,7 +153,7 @@ WATCHDOG = 90.0  # seconds
 
 
 def row_of(pool: Pool, entry: Entry, p: int) -> Row:
-    """What comes of the entry on p ranks."""
+    """The result of the entry on p ranks."""
     return judged(entry, p, lambda: pool.run(check_generation, p, entry, timeout=WATCHDOG))
 
 

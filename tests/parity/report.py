@@ -1,4 +1,4 @@
-"""Report: what the rows of a sweep say, as a text with a table by task and a chart."""
+"""Report: the results of a sweep, as a page with a table for each task, and a chart."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.parity.entries import TASKS, all_entries
 
 KINDS = {  # the worst first
     "wrong": "a loss, a gradient or the norm is off",
-    "hang": "a rank waits for ever",
+    "hang": "a rank waits forever",
     "crash": "a rank dies, or raises something other than pipeshard's errors",
     "refused": "pipeshard refuses the model with an error that says why",
     "untrainable": "the model does not train unsplit either; the note says why",
-    "close": f"every relative error is at most {CLOSE:.0e}, or {CLOSE_FP64:.0e} in fp64 where rounding alone is larger",
-    "bitwise": "loss and gradients equal those of the unsplit model to the bit",
+    "close": f"every relative error is at most {CLOSE:.0e}, or {CLOSE_FP64:.0e} in fp64 if rounding alone exceeds this",
+    "bitwise": "loss and gradients equal those of the unsplit model bit for bit",
 }
 ORDER = tuple(KINDS)
 EXACT, FAILED = ("bitwise", "close"), ("wrong", "hang", "crash")
@@ -38,9 +38,10 @@ SPECIAL = re.compile(r"[|<*]|(?<![a-zA-Z0-9])_|_(?![a-zA-Z0-9])")  # what markdo
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one entry ("task/model_type") on p ranks.
+    """The result of one entry ("task/model_type") on p ranks.
 
-    `kind` is one of KINDS; the first line of `reason` tells why, others may show all ranks; `seconds` is what it took.
+    `kind` is one of KINDS. The first line of `reason` is the cause; further lines may show all ranks. `seconds` is the
+    duration.
     """
 
     entry: str
@@ -53,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """The worst of an entry over its p, with the largest error and a note."""
+    """The worst verdict of an entry over all p, with the largest error and a note."""
 
     task: str
     model_type: str
@@ -64,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Totals:
-    """How many entries are of which kind."""
+    """The number of entries of each kind."""
 
     kinds: Mapping[str, int]
 
@@ -90,7 +91,7 @@ class Totals:
 
     @property
     def share(self) -> float:
-        """The exact ones of those that train unsplit."""
+        """The fraction of exact entries among the entries that train unsplit."""
         return self.exact / self.train if self.train else 1.0
 
     def __str__(self) -> str:
@@ -100,7 +101,7 @@ class Totals:
 
 
 def passed(results: Sequence[Result], version: str) -> str:
-    """What verify/passed.json says: the classes whose entries are all exact."""
+    """The contents of verify/passed.json: the classes whose entries are all exact."""
     kinds: dict[str, set[str]] = {}
     classes = {str(entry): entry.class_name for entry in all_entries()}
     for result in results:
@@ -114,7 +115,7 @@ def worst(kinds: Sequence[str]) -> str:
 
 
 def results(rows: Sequence[Row], tasks: Sequence[str] = tuple(TASKS)) -> list[Result]:
-    """One for each entry, by task and then by name."""
+    """One Result for each entry, sorted by task and then by name."""
     by_entry: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.p):
         by_entry.setdefault(row.entry, []).append(row)
@@ -132,9 +133,9 @@ def _result(entry: str, rows: Sequence[Row]) -> Result:
 
 
 def short(reason: str) -> str:
-    """The first line (with the second, where it only introduces it), short enough for a table.
+    """The first line of a reason, shortened for a table, without the folders of installed packages.
 
-    Without the folders that packages and the standard library are installed in.
+    If the first line ends with a colon, the second line is included.
     """
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -149,8 +150,8 @@ def markdown(
     others: Mapping[str, Sequence[Row]] = MappingProxyType({}),
     sides: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> str:
-    """The report, to be written to `path`, beside its chart of the same name; `others` are rows in 16 bits, `sides`
-    columns with what other pages say of an entry."""
+    """The text of the page at `path`, next to the chart of the same name; `others` are rows in 16 bits, `sides` are
+    columns with the verdicts of other pages."""
     found = results(rows)
     low = {name: {(r.task, r.model_type): r for r in results(own)} for name, own in others.items()}
     totals = Totals.of(found)
@@ -159,25 +160,25 @@ def markdown(
     lines = [
         "# Parity",
         "",
-        "Each architecture of transformers, made tiny and with random weights, is trained one step of p microbatches",
-        f"by p processes ({ps}) and compared with the same model in one process: the loss, every gradient and",
-        "the norm. An entry is an architecture in a task; its verdict is the worst over p and the ranks.",
+        "Each architecture of transformers, as a tiny model with random weights, trains for one step of p microbatches on",
+        f"p processes ({ps}). The loss, every gradient and the norm are compared with the same model in one",
+        "process. An entry is an architecture in a task; its verdict is the worst over p and the ranks.",
         "",
         f"- **{totals.entries}** entries, of which **{totals.train}** train unsplit",
-        f"- **{totals.exact}** exact, {count['bitwise']} to the bit: **{percent(totals.share)}** of those that train",
+        f"- **{totals.exact}** exact, {count['bitwise']} bit for bit: **{percent(totals.share)}** of the trainable entries",
         f"- **{count['refused']}** refused with a reason",
         f"- **{count['wrong']}** wrong, **{count['hang']}** hanging, **{count['crash']}** crashing",
         "",
         f"![Verdicts by task]({chart_path(path).name})",
         "",
-        *table(["task", "entries", *reversed(ORDER), "exact of those that train"], by_task(found)),
+        *table(["task", "entries", *reversed(ORDER), "exact, of trainable"], by_task(found)),
         "",
         *table(["verdict", "meaning"], [[kind, KINDS[kind]] for kind in reversed(ORDER)]),
         "",
         *(_in_16_bits(found, low) if low else ()),
-        f"With {', '.join(f'{name} {version}' for name, version in versions.items())}. `make parity` repeats it",
-        "(`make parity-4.57` with the oldest transformers); `python -m tests.parity causal-lm/llama` runs one entry,",
-        "or those of a task or an architecture.",
+        f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}. `make parity` repeats the",
+        "comparison (`make parity-4.57` with the oldest transformers); `python -m tests.parity causal-lm/llama` runs one",
+        "entry, and the name of a task or an architecture runs all of its entries.",
     ]
     for task in TASKS:
         own = [result for result in found if result.task == task]
@@ -197,7 +198,7 @@ def markdown(
 
 
 def _in_16_bits(found: Sequence[Result], low: Mapping[str, Mapping[Any, Result]]) -> list[str]:
-    """How many are of which kind in each precision, and why those that are not exact are not."""
+    """The number of entries of each kind in each precision, and the reasons for entries that are not exact."""
     counted = [["fp32", Totals.of(found)], *([name, Totals.of(list(of.values()))] for name, of in low.items())]
     cells = [
         [name, str(t.entries), *(str(t.kinds.get(kind, 0)) for kind in reversed(ORDER)), percent(t.share)]
@@ -213,14 +214,14 @@ def _in_16_bits(found: Sequence[Result], low: Mapping[str, Mapping[Any, Result]]
     return [
         "## In 16 bits",
         "",
-        'The same with `precision="bf16"`, with `"fp16"`, and with `autocast=True` (of bf16), against one process that',
-        "computes likewise: parameters in 16 bits where transformers makes them so, gradients added up in fp32 over",
-        "the same microbatches. The order of sums is the same, so most are equal to the bit. It is another one where",
-        "several stages use one weight, whose gradients are then added up in fp32; and kernels round by how their",
-        "inputs lie in memory. Such an entry is close where no error is larger than the unsplit model's own distance",
-        f"from fp32, nor than {ROUNDINGS} times the precision. What overflows unsplit does not train.",
+        'The comparison is repeated with `precision="bf16"`, `"fp16"`, and `autocast=True` (bf16). One process then uses',
+        "the same precision: parameters that transformers casts are in 16 bits, and gradients are summed in fp32 over the",
+        "same microbatches. Sums have the same order, so most results are equal bit for bit. They differ if several stages",
+        "use one weight, whose gradients are then summed in fp32, or if kernels round differently because their inputs",
+        "have another memory layout. Such an entry is close if no error exceeds either the unsplit model's own distance",
+        f"from fp32 or {ROUNDINGS} times the precision. Models that overflow unsplit count as untrainable.",
         "",
-        *table(["precision", "entries", *reversed(ORDER), "exact of those that train"], cells),
+        *table(["precision", "entries", *reversed(ORDER), "exact, of trainable"], cells),
         "",
         *(table(["entry", "precision", "verdict", "note"], notes) if notes else []),
         *([""] if notes else []),
@@ -276,7 +277,7 @@ def chart_path(path: Path) -> Path:
 
 
 def draw(rows: Sequence[Row], path: Path, tasks: Sequence[str] = tuple(TASKS), what: str = "architectures") -> None:
-    """A bar for each task: how many of its entries came out how. The same rows give the same file."""
+    """Draw a bar for each task with the number of entries of each kind. The same rows give the same file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

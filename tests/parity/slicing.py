@@ -1,6 +1,6 @@
-"""Slicing: what one entry trains in slices of its sequence, compared with the same model unsplit.
+"""Slicing: one entry trained in slices of its sequence, and compared with the same model unsplit.
 
-`python -m tests.parity.slicing` does so with all causal language models, or those named, and writes a page.
+`python -m tests.parity.slicing` runs all causal language models, or the named ones, and writes a page.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ PAGE = Page(
     tasks=("causal-lm",),
     has_notes=True,
     text=(
-        "Of {entries} causal language models, {able} train unsplit. **{exact}** of these ({share:.1%}) train as they "
-        f"do unsplit where each of {M} microbatches is cut into {SLICES} slices, with p = {{ps}} stages: loss, every "
-        "gradient, the norm, and the parameters after three steps. The table below has the others, and those that "
-        "refuse batches with padding. Models of images and sounds are trained on text alone, and encoders of one stack "
-        "(BERT) as decoders (is_decoder=True)."
+        "Of {entries} causal language models, {able} train unsplit. **{exact}** of these ({share:.1%}) train in slices "
+        f"({SLICES} for each of {M} microbatches) on p = {{ps}} stages as they do unsplit: with the same loss, gradients, "
+        "norm, and parameters after three steps. The table below lists all other models, and the models that refuse "
+        "batches with padding. Models of images and audio train on text alone, and encoders with a single stack (BERT) "
+        "train as decoders (is_decoder=True)."
     ),
     meaning={
         "close": "the proof at boost finds no difference",
         "refused": "booster.boost, or the first step, raises an error that says why",
         "untrainable": "the model does not train unsplit",
         "crash": "an error that is not pipeshard's",
-        "hang": "a rank waits for ever",
+        "hang": "a rank waits forever",
     },
 )
 
 
 def check_slices(entry: Entry, p: int) -> Verdict:
-    """Three steps of p stages, all in this process, on batches without and with padding."""
+    """Run three steps on p stages, all in this process, on batches without and with padding."""
     try:
         model = _built(entry)
         data = batch(entry, model)
@@ -83,7 +83,7 @@ def check_slices(entry: Entry, p: int) -> Verdict:
 
 
 def _built(entry: Entry) -> nn.Module:
-    """The model; one that may be an encoder is a decoder."""
+    """The model. If it can be an encoder or a decoder, it is a decoder."""
     model = build(entry)
     config: Any = model.config
     is_encoder = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
@@ -101,7 +101,7 @@ WATCHDOG = 240.0  # seconds
 
 
 def row_of(pool: Pool, entry: Entry, p: int) -> Row:
-    """What comes of the entry in p stages."""
+    """The result of the entry on p stages."""
     is_able = str(entry) not in UNTRAINABLE
     run_it = partial(pool.run, check_slices, 1, entry, p, timeout=WATCHDOG)
     return judged(entry, p, run_it if is_able else lambda: [untrainable(entry)])
