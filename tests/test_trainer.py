@@ -361,9 +361,9 @@ def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -
 @pytest.mark.parametrize(
     "name",
     [
-        "`PipelinePlugin.from_pretrained`, never whole in a process",
+        "`PipelinePlugin.from_pretrained`: no process holds the whole model",
         "`model_init`",
-        "slices of every stage (`tp_size`)",
+        "tensor parallelism (`tp_size`)",
         "`dataloader_num_workers`, `dataloader_prefetch_factor`",
         "callbacks on every rank, in Trainer's order",
         "`ignore_data_skip`",

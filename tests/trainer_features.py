@@ -181,32 +181,32 @@ METRICS: Callable[[str], dict[str, Any]] = lambda folder: {"compute_metrics": fi
 
 FEATURES: dict[str, Feature] = {
     "`per_device_train_batch_size`, `max_steps`": Feature({"per_device_train_batch_size": 4}),
-    "`gradient_accumulation_steps`, each batch a microbatch": Feature({"gradient_accumulation_steps": 3}),
+    "`gradient_accumulation_steps`: each batch is a microbatch": Feature({"gradient_accumulation_steps": 3}),
     "`num_microbatches` of the plugin, finer than batches": Feature(
         {"gradient_accumulation_steps": 2}, plugin={"num_microbatches": 4}
     ),
     "replicas (`dp_size`)": Feature({"gradient_accumulation_steps": 1}, ranks=4, window=2),
-    '`schedule="interleaved"` of the plugin, several chunks a rank': Feature(
+    '`schedule="interleaved"` of the plugin, several chunks per rank': Feature(
         {"gradient_accumulation_steps": 4}, plugin={"schedule": "interleaved", "num_model_chunks": 2}
     ),
     '`schedule="zbv"`, `"zb-h1"`, `"gpipe"`': Feature({"gradient_accumulation_steps": 4}, plugin={"schedule": "zbv"}),
-    "slices of every stage (`tp_size`)": Feature(
+    "tensor parallelism (`tp_size`)": Feature(
         {**SAVES, "max_steps": 5}, plugin={"tp_size": 2}, ranks=4, then=resumed, close=3e-6
     ),
-    "optimizer states divided among replicas (`zero_stage=1`)": Feature(
+    "optimizer states sharded across replicas (`zero_stage=1`)": Feature(
         {**SAVES, "max_steps": 5}, plugin={"zero_stage": 1}, ranks=4, window=2, then=resumed
     ),
-    "parameters divided among replicas (`fsdp=True`)": Feature(
+    "parameters sharded across replicas (`fsdp=True`)": Feature(
         {**SAVES, "max_steps": 5}, plugin={"fsdp": True}, ranks=4, window=2, then=resumed
     ),
-    "`num_train_epochs`, with a last window that is not full": Feature(
+    "`num_train_epochs`, with an incomplete last window": Feature(
         {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 3}
     ),
     "`num_items_in_batch`: tokens of the whole window": Feature({"gradient_accumulation_steps": 4}),
     "`average_tokens_across_devices=False`": Feature({"average_tokens_across_devices": False}),
     "`label_smoothing_factor`": Feature({"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}),
     "`compute_loss_func`": Feature(task="function"),
-    "a `compute_loss` of one's own (`pipelined(MyTrainer)`)": Feature(task="weighted"),
+    "your own `compute_loss` (`pipelined(MyTrainer)`)": Feature(task="weighted"),
     "`Seq2SeqTrainer`": Feature(task="seq2seq"),
     "`max_grad_norm`, the norm in the logs": Feature({"max_grad_norm": 0.05}),
     "`max_grad_norm=0`": Feature({"max_grad_norm": 0.0}),
@@ -229,8 +229,8 @@ FEATURES: dict[str, Feature] = {
         more=lambda folder: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})}
     ),
     "`model_init`": Feature(more=lambda folder: {"model": None, "model_init": llama}),
-    "`PipelinePlugin.from_pretrained`, never whole in a process": Feature(more=from_folder),
-    "models with adapters of PEFT": Feature(task="lora"),
+    "`PipelinePlugin.from_pretrained`: no process holds the whole model": Feature(more=from_folder),
+    "models with PEFT adapters": Feature(task="lora"),
     "`gradient_checkpointing`": Feature({"gradient_checkpointing": True}),
     "`gradient_checkpointing_kwargs`": Feature(
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -268,7 +268,7 @@ FEATURES: dict[str, Feature] = {
     "`save_model`, for plain `from_pretrained`": Feature(then=loaded, close=1e-5),
     "`save_strategy`, `save_total_limit`": Feature({**SAVES, "save_total_limit": 1}, then=kept),
     "`save_only_model`": Feature({**SAVES, "save_only_model": True}, then=kept),
-    "`resume_from_checkpoint`, with other `pp_size`, `dp_size` too": Feature({**SAVES, "max_steps": 5}, then=resumed),
+    "`resume_from_checkpoint`, also with other `pp_size`, `dp_size`": Feature({**SAVES, "max_steps": 5}, then=resumed),
     "`ignore_data_skip`": Feature({**SAVES, "max_steps": 5, "ignore_data_skip": True}, then=resumed),
     "`load_best_model_at_end`": Feature(BEST, then=lambda made: [{"loss": made.evaluate()["eval_loss"]}]),
     "`EarlyStoppingCallback`": Feature(BEST, more=lambda folder: {"callbacks": [EarlyStoppingCallback(1, 10.0)]}),
@@ -281,7 +281,7 @@ FEATURES: dict[str, Feature] = {
     "`include_num_input_tokens_seen`": Feature({"include_num_input_tokens_seen": "non_padding"}),
     "`auto_find_batch_size`": Feature({"auto_find_batch_size": True}, refused=True),
     "`predict_with_generate`": Feature({"predict_with_generate": True}, "seq2seq", then=translated),
-    "`GRPOTrainer` and `RLOOTrainer` of TRL: stages generate": Feature(logged=rolled_out, close=2e-6),
+    "TRL's `GRPOTrainer` and `RLOOTrainer`: the stages generate": Feature(logged=rolled_out, close=2e-6),
     "`fp16_full_eval`, `bf16_full_eval`": Feature({"bf16_full_eval": True}, refused=True),
     '`debug="underflow_overflow"`': Feature({"debug": "underflow_overflow"}, refused=True),
     "`optim` that updates in backward (LOMO, layer-wise)": Feature({"optim": "lomo"}, refused=True),

@@ -24,8 +24,8 @@ TRAINERS = {
 OF_TRL = {
     "SFT with packing": "packing",
     "SFT with LoRA": "lora",
-    "DPO with LoRA: the reference by adapters off": "dpo-lora",
-    "DPO: the reference by a second model": "dpo",
+    "DPO with LoRA: the reference is the model with adapters disabled": "dpo-lora",
+    "DPO: the reference is a second model": "dpo",
 }
 
 
@@ -57,7 +57,7 @@ def main() -> int:
         print(*rows[-1], flush=True)
     pool.shutdown()
     lines = [f"| {name} | {first:.4f} | {last:.4f} | {far:.1e} |" for name, first, last, far in rows]
-    table = "\n".join(["| training | first loss | last loss | farthest apart |", "|---|---|---|---|", *lines, ""])
+    table = "\n".join(["| training | first loss | last loss | largest difference |", "|---|---|---|---|", *lines, ""])
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     PAGE.write_text(pattern.sub(lambda _: f"{BEGIN}{table}{END}", PAGE.read_text()))
     return int(any(far > CLOSE for *_, far in rows))

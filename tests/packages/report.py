@@ -37,19 +37,19 @@ def markdown(rows: Sequence[Timed], versions: Mapping[str, str], path: Path) -> 
     lines = [
         "# Models of other packages",
         "",
-        f"This page covers {totals.entries} models and kinds of training of {len({r.task for r in found})} packages. Each",
-        "model is tiny, has random weights, and trains for two steps of two microbatches on p processes",
-        f"({ps}). The following are compared with the same model in one process: both losses,",
-        "every gradient, and all parameters and buffers at the end. Boost is called as in a script, with its default",
-        "proof. The loss is the package's own, if it has one. Dropout is disabled, and parameters that are zero are",
-        "replaced. The unsplit model processes the same microbatches if it has batch norm, or if their gradients add up to",
-        "the batch's; otherwise, it processes the whole batch. The verdict is the worst over the numbers of processes.",
+        f"This page covers {totals.entries} models and kinds of training of {len({r.task for r in found})} packages.",
+        f"Each model is tiny, has random weights, and trains for two steps of two microbatches on p processes ({ps}).",
+        "The following are compared with the same model in one process: both losses, every gradient, and all",
+        "parameters and buffers at the end. Boost is called as in a script, with its default proof. The loss is the",
+        "package's own, if it has one. Dropout is disabled, and parameters that are zero are replaced. The unsplit",
+        "model processes the same microbatches if it has batch norm, or if their gradients add up to the batch's;",
+        "otherwise, it processes the whole batch. The verdict is the worst over the numbers of processes.",
         "",
         f"- **{totals.entries}** entries, of which **{totals.train}** train unsplit",
-        f"- **{totals.exact}** exact, {count['bitwise']} bit for bit: **{percent(totals.share)}** of the trainable entries;",
-        f"  {len(alone)} of them with one microbatch, because their samples depend on each other",
-        f"- **{count['refused']}** refused with a reason; {len(remedied)} of them are exact with the remedy that the error",
-        "  names, as the note says",
+        f"- **{totals.exact}** exact, {count['bitwise']} bit for bit: **{percent(totals.share)}** of the trainable",
+        f"  entries; {len(alone)} of them with one microbatch, because their samples depend on each other",
+        f"- **{count['refused']}** refused with a reason; {len(remedied)} of them are exact with the remedy that the",
+        "  error names, as the note says",
         f"- **{count['wrong']}** wrong, **{count['hang']}** hanging, **{count['crash']}** crashing",
         "",
         f"![Verdicts by package]({chart_path(path).name})",
@@ -59,9 +59,9 @@ def markdown(rows: Sequence[Timed], versions: Mapping[str, str], path: Path) -> 
         *table(["verdict", "meaning"], [[kind, KINDS[kind]] for kind in reversed(ORDER)]),
         "",
         *_times(exact),
-        f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}. `make parity-packages` repeats",
-        "the comparison; `python -m tests.packages timm` runs one package, and `timm/resnet` one model. To verify your own",
-        "model, use `PipelinePlugin(verify=True)` or [`pipeshard verify`](exact.md#proof-at-boost).",
+        f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}. `make parity-packages`",
+        "repeats the comparison; `python -m tests.packages timm` runs one package, and `timm/resnet` one model. To",
+        "verify your own model, use `PipelinePlugin(verify=True)` or [`pipeshard verify`](exact.md#proof-at-boost).",
     ]
     of = {row.entry: row for row in sorted(rows, key=lambda row: -row.p)}  # the times of the fewest stages
     for package in FILES:
@@ -85,9 +85,9 @@ def _times(exact: Sequence[Timed]) -> list[str]:
     boost, first = (median(times) for times in ([r.boost for r in exact], [r.first for r in exact]))
     slowest = max(exact, key=lambda row: row.boost + row.first)
     return [
-        "The times are CPU seconds of the slower of two processes: for an unsplit step, for boost (which traces the model",
-        f"and runs the proof), and for the first step. The medians are {boost:.1f} s for boost and {first:.1f} s for the",
-        f"first step; {slowest.entry} takes longest, {slowest.boost:.0f} and {slowest.first:.0f} s.",
+        "The times are CPU seconds of the slower of two processes: for an unsplit step, for boost (which traces the",
+        f"model and runs the proof), and for the first step. The medians are {boost:.1f} s for boost and {first:.1f} s",
+        f"for the first step; {slowest.entry} takes longest, {slowest.boost:.0f} and {slowest.first:.0f} s.",
         "",
     ]
 

@@ -42,8 +42,8 @@ PAGE = Page(
     tasks=GENERATING,
     text=(
         f"Of {{entries}} architectures in {len(GENERATING)} tasks, {{able}} generate unsplit. **{{exact}}** of these "
-        "({share:.1%}) generate the same tokens with p = {ps} stages, in each mode that the unsplit model supports. The "
-        f"{len(MODES)} modes are: {', '.join(MODES)}. The table below lists all other architectures."
+        "({share:.1%}) generate the same tokens with p = {ps} stages, in each mode that the unsplit model supports. "
+        f"The {len(MODES)} modes are: {', '.join(MODES)}. The table below lists all other architectures."
     ),
     meaning={
         "bitwise": "tokens and scores are equal, bit for bit",

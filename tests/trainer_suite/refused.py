@@ -16,18 +16,18 @@ class Reason(NamedTuple):
 
 BUFFER = Reason(
     1,
-    "the model's buffer has another shape in the checkpoint than in a new model",
+    "the model's buffer has a different shape in the checkpoint than in a new model",
     "create the buffer with its final size",
 )
 CHANGED = Reason(
     1,
-    "the test shards a checkpoint's weights anew, and a checkpoint whose files have changed does not fit its manifest",
+    "the test shards a checkpoint's weights again, so the files no longer match the checkpoint's manifest",
     "resume from the checkpoint as it was saved, or load the changed weights with from_pretrained and train from there",
 )
 DISPATCH = Reason(
     2,
-    "`dispatch_batches=True` lets one rank read for all, but every stage reads the same batches for itself",
-    "leave dispatch_batches out",
+    "with `dispatch_batches=True`, one rank reads the batches for all, but every stage must read the same batches",
+    "omit dispatch_batches",
 )
 BATCH_SIZE = Reason(
     2,
@@ -41,22 +41,22 @@ PARTS = Reason(
 )
 UNITS = Reason(
     2,
-    "the test's own model makes fewer unit calls than there are stages",
+    "the test's own model has fewer unit calls than stages",
     "use pp_size=1, or a model with several layers",
 )
 LOGS = Reason(2, "the test expects the main process's log lines on every rank", "read the log of rank 0")
 STATE = Reason(
     2,
     "the test compares TrainerState on every rank, but Trainer updates its callbacks' states on the main process only",
-    "read the state of rank 0, which is the one that is saved",
+    "read the state of rank 0, which is saved",
 )
 FOLDERS = Reason(
     2,
-    "the test itself creates and removes checkpoint folders on both ranks at once, in the folder that they share",
-    "nothing: Trainer's own rotation is done by one rank",
+    "the test itself creates and removes checkpoint folders on both ranks at once, in a shared folder",
+    "nothing: Trainer's own rotation runs on one rank only",
 )
 SECOND = Reason(
-    2, "the test gives a model that one Trainer has split to a second one", "make a new model for each Trainer"
+    2, "the test passes a model that one Trainer has split to a second Trainer", "make a new model for each Trainer"
 )
 
 REFUSED = {
