@@ -25,7 +25,7 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "torch's `clip_grad_norm_` or": "test_updates.py::test_a_norm_of_one_stage_is_refused",
     "`nn.SyncBatchNorm`": "engine/test_state.py::test_batch_norm_once_a_batch",
     "gradient hooks, added after `boost`": "test_loop_gradients.py::test_hooks_that_would_not_run_are_refused",
-    "torch's `clip_grad_norm_` of gradients that are sharded": "test_loop_gradients.py::test_a_norm_of_shards_is_refused",
+    "torch's `clip_grad_norm_` of gradients that are": "test_loop_gradients.py::test_a_norm_of_shards_is_refused",
     "your own code that multiplies gradients": "test_updates.py::test_a_norm_of_ones_own_is_refused",
     "noise on gradients": "test_updates.py::test_noise_that_is_drawn_in_turn_is_refused",
     "one number that your loop computes": "test_coupling.py::test_what_is_reduced_over_all_ranks_is_not_warned_of",

@@ -40,9 +40,7 @@ PARTS = Reason(
     "save the model with trainer.save_model and load it with from_pretrained",
 )
 UNITS = Reason(
-    2,
-    "the test's own model has fewer unit calls than stages",
-    "use pp_size=1, or a model with several layers",
+    2, "the test's own model has fewer unit calls than stages", "use pp_size=1, or a model with several layers"
 )
 LOGS = Reason(2, "the test expects the main process's log lines on every rank", "read the log of rank 0")
 STATE = Reason(
