@@ -1,4 +1,4 @@
-"""Agents: the elastic agents of one job, as processes of this machine, each with workers of its own."""
+"""Agents: the elastic agents of one job, as processes of this machine, each with its own workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covering: few cases of many: of a product those in which each value or pair still occurs, or some drawn by a seed."""
+"""Covering: few of many cases: enough of a product that each value or pair occurs, or cases chosen with a seed."""
 
 from __future__ import annotations
 

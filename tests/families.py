@@ -1,4 +1,4 @@
-"""Families: the main architectures, tiny, with fields of one's own, and their batches in every layout."""
+"""Families: the main architectures as tiny models with their config fields, and batches of every layout."""
 
 from __future__ import annotations
 

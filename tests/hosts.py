@@ -1,4 +1,4 @@
-"""Hosts: two network namespaces of this machine, joined by a cable that can be cut or slowed down."""
+"""Hosts: two network namespaces of this machine, joined by a virtual cable that can be cut or slowed down."""
 
 from __future__ import annotations
 

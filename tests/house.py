@@ -1,6 +1,6 @@
-"""The house: which modules import which, and the picture of its layers in docs/design.md.
+"""House: the imports between modules, and the picture of the layers in docs/design.md.
 
-`python -m tests.house` writes the picture anew.
+`python -m tests.house` writes the picture again.
 """
 
 from __future__ import annotations

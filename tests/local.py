@@ -1,10 +1,10 @@
-"""The local pool: runs a test's function as ranks that are threads of one worker, which take turns.
+"""Local pool: runs a test's function on ranks that are threads of one worker and run in turns.
 
-It costs less than processes: ranks do not wait for each other by polling, and what boost traces is traced by the rank
-that gets there first. What a rank draws and patches is in place only while that rank runs.
+This is faster than processes, because ranks do not poll while they wait for each other, and one rank traces for all of
+them in boost. A rank's random state and patches are active only while the rank runs.
 
-A job that needs processes is run again by the pool: FSDP, tensor parallelism, a P2P other than the default, and ranks
-that wait for one that has failed, which the watchdog ends.
+The process pool repeats jobs that need processes: FSDP, tensor parallelism, a P2P other than the default, and ranks
+that wait for a failed rank until the watchdog ends them.
 """
 
 import pickle

@@ -1,4 +1,4 @@
-"""Messages: of errors, in the order of the attempts that raised them."""
+"""Messages: the texts of errors, in the order of the attempts that raised them."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Moments: what a save does to the file system, one after the other, and a process that is killed at one of them."""
+"""Moments: the file system operations of a save in order, and a process that is killed at one of them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Snippets: the code blocks of README.md and docs, run in the order of their page by the ranks that it speaks of.
+"""Snippets: the code blocks of README.md and docs, run in the order of their page, on the ranks that it describes.
 
-The language of a block says how it is run: `python`, the new lines of a `diff`, `bash`, or `console`, whose output is
-compared. `text`, `json`, `toml` and `yaml` are shown only. A comment before a block gives the reason why it is not run
-here, the file that a reader saves it as, or the number of ranks of a plugin that is made in it, and used nowhere:
-`<!-- not run: needs Slurm -->`, `<!-- file: train.py -->`, `<!-- ranks: 32 -->`.
+The language of a block determines how it runs: `python`, the added lines of a `diff`, `bash`, or `console`, whose
+output is compared. `text`, `json`, `toml` and `yaml` blocks do not run. A comment before a block contains the reason
+why it does not run here, the name of the file in which a reader saves it, or the number of ranks for which the block
+creates a plugin without using it: `<!-- not run: needs Slurm -->`, `<!-- file: train.py -->`, `<!-- ranks: 32 -->`.
 
 ColossalAI is hidden, except from a page that installs it.
 

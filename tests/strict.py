@@ -1,8 +1,8 @@
-"""Strict: a P2P on gloo and the CPU whose messages order and block as NCCL's kernels do on streams.
+"""Strict: a P2P on gloo and the CPU whose messages are ordered and block as NCCL's kernels on streams do.
 
-Each communicator has a thread, its stream, on which messages run in the order in which they were posted. Both ends of a
-message meet before either moves a byte, and say which one they are at: where these are different ones, which would be
-taken for each other or wait without end, both raise OrderError.
+Each communicator has a thread (its stream), on which messages run in the order in which they were posted. The two ends
+of a message meet before any byte is transferred, and exchange the names of their messages. If the names differ, so that
+the messages would be confused or wait forever, both ends raise OrderError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Targets: GPT-2 (tied) and llama, trained by each runtime that a split model can be handed to, with the real packages.
+"""Targets: GPT-2 (tied) and llama, trained by each runtime that accepts a split model, with the real packages.
 
-`python -m tests.targets PYTHON ...` compares the losses of every target with those of one process; `make targets` names
-the environment of DeepSpeed as the second PYTHON. It is one of its own ranks when it is started with --target.
+`python -m tests.targets PYTHON ...` compares the losses of every target with those of one process; `make targets`
+passes the Python of DeepSpeed's environment as the second PYTHON. With --target, this command is one of its own ranks.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A sample of `make bench`: contenders train alike, and one that does not is named."""
+"""Tests of a sample of `make bench`: contenders train equally, and a contender that does not is named."""
 
 from __future__ import annotations
 

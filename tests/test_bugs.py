@@ -1,8 +1,8 @@
-"""Bugs: what was wrong once, each with a test and at most two lines of story.
+"""Bugs: earlier faults, each with a test and at most two lines of explanation.
 
-Most have their test beside those of the code that was wrong: `BUGS` names it for the worst. Models that people write,
-each of which once trained wrong without a word, are in tests/hunt/cases.py. The tests in this file are of bugs that had
-none.
+Most of these tests are next to the tests of the code that was wrong: `BUGS` lists the worst of them. Models of users
+that once trained silently wrong are in tests/hunt/cases.py. The tests in this file are of faults that no other file
+covers.
 """
 
 from __future__ import annotations

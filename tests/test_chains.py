@@ -1,4 +1,4 @@
-"""Chains: what layers read, as the tables of tests/parity/chains say and as traced."""
+"""Tests of chains: the inputs of layers, as in the tables of tests/parity/chains and as traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the command `pipeshard plan`: a model by folder, config or type, planned, shown, drawn and written."""
+"""Tests of the command `pipeshard plan`: a model by folder, config or type, and the output of its plan."""
 
 from __future__ import annotations
 

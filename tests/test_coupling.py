@@ -1,4 +1,4 @@
-"""Coupling: a loop that computes one number from the parameters of a stage is warned of, and no other loop is."""
+"""Tests of coupling: only a loop that computes one number from the parameters of a stage gets a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of a criterion: trained ones are refused whatever holds them; the proof puts back what it reaches."""
+"""Tests of a criterion's weights: trained weights are refused, and the proof restores what it changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dataloader: where it was left, it goes on, and loads nothing of what comes before."""
+"""Tests of the dataloader: it resumes at its saved position, and does not load earlier samples."""
 
 from __future__ import annotations
 

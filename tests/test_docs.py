@@ -1,4 +1,4 @@
-"""Docs: code blocks run as they are written, links lead somewhere, and the words are plain."""
+"""Tests of the documentation: code blocks run as they are written, links are valid, and the words are plain."""
 
 from __future__ import annotations
 

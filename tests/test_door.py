@@ -1,4 +1,4 @@
-"""The door: what people bring from Hugging Face, torch and ColossalAI works, or gets one error with the remedy."""
+"""Tests of scripts from Hugging Face, torch and ColossalAI: they work, or get one error with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elastic jobs: real agents that are killed, join and get signals, beside a run that nothing happens to."""
+"""Tests of elastic jobs: real agents that are killed, join and get signals, compared with an uninterrupted run."""
 
 from __future__ import annotations
 

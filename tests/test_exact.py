@@ -1,7 +1,7 @@
-"""Exactness: a split model has the loss, gradients, norm and trained parameters of the unsplit one.
+"""Tests of exactness: a split model has the loss, gradients, norm and trained parameters of the unsplit model.
 
-`make exact` runs it all: each model with every schedule, transport and number of microbatches. Otherwise these take
-turns for most of the models, so that each is met with some of them and with some number of stages.
+`make exact` runs each model with every schedule, transport and number of microbatches. Otherwise, these vary from model
+to model for most models, so that each schedule, transport and number runs with some models and numbers of stages.
 """
 
 from __future__ import annotations

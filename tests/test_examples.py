@@ -1,4 +1,4 @@
-"""Examples: their flags, what each says when it is alone, and what their data sets hold."""
+"""Tests of the examples: their flags, their messages when packages or files are missing, and their data sets."""
 
 from __future__ import annotations
 

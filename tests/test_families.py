@@ -1,4 +1,4 @@
-"""Families: the main architectures in every layout and with every cut, auxiliary losses, recomputation and bf16."""
+"""Tests of the main architectures in every layout and with every cut, with auxiliary losses, recompute and bf16."""
 
 from __future__ import annotations
 

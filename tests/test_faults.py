@@ -1,4 +1,4 @@
-"""Faults in small: a sample of what `make faults` plants, and of what becomes of it without each mechanism."""
+"""Tests of a sample of `make faults`: injected faults, and their results without each mechanism."""
 
 from __future__ import annotations
 

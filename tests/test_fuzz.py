@@ -1,4 +1,4 @@
-"""Fuzzing in small: a sample of what `make fuzz` tries, inputs by their structure, and parsers with planted faults."""
+"""Tests of a sample of `make fuzz`: structured inputs, and parsers with deliberate faults."""
 
 from __future__ import annotations
 

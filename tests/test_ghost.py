@@ -1,4 +1,4 @@
-"""Ghosts: what a stage released has a shape and a name, but no values that anybody could read, write or save."""
+"""Tests of ghosts: a tensor that a stage has released has a shape and a name, but no values to read, write or save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sample of `make gpu-check DEVICE=cpu`: its code runs here, and a case that fails or hangs is one result."""
+"""Tests of a sample of `make gpu-check DEVICE=cpu`: its code runs, and a failing or hanging case is one result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a trace was made to miss is caught by the guards of a step, before any parameter is changed.
+"""Tests of guards: dependencies that a trace was made to miss are detected in a step, before any parameter changes.
 
-A value that was not sent is not-a-number where glue reads it after all, which is seen in the loss.
+A value that was not sent is NaN if glue reads it, and then the loss is NaN too.
 """
 
 from __future__ import annotations

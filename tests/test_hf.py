@@ -1,4 +1,4 @@
-"""The names of transformers and peft that pipeshard relies on: that they are there, and mean what is assumed."""
+"""Tests of the names of transformers and peft that pipeshard relies on: they exist, and have the assumed meaning."""
 
 from __future__ import annotations
 

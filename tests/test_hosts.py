@@ -1,4 +1,4 @@
-"""Two hosts: torchrun trains over a cable that is cut in the middle of a step, and goes on once it is mended."""
+"""Tests of two hosts: torchrun trains over a cable that is cut during a step, and resumes once it is restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house: imports point down, nothing goes in circles, and docs/design.md shows it as it is."""
+"""Tests of the architecture: imports point down, there are no cycles, and docs/design.md shows the actual layers."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Models that people write themselves are trained exactly, or refused by name; each was silently wrong once."""
+"""Tests of models as users write them: they train exactly, or are refused by name; each once trained silently wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference mode: evaluation under it is evaluation under no_grad, and training goes on after it."""
+"""Tests of inference mode: evaluation gives the same results as under no_grad, and training continues afterwards."""
 
 from __future__ import annotations
 

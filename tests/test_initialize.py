@@ -1,4 +1,4 @@
-"""Initialize: an Engine is what Booster makes of the same plugin, and needs no ColossalAI."""
+"""Tests of initialize: an Engine equals what Booster creates with the same plugin, and does not need ColossalAI."""
 
 from __future__ import annotations
 

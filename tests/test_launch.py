@@ -1,4 +1,4 @@
-"""Launch: `pipeshard launch` refuses what cannot start, and tells of an error that all ranks have once."""
+"""Tests of `pipeshard launch`: it refuses jobs that cannot start, and prints an error of all ranks once."""
 
 from __future__ import annotations
 

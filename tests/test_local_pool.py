@@ -1,4 +1,4 @@
-"""Tests of the local pool: threads of one worker are as ranks on processes."""
+"""Tests of the local pool: threads of one worker behave like ranks in processes."""
 
 from __future__ import annotations
 

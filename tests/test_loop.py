@@ -1,4 +1,4 @@
-"""The user's training loop: what it may do around a boosted model, and what is refused before a parameter changes."""
+"""Tests of the training loop: what it may do with a boosted model, and what is refused before an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients in a training loop: accumulated, clipped, measured and changed between execute_pipeline and step."""
+"""Tests of gradients that a loop accumulates, clips, measures or changes between execute_pipeline and step."""
 
 from __future__ import annotations
 

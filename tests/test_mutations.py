@@ -1,4 +1,4 @@
-"""Mutations: each way to be wrong that once was somebody's bug makes the comparison with the unsplit model fail."""
+"""Mutations: earlier faults, put back one at a time; each makes the comparison with the unsplit model fail."""
 
 from __future__ import annotations
 

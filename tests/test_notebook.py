@@ -1,4 +1,4 @@
-"""Notebook: cells train with one stage, and start ranks that run their functions."""
+"""Tests of notebooks: cells train with one stage, and start ranks that run their functions."""
 
 from __future__ import annotations
 

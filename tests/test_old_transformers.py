@@ -1,4 +1,4 @@
-"""Tests of the oldest transformers that is supported: what it lacks is imported where it is used alone."""
+"""Tests of the oldest supported transformers: names that it lacks are imported only where they are used."""
 
 from __future__ import annotations
 

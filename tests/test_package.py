@@ -1,4 +1,4 @@
-"""The package: what its import offers, and what it says when something is missing."""
+"""Tests of the package: the names that its import provides, and the errors if something is missing."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The runner of make parity-packages: its verdicts, and the report. It needs none of the packages."""
+"""Tests of the runner of `make parity-packages`: its verdicts and its report. They do not need the packages."""
 
 import re
 from pathlib import Path

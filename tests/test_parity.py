@@ -1,4 +1,4 @@
-"""Parity of a sample of architectures, and the report of a sweep. `make parity` sweeps all of them."""
+"""Tests of the parity of some architectures, and of the report of a sweep. `make parity` sweeps all of them."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""The plugin in the real Booster: its contract, and one clear error on every rank for what cannot work."""
+"""Tests of the plugin in the real Booster: its contract, and one clear error on every rank if something cannot work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private: every name that torch and transformers hide is in one module, exists, and means what is assumed."""
+"""Tests of private names of torch and transformers: all are in one module, exist, and have the assumed meaning."""
 
 from __future__ import annotations
 

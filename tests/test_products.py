@@ -1,6 +1,6 @@
-"""Products that are exact: kinds of layers, training loops and resumes with every schedule and layout.
+"""Tests of products: kinds of layers, training loops and resumes, each with every schedule and layout, are exact.
 
-`make test` takes a sample of each, `make hunt` all.
+`make test` runs a sample of each, `make hunt` all of them.
 """
 
 from __future__ import annotations

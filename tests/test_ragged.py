@@ -1,4 +1,4 @@
-"""Tests of ragged batches: samples grouped by tokens train as the whole batch does."""
+"""Tests of ragged batches: samples that are grouped by tokens train as the whole batch does."""
 
 from __future__ import annotations
 

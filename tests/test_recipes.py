@@ -1,4 +1,4 @@
-"""Recipes: a command and a file of settings train as TRL does with these settings in one process."""
+"""Tests of recipes: a command with a config file trains as TRL does with the same settings in one process."""
 
 from __future__ import annotations
 

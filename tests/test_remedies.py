@@ -1,4 +1,4 @@
-"""Remedies: a refusal names what a user can change, and the model that is changed so trains as it does unsplit."""
+"""Tests of remedies: a script with the remedy that the error names trains as it does unsplit."""
 
 from __future__ import annotations
 

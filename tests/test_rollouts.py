@@ -1,4 +1,4 @@
-"""Rollouts: TRL's GRPOTrainer and RLOOTrainer through a pipeline generate, score and learn as in one process."""
+"""Tests of rollouts: TRL's GRPOTrainer and RLOOTrainer in a pipeline generate, score and learn as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules on real processes: gradients, memory and messages of chunks and of split backwards."""
+"""Tests of schedules on real processes: gradients, memory and messages with chunks and split backwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of slices: microbatches that are cut along the sequence train as whole ones do."""
+"""Tests of slices: microbatches that are split along the sequence train as whole ones do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak in small, and leaks planted in it. `make soak` is the long one."""
+"""Tests of a short soak, and of deliberate leaks in it. `make soak` runs the long soak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer: what PipelineTrainer logs, evaluates and resumes is what transformers' Trainer does in one process."""
+"""Tests of PipelineTrainer: its logs, evaluations and resumed runs equal those of Trainer in one process."""
 
 from __future__ import annotations
 

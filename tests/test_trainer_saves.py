@@ -1,4 +1,4 @@
-"""Trainer saves: a run that is stopped, or killed in a save, goes on with other ranks, as if nothing had happened."""
+"""Tests of a Trainer's saves: a run that was stopped, or killed during a save, resumes exactly on other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer state: what compute_loss keeps, draws and reads is on every rank what it is in one process."""
+"""Tests of a Trainer's state: values that compute_loss keeps, draws and reads are on every rank as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer steps: a training_step of one's own changes gradients and weights as in one process, or is refused."""
+"""Tests of a Trainer's steps: a custom training_step changes gradients and weights as in one process, or is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite of transformers' own trainer tests: its harness, and what it found."""
+"""Tests of the suite of transformers' own Trainer tests: its harness, and its results."""
 
 import os
 import subprocess

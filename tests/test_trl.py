@@ -1,4 +1,4 @@
-"""TRL: its trainers through a pipeline log what they log in one process, with their own metrics."""
+"""Tests of TRL's trainers in a pipeline: their logs, with their own metrics, equal those of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several models behind one Booster: each has its own gradients, steps and loss scale, and is exact."""
+"""Tests of several models in one Booster: each has its own gradients, steps and loss scale, and is exact."""
 
 from __future__ import annotations
 

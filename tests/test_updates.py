@@ -1,4 +1,4 @@
-"""Updates: what a loop does to gradients and options between a step and its update, exact or refused on every rank."""
+"""Tests of updates: changes of gradients and options before an update are exact, or refused on every rank."""
 
 from __future__ import annotations
 

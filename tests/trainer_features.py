@@ -1,6 +1,6 @@
-"""Trainer features: each is tried through two stages, and compared with the Trainer of one process.
+"""Trainer features: each runs on two stages, and is compared with Trainer in one process.
 
-`python -m tests.trainer_features` tries all of them, and writes the table in docs/trainer.md.
+`python -m tests.trainer_features` runs all of them, and writes the table in docs/trainer.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Trainer losses: 50 steps of each kind of training, through two stages and in one process, and how far they are apart.
+"""Trainer losses: 50 steps of each kind of training, on two stages and in one process, and their differences.
 
-`python -m tests.trainer_losses` trains all of them, and writes the table in docs/trainer.md.
+`python -m tests.trainer_losses` runs all of them, and writes the table in docs/trainer.md.
 """
 
 from __future__ import annotations

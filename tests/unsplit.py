@@ -1,4 +1,4 @@
-"""Unsplit: the reference, one process and plain torch, and how a split model is compared with it."""
+"""Unsplit: the reference, which trains in one process with plain torch, and the comparison of a split model with it."""
 
 from __future__ import annotations
 

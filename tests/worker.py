@@ -1,4 +1,4 @@
-"""The worker: a process that answers jobs, each as one rank of a gloo world of its own."""
+"""Worker: a process that runs jobs, each as one rank of a separate gloo world."""
 
 import contextlib
 import faulthandler

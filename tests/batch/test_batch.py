@@ -1,4 +1,4 @@
-"""Batches of any structure: read, cut, compared and put together again; which dimension counts the samples."""
+"""Tests of batches of any structure: reading, splitting, comparing and merging them; the batch dimension."""
 
 from __future__ import annotations
 

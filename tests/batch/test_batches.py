@@ -1,4 +1,4 @@
-"""Batches that are no plain mapping of (b, ...) tensors, through two stages, against the unsplit model."""
+"""Tests of batches that are not plain mappings of (b, ...) tensors, on two stages, compared with the unsplit model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches whose leaves are lists of tensors, or have samples' number of entries by chance, or several a sample."""
+"""Tests of batches with lists of tensors, with ambiguous sizes, or with several entries per sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that hold nothing but lists or objects, and batches whose last entries are for the criterion."""
+"""Tests of batches that contain only lists or objects, and of batches whose last entries are for the criterion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A made-up architecture with everything that is hard to cut, exact without a policy."""
+"""Tests of a made-up architecture with everything that is hard to cut: it is exact without a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Media: images and sounds reach the stages that need them, with the samples they belong to."""
+"""Tests of media: images and audio reach the stages that need them, with the samples to which they belong."""
 
 from __future__ import annotations
 

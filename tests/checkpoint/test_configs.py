@@ -1,4 +1,4 @@
-"""Configs of strangers: what would fill the memory, or never end, is refused by name before it is made."""
+"""Tests of untrusted configs: a config that would exhaust the memory, or never finish, is refused in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: what one arrangement of ranks has saved, another one goes on with."""
+"""Tests of layouts: a run that was saved with one layout of ranks resumes with another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA: adapters of peft train, save and resume through a pipeline as they do in one process."""
+"""Tests of LoRA: peft adapters train, save and resume in a pipeline as they do in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models on disk: each stage reads and writes its own tensors of a plain Hugging Face folder."""
+"""Tests of models on disk: each stage reads and writes its own tensors of a plain Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer states, by name: saved by four stages, loaded by any number, refused where they do not fit."""
+"""Tests of optimizer states, stored by name: four stages save them, and any number of stages loads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers in 8 bits: those of bitsandbytes update stages as they do the unsplit model, and are saved by name."""
+"""Tests of bitsandbytes' 8-bit optimizers: they update stages like the unsplit model, and are saved by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized: adapters on packed weights train through a pipeline as they do on bitsandbytes' own, in one process."""
+"""Tests of quantized bases: adapters train in a pipeline as they do on bitsandbytes' own layers in one process."""
 
 from __future__ import annotations
 

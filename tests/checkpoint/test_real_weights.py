@@ -1,4 +1,4 @@
-"""Real weights: two published models, loaded by slices, trained, saved, and read by plain transformers to the bit."""
+"""Tests of real weights: two published models, loaded in slices, trained, saved, and read by plain transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving guards: what a rank does not hold is not saved, copied or loaded behind its back."""
+"""Tests of saving guards: tensors that a rank does not hold cannot be saved, copied or loaded unnoticed."""
 
 from __future__ import annotations
 

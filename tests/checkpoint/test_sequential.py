@@ -1,4 +1,4 @@
-"""Sequential: the pipeline back as one module is to the bit what the stages hold, and as usable as before."""
+"""Tests of to_sequential: the module equals the stages bit for bit, and can be used like the model before boost."""
 
 from __future__ import annotations
 

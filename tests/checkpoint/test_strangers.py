@@ -1,4 +1,4 @@
-"""Checkpoints from strangers: nothing in them is run, nothing outside is read, nothing absurd is allocated."""
+"""Tests of untrusted checkpoints: their code does not run, and implausible sizes are not allocated."""
 
 from __future__ import annotations
 

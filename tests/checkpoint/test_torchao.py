@@ -1,4 +1,4 @@
-"""Torchao: adapters on torchao's int8 weights train through a pipeline as they do in one process."""
+"""Tests of torchao: adapters on torchao's int8 weights train in a pipeline as they do in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training states: a run that is stopped, moved to another number of stages, or killed in a save goes on as if not."""
+"""Tests of training states: a run that was stopped, moved to other ranks, or killed during a save resumes exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec and what ranks tell each other by it: plain values arrive as they were, and nothing else is sent."""
+"""Tests of the codec with which ranks exchange values: plain values arrive unchanged, others are not sent."""
 
 from __future__ import annotations
 

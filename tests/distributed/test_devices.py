@@ -1,4 +1,4 @@
-"""Which device a rank has, and which groups carry what: decided before anything is sent, as far as a CPU can tell."""
+"""Tests of the device of each rank and the backend of each group, as far as a CPU can show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local world: ranks of one process that take turns, by the engine's own collectives and messages."""
+"""Tests of the local world: ranks in one process that run in turns, with the engine's own collectives and messages."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What supervises a rank from outside: its monitor, the other processes of its host, and what children leave alone."""
+"""Tests of the supervision of a rank: its monitor, the checks between processes of a host, and child processes."""
 
 from __future__ import annotations
 

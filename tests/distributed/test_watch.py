@@ -1,4 +1,4 @@
-"""The watch, where the store in which ranks tell each other of failures does not answer."""
+"""Tests of the watchdog when the store through which ranks report failures does not respond."""
 
 from __future__ import annotations
 

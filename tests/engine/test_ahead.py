@@ -1,4 +1,4 @@
-"""A host and a GPU that is behind it, on the CPU: what the host knows of it, keeps for it, and measures of it."""
+"""Tests of a host whose GPU runs behind it, with a fake GPU: what the host waits for, keeps in memory and measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boosted model: names, attributes, hooks and keys are those of the model itself, on a stage and in one process."""
+"""Tests of the boosted model: names, attributes, hooks and keys are the model's own, on a stage and in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data parallelism: replicas of a pipeline on parts of a batch train as one process does on all of it."""
+"""Tests of data parallelism: replicas on parts of a batch train as one process does on the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks with some of the experts each train as one process does with all of them."""
+"""Tests of expert parallelism: ranks that each hold some of the experts train as one process does with all experts."""
 
 from __future__ import annotations
 

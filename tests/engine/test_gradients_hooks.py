@@ -1,4 +1,4 @@
-"""Gradients that somebody changes, asks for or listens to: exact, or refused by name before a parameter is changed."""
+"""Tests of gradients that user code changes, requests or hooks: exact, or refused before a parameter changes."""
 
 from __future__ import annotations
 

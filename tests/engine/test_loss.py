@@ -1,4 +1,4 @@
-"""Loss rules: found by trying, for the ways in which losses are made."""
+"""Tests of loss rules, which are found by trial evaluations of the loss."""
 
 import logging
 from collections.abc import Callable

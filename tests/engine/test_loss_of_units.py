@@ -1,4 +1,4 @@
-"""Losses that a middle layer returns: commitment of a codebook, entropy and balance of a router."""
+"""Tests of losses that a middle layer returns: a codebook's commitment, a router's entropy and balance."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Loss rules, proven: losses whose parts look like the whole on some batches, and are not; and those that divide by a
-count of their own."""
+"""Tests of verified loss rules: losses that follow a rule only on some batches, and custom normalizers."""
 
 from __future__ import annotations
 

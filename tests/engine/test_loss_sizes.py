@@ -1,5 +1,5 @@
-"""Loss sizes: losses that go by the number of samples or by the length; the rule was tried on 4 samples of 8 positions
-and kept for all batches."""
+"""Tests of losses that depend on the number of samples or on the length. Once, a rule was tried on 4 samples of 8
+positions, and used for all batches."""
 
 from __future__ import annotations
 

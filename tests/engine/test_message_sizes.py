@@ -1,4 +1,5 @@
-"""Message sizes: that both ends of every message know the same, and that what was not sent is noticed."""
+"""Tests of message sizes: both ends of every message compute the same shape, and reading a value that was not sent is
+detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes of a boosted model: what a user sets on it between steps is set on the model, and counts there."""
+"""Tests of attributes that a user sets on a boosted model between steps: they are set on the model itself."""
 
 from __future__ import annotations
 

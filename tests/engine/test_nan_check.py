@@ -1,4 +1,4 @@
-"""Tests of `check_finite`: what is not finite stops all ranks, at the stage that made it."""
+"""Tests of `check_finite`: a non-finite value stops all ranks, and the error names the stage that produced it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the offload of activations: exact, and at most two microbatches of a rank on the device at a time."""
+"""Tests of activation offload: it is exact, and at most two microbatches of a rank are on the device at a time."""
 
 from __future__ import annotations
 

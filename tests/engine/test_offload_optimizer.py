@@ -1,4 +1,4 @@
-"""Tests of the offload of the optimizer: its values and states are on the host, and training is the same."""
+"""Tests of optimizer offload: the optimizer's values and states are on the host, and training is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers: any of torch's, with groups, schedulers and frozen parameters, trains as in one process."""
+"""Tests of torch's optimizers: with groups, schedulers and frozen parameters, they train as in one process."""
 
 from __future__ import annotations
 

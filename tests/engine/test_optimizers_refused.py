@@ -1,4 +1,4 @@
-"""Optimizers that somebody writes, brings late or takes two of: as in one process, or refused by name at once."""
+"""Tests of custom, late or several optimizers: they train as in one process, or are refused immediately."""
 
 from __future__ import annotations
 

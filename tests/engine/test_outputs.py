@@ -1,4 +1,4 @@
-"""Outputs: what a step gives of the model's outputs, and that nothing else of them is kept."""
+"""Tests of the model outputs that a step returns, and of the outputs that it does not keep."""
 
 from __future__ import annotations
 

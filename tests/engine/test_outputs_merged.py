@@ -1,4 +1,4 @@
-"""Outputs that no microbatch's own may pass for: losses in tuples, scalars, numbers, and samples against samples."""
+"""Tests of outputs that cannot be merged from microbatches: losses in tuples, scalars, numbers, matrices of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precision: 16 bits beside fp32 values, and a scale that all ranks agree on."""
+"""Tests of precision: 16-bit parameters with fp32 values, and one loss scale for all ranks."""
 
 from __future__ import annotations
 

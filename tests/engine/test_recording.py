@@ -1,4 +1,4 @@
-"""Tests of what a recording says of a step, given its times."""
+"""Tests of the figures that a recording computes from given times."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Shared casts: under autocast the microbatches of a step share one copy in 16 bits of each parameter."""
+"""Tests of shared casts: under autocast, the microbatches of a step share one 16-bit copy of each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stage: what it holds, what it computes, what it keeps alive, what a step costs beside computing."""
+"""Tests of one stage: its units, its results, the tensors that it keeps alive, and its overhead per step."""
 
 from __future__ import annotations
 

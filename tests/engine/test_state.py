@@ -1,4 +1,4 @@
-"""State: what one forward leaves to the next is on every stage what it is in the unsplit model, or is refused."""
+"""Tests of state that one forward leaves for the next: it equals the unsplit model's, or it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real steps under the rules of NCCL's streams, on the CPU: each schedule is exact, and what would hang is seen to."""
+"""Tests of real steps under the rules of NCCL's streams, emulated on the CPU: exact, and deadlocks are detected."""
 
 from __future__ import annotations
 

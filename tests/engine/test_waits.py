@@ -1,4 +1,4 @@
-"""Waits: how often a host asks its device for values in a step, and what it keeps there, counted on the CPU."""
+"""Tests of waits: how often a host waits for its device in a step, and what it keeps there, counted on the CPU."""
 
 from __future__ import annotations
 

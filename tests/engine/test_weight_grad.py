@@ -1,4 +1,4 @@
-"""Tests of the deferral: weight gradients that come later are the ones of autograd, to the bit, each exactly once."""
+"""Tests of deferred weight gradients: they equal autograd's bit for bit, and each is added exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deferral where backward passes run inside of one another, and where weights are computed: as autograd does it."""
+"""Tests of the deferral with nested backward passes and with computed weights: the same gradients as with autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrapped models: what others have put around a model or its layers is taken off, left alone, or refused at boost."""
+"""Tests of wrapped models: a wrapper around a model or its layers is removed, ignored, or refused at boost."""
 
 from __future__ import annotations
 

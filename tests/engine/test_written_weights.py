@@ -1,4 +1,4 @@
-"""Written weights: what a loop writes to parameters, or to what an optimizer updates, is trained with from then on."""
+"""Tests of written weights: training uses the values that a loop writes to parameters or optimizer tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `python -m tests.faults`: every fault, on every stage, at every moment, and what came of it."""
+"""The command `python -m tests.faults`: injects every fault on every stage at every moment, and reports the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job: one rank of a small training run that saves after every step, and goes on from its newest state."""
+"""The job: one rank of a small training run that saves after every step, and resumes from its newest state."""
 
 from __future__ import annotations
 

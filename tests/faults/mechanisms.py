@@ -1,4 +1,4 @@
-"""Mechanisms: what each kind of fault is caught by, and how to do without it."""
+"""Mechanisms: what detects each kind of fault, and how to disable it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plant: faults that are put into one rank of a job, each at one moment of its faulty step."""
+"""Plant: faults that are injected into one rank of a job, each at one moment of the faulty step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks: the processes of one run, forked from this one, which has imported everything already."""
+"""Ranks: the processes of one run, forked from this process, which has already imported everything."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Fuzzing: what strangers may have written is read, or refused by name; nothing else ever happens."""
+"""Fuzzing: untrusted input is either read, or refused with an error of pipeshard; nothing else ever happens."""

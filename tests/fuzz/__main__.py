@@ -1,4 +1,4 @@
-"""The command `python -m tests.fuzz`: tries inputs on the parsers of checkpoints, and says what became of them."""
+"""The command `python -m tests.fuzz`: passes inputs to the parsers of checkpoints, and reports the results."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Campaign: many inputs for the parsers, in processes of their own, and what became of them."""
+"""Campaign: many inputs for the parsers, in separate processes, and the result of each."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Mutation: an input made from valid ones by a few changes; the same number always makes the same input."""
+"""Mutation: an input made from valid inputs with a few changes; the same number always gives the same input."""
 
 import json
 import random

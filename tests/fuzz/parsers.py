@@ -1,4 +1,4 @@
-"""Parsers: those that read what strangers may have written, with valid inputs, and what is certain of their answers."""
+"""Parsers: the functions that read untrusted files, with valid inputs, and properties that hold for every result."""
 
 import io
 import json

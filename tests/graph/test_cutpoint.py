@@ -1,4 +1,4 @@
-"""CutPoints: a plain module is cut where it says, trains as it does unsplit, and is told what it does wrong."""
+"""Tests of CutPoints: a plain module is cut at them, trains as it does unsplit, and wrong uses raise an error."""
 
 from __future__ import annotations
 

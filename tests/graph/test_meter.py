@@ -1,4 +1,4 @@
-"""The meter: bytes that autograd keeps, and work, against real runs and calculations by hand."""
+"""Tests of the meter: the bytes that autograd keeps and the FLOPs, compared with real runs and calculations by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The walk of Python state stays in the user's code and in the files in which a model's layers are written."""
+"""Tests of the walk of Python state: it stays in the user's code and in the files that define a model's layers."""
 
 from __future__ import annotations
 

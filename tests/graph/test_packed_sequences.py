@@ -1,4 +1,4 @@
-"""Packed sequences: recurrent layers between pack_padded_sequence and pad_packed_sequence."""
+"""Tests of packed sequences: recurrent layers between pack_padded_sequence and pad_packed_sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that code can change is found by a snapshot and put back; reads of attributes are noted."""
+"""Tests of snapshots: they find and restore everything that code can change, and record reads of attributes."""
 
 from __future__ import annotations
 

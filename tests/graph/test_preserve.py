@@ -1,4 +1,4 @@
-"""Untouched: what a trace, or a trial, leaves of the user's is what was there."""
+"""Tests that a trace or a trial leaves the user's objects unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions: what glue asks of a batch's values, asked again of batches of other sizes."""
+"""Tests of questions: conditions on a batch's values, which are evaluated again for batches of other sizes."""
 
 from __future__ import annotations
 

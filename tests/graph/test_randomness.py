@@ -1,4 +1,4 @@
-"""Dropout does not depend on the number of stages, with activation recompute or without."""
+"""Tests of dropout: masks do not depend on the number of stages, with or without activation recompute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that glue reads of a tensor goes unseen: by operators, by Python, or on the way into another tensor."""
+"""Tests of the taint: it tracks every read of a tensor by glue: by operators, in Python, or into another tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing: what made-up models do with their values, and what the trace says of it."""
+"""Tests of the trace: made-up models that use their values in unusual ways, and the dependencies that it records."""
 
 from __future__ import annotations
 

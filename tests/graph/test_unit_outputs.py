@@ -1,4 +1,4 @@
-"""Values leave a unit by its result, by hooks inside it, and by mappings it fills."""
+"""Tests of values that leave a unit: in its result, through hooks inside it, or in mappings that it fills."""
 
 from __future__ import annotations
 

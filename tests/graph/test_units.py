@@ -1,4 +1,4 @@
-"""What becomes a unit: layers of lists, of lists in lists, and of the stages of a hierarchy."""
+"""Tests of the choice of units: layers of lists, of nested lists, and of the stages of a hierarchical model."""
 
 from __future__ import annotations
 

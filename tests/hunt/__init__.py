@@ -1,1 +1,1 @@
-"""Hunt: models that people write themselves, each of which was trained wrong without a word once."""
+"""Hunt: models as users write them, each of which once trained silently wrong."""

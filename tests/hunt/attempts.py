@@ -1,4 +1,4 @@
-"""Attempts: models that call a layer in one way, and in another where it does not take that."""
+"""Attempts: models that call a layer with an argument, and without it if the layer does not accept it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branches: models and criteria that decide in Python on activations."""
+"""Branches: models and criteria that branch in Python on activations."""
 
 from __future__ import annotations
 

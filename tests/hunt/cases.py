@@ -1,4 +1,4 @@
-"""Cases: what was wrong once, and what is now: exact, or an error that says so."""
+"""Cases: models that once trained wrong, each with the expected result: exact, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Freezing: models of which a whole stage, or a part of one, is frozen or unfrozen before boost and between steps."""
+"""Freezing: models with a stage that is frozen or unfrozen, in whole or in part, before boost and between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients: models whose code between the layers detaches, compares or rounds what a layer has made."""
+"""Gradients: models whose code between the layers detaches, compares or rounds the results of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels: values other than -100 that a model's own loss leaves out."""
+"""Labels: values other than -100 that a model's own loss ignores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Later: losses whose rule holds in the first step, and not once a value is seen or set that was not there."""
+"""Later: losses whose rule holds in the first step, but not after a new value occurs or is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers: kinds of layers that people write, each of which is trained exactly, or refused, with every schedule."""
+"""Layers: kinds of layers as users write them; each trains exactly, or is refused, with every schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops: training loops that people write, each beside the same loop of one process."""
+"""Loops: training loops as users write them, each compared with the same loop in one process."""
 
 from __future__ import annotations
 

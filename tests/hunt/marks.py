@@ -1,4 +1,4 @@
-"""Marks: losses that leave out entries by their values, or that go by numbers, modes and weights beside the samples."""
+"""Marks: losses that ignore entries of certain values, or depend on numbers, modes and weights in the batch."""
 
 from __future__ import annotations
 

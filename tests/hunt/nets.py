@@ -1,4 +1,4 @@
-"""Nets: a small model, and what people make of it."""
+"""Nets: a small model, and variants of it as users write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resumes: a run that is saved with one layout and resumed with another, beside the one that goes on."""
+"""Resumes: a run that is saved with one layout and resumed with another, compared with an uninterrupted run."""
 
 from __future__ import annotations
 

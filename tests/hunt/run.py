@@ -1,4 +1,4 @@
-"""Run: a case on one rank, beside the unsplit model."""
+"""Run: a case on one rank, compared with the unsplit model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switches: what a model goes by that is not its own: a global of another module, and places that Python has."""
+"""Switches: models that depend on state outside of them: a global of another module, or state of Python itself."""
 
 import functools
 import threading

@@ -1,4 +1,4 @@
-"""Values: models whose sizes, numbers, writes or missing gradients follow from values that one stage alone has."""
+"""Values: models whose sizes, numbers, writes or missing gradients depend on values that only one stage has."""
 
 from __future__ import annotations
 

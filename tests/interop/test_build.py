@@ -1,4 +1,4 @@
-"""Build: cuts by name, also inside of layers, and the same stages trained by several runtimes."""
+"""Tests of build: cuts by name, also inside layers, and the same stages trained by several runtimes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of layers: exact for every number of stages, built by their owners alone, and back as one ordinary module."""
+"""Tests of lists of layers: exact for every number of stages, and built only by the ranks that hold them."""
 
 from __future__ import annotations
 

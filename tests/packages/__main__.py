@@ -1,4 +1,4 @@
-"""The command `python -m tests.packages`: sweeps all models of other packages, or those named, and reports."""
+"""The command `python -m tests.packages`: sweeps all models of other packages, or the named ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Catalog: all models of all packages, each package's in a file of its own."""
+"""Catalog: all models of all packages, with one file per package."""
 
 from __future__ import annotations
 

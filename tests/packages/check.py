@@ -1,4 +1,4 @@
-"""Check: one model of the catalog trained two steps through the plugin, and compared with itself unsplit."""
+"""Check: one model of the catalog, trained for two steps with the plugin and unsplit, and the comparison of both."""
 
 from __future__ import annotations
 

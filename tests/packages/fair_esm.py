@@ -1,4 +1,4 @@
-"""fair-esm: language models of proteins, of both generations, and the transformer of alignments."""
+"""fair-esm: protein language models of both generations, and the MSA transformer."""
 
 from __future__ import annotations
 

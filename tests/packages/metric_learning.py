@@ -1,4 +1,4 @@
-"""pytorch-metric-learning: its losses, over the pairs and triplets of a batch, and those with trained weights."""
+"""pytorch-metric-learning: its losses over the pairs and triplets of a batch, and its losses with trained weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model: one entry of the catalog, with what an unsplit training step of it is."""
+"""Model: one entry of the catalog, and its unsplit training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""monai: networks of medical images, with its own losses."""
+"""monai: networks for medical images, with monai's own losses."""
 
 from __future__ import annotations
 

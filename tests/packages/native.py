@@ -1,7 +1,7 @@
-"""Native: torchvision's operators, declared where its library is not made for this build of torch.
+"""Native: torchvision's operators, declared if its library is not built for the installed torch.
 
-The wheels of torchvision on PyPI load CUDA's libraries and cannot beside a torch for CPUs. Then torchvision does not
-even import. Its own Python code computes everything but `nms`, once the operators are declared.
+The wheels of torchvision on PyPI load CUDA's libraries, and cannot do so with a CPU build of torch. Then torchvision
+cannot even be imported. Once the operators are declared, its own Python code computes everything except `nms`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sample: models of torch alone, each of which comes out of the runner in another way."""
+"""Sample: plain torch models, each of which gets a different verdict from the runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Script: one that runs where torchvision's operators are declared, `python -m tests.packages.script FILE ...`."""
+"""Script: runs a script with torchvision's operators declared: `python -m tests.packages.script FILE ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sentence-transformers: its losses, each around a model of its own, and cross-encoders."""
+"""sentence-transformers: its losses, each with its own model, and cross-encoders."""
 
 from __future__ import annotations
 

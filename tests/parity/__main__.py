@@ -1,4 +1,4 @@
-"""The command `python -m tests.parity`: sweeps all entries, or those named, and reports."""
+"""The command `python -m tests.parity`: sweeps all entries, or the named ones, and reports the results."""
 
 from __future__ import annotations
 

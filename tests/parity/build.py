@@ -1,4 +1,4 @@
-"""Build: the tiny model and the batch of an entry, by the general rules and what its architecture needs besides."""
+"""Build: the tiny model and the batch of an entry, from the general rules and the architecture's own requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check: one entry trained one step through the plugin, and compared with the same model unsplit."""
+"""Check: one entry, trained for one step with the plugin, and compared with the same model unsplit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command: a sweep of the entries of some tasks by a check of their own, with its page."""
+"""Command: a sweep that runs one check on the entries of some tasks, and writes its page."""
 
 from __future__ import annotations
 

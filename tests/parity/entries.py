@@ -1,4 +1,4 @@
-"""Entries: every (task, architecture) of transformers that parity is shown for."""
+"""Entries: every (task, architecture) of transformers that the parity sweep covers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Images: batches of text with one image a sample, as vision-language models take them.
+"""Images: batches of text with one image per sample, for vision-language models.
 
-A fix is a function (model, batch, generator) -> batch; `equal`, `grids` and `sized` make the usual ones.
+A fix is a function (model, batch, generator) -> batch; `equal`, `grids` and `sized` create the usual ones.
 """
 
 from __future__ import annotations

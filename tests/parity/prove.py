@@ -1,4 +1,4 @@
-"""Prove: one entry compared with itself unsplit by `pipeshard.verify`, all stages in this process."""
+"""Prove: one entry, compared with the unsplit model by `pipeshard.verify`, with all stages in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sweep: entries checked at several p, in worker processes that may crash or hang, one row of each."""
+"""The sweep: entries checked with several p, in worker processes that may crash or hang, with one row each."""
 
 from __future__ import annotations
 

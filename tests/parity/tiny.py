@@ -1,6 +1,7 @@
-"""Tiny: the configuration of an architecture made small, by rules on the names of its fields.
+"""Tiny: the config of an architecture, made small by rules on the names of its fields.
 
-Token ids: 0 pads, 1 begins, 2 ends, other special tokens (image, audio, ...) get ids from 3 on, text is 32 and up.
+Token ids: 0 is padding, 1 the start, 2 the end; other special tokens (image, audio, ...) have ids from 3 on, and text
+has ids from 32 on.
 """
 
 from __future__ import annotations

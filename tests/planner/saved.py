@@ -1,4 +1,4 @@
-"""What autograd really keeps in a forward pass, unit by unit."""
+"""Saved: the tensors that autograd keeps in a real forward, per unit."""
 
 from __future__ import annotations
 

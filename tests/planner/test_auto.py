@@ -1,4 +1,4 @@
-"""Tests of schedule="auto": never slower than a known schedule that fits, in memory, and exact on ranks."""
+"""Tests of schedule="auto": never slower than a known schedule that fits, within memory, and exact on ranks."""
 
 from __future__ import annotations
 

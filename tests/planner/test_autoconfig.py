@@ -1,4 +1,4 @@
-"""AutoConfig: what is chosen for the ranks at hand, by estimates, by measured times, and within a memory limit."""
+"""Tests of AutoConfig: the layout that it chooses, from estimates or measured times, and within a memory limit."""
 
 from __future__ import annotations
 

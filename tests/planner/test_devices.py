@@ -1,4 +1,4 @@
-"""Unequal ranks and the links between them: read, counted in a plan and in AutoConfig, against sums by hand."""
+"""Tests of unequal ranks and of the links between them, in a plan and in AutoConfig, compared with sums by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: what is planned for a rank against the bytes of all tensors that live in a real step."""
+"""Tests of planned memory: the plan of a rank, compared with the bytes of all live tensors in a real step."""
 
 from __future__ import annotations
 

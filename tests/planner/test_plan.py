@@ -1,4 +1,4 @@
-"""Plans: their numbers against calculations by hand and real runs, for several architectures, on meta and not."""
+"""Tests of plans: their figures, compared with calculations by hand and with real runs, for several architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: units timed on the device, kept in a file, refused for something else, and what is planned by them."""
+"""Tests of profiles: units timed on the device, saved in a file, refused for another model, and used by a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: what a plan counts beside the parameters is what ranks hold."""
+"""Tests of training memory: what a plan counts in addition to the parameters equals what ranks hold."""
 
 from __future__ import annotations
 

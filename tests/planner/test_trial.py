@@ -1,4 +1,4 @@
-"""Tests of `pipeshard trace-run`: real steps on processes of its own."""
+"""Tests of `pipeshard trace-run`: real steps in separate processes."""
 
 from __future__ import annotations
 

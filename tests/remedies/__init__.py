@@ -1,1 +1,1 @@
-"""Remedies: what errors and the pages tell a user to do, done."""
+"""Remedies: scripts that follow the advice of errors and of the documentation."""

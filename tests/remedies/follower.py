@@ -1,4 +1,4 @@
-"""Follower: a model that is boosted beside another one, and moved after it (a momentum encoder)."""
+"""Follower: a model that is boosted together with another model, and follows its weights (a momentum encoder)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookahead: an optimizer that returns to slow weights every other step, kept in its state or in a list."""
+"""Lookahead: an optimizer that returns to slow weights every other step; they are in its state or in a list."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Mistakes: what docs/errors.md and docs/troubleshooting.md tell a user not to do, done, and then what they tell
-instead."""
+"""Mistakes: the mistakes in docs/errors.md and docs/troubleshooting.md, made first, and then corrected as advised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nets: models that are refused as they are, and as the error tells a user to write them."""
+"""Nets: models that are refused, and the same models with the remedy that the error names."""
 
 from __future__ import annotations
 

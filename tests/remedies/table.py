@@ -1,4 +1,4 @@
-"""Table: what is refused, what the error tells the user to do, and the user's script once that is done."""
+"""Table: refused scripts, the remedy in the error, and the script with this remedy."""
 
 from __future__ import annotations
 

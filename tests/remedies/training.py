@@ -1,4 +1,4 @@
-"""Training: a user's script as data, run split over the ranks and unsplit, step by step."""
+"""Training: a user's script as data, run split across the ranks and unsplit, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the communication pass: which messages, where, and in which order on each edge."""
+"""Tests of the communication pass: the messages that it adds, and their order on each edge."""
 
 from collections import defaultdict
 

@@ -1,4 +1,4 @@
-"""Tests of the shorter cooldown: the same work in the same order, never longer, and as short as is said."""
+"""Tests of the shorter cooldown: the same work in the same order, never longer, and as short as documented."""
 
 import inspect
 import math

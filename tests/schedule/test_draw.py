@@ -1,4 +1,4 @@
-"""Tests of the drawings: whole schedules as text, and a picture that is written."""
+"""Tests of the drawings: whole schedules as text, and as image files."""
 
 import inspect
 import textwrap

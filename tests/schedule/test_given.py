@@ -1,4 +1,4 @@
-"""Given: schedules as Programs, functions and torch's files, and what is refused about them."""
+"""Tests of given schedules: Programs, functions and torch's files, and the ones that are refused."""
 
 from __future__ import annotations
 

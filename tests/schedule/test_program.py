@@ -1,4 +1,4 @@
-"""Tests of the programs: what each rank does, in which order, and what is refused."""
+"""Tests of the programs: the actions of each rank, their order, and invalid programs, which are refused."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""Tests of searched programs: for stages of any costs they are complete, end, and stay within each rank's memory."""
+"""Tests of searched programs: for any stage costs, they are complete, terminate, and stay within the memory."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Tests of programs on the streams of GPUs: what is said to end ends, and what would not is found, with both ends."""
+"""Tests of programs on GPU streams: an accepted program terminates, and the error of a deadlock names both ends."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The command `python -m tests.soak`: thousands of steps with evaluations, saves and restarts beside them."""
+"""The command `python -m tests.soak`: thousands of steps, with evaluations, saves and restarts between them."""
 
 from __future__ import annotations
 

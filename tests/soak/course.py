@@ -1,4 +1,4 @@
-"""Course: what happens in which step of a soak, drawn from its seed and the number of the step alone."""
+"""Course: the events in each step of a soak, which depend only on its seed and the number of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Flatness: whether what the ranks hold grows in the second half of their lives, once they know their batches."""
+"""Flatness: whether the memory and objects of ranks grow in the second half of their lives, after most kinds of batches
+have occurred."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job: one rank of a training run in one life, from its newest state to where it is to stop."""
+"""The job: one rank of a training run, from its newest state to the step at which it stops."""
 
 from __future__ import annotations
 

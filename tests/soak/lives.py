@@ -1,4 +1,4 @@
-"""Lives: the runs between two restarts of a soak, and what their ranks held."""
+"""Lives: the runs between two restarts of a soak, and the memory and objects that their ranks held."""
 
 from __future__ import annotations
 

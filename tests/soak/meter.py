@@ -1,4 +1,4 @@
-"""Meter: what a rank holds, written down every few steps."""
+"""Meter: the memory and objects of a rank, recorded every few steps."""
 
 from __future__ import annotations
 

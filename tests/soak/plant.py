@@ -1,4 +1,4 @@
-"""Plant: what a soak has to notice, put into it."""
+"""Plant: leaks that are put into a soak, which it must detect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plot: what the ranks held in all their lives, as docs/soak.svg."""
+"""Plot: the memory and objects of the ranks over all their lives, as docs/soak.svg."""
 
 from __future__ import annotations
 

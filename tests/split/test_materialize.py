@@ -1,4 +1,4 @@
-"""Materialize: stages of a model built on meta hold the same values for every p, by the architecture's own rule."""
+"""Tests of materialize: the stages of a model built on meta have the same initial values for every p."""
 
 from __future__ import annotations
 

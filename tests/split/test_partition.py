@@ -1,4 +1,4 @@
-"""Partitions: balanced, by name and by type, and within a memory limit, against all that there are."""
+"""Tests of partitions: balanced, by name, by type, and within a memory limit, compared with all partitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies: what is shipped, and how one is found."""
+"""Tests of policies: the ones that pipeshard contains, and how a policy is found."""
 
 from __future__ import annotations
 

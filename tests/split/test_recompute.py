@@ -1,4 +1,4 @@
-"""Recompute: units that run again in the backward pass change no bit, and keep nothing between the passes."""
+"""Tests of recompute: units that run again in the backward are exact bit for bit, and keep nothing in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay: the blanks that stand for what a stage does not get."""
+"""Tests of replay: the placeholders for values that a stage does not receive."""
 
 from __future__ import annotations
 

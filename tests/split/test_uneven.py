@@ -1,4 +1,4 @@
-"""A split that hardly saves memory is said at boost, with what helps."""
+"""Tests of the warning at boost for a split that saves little memory, and of the advice in it."""
 
 from __future__ import annotations
 

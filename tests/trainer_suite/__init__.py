@@ -1,1 +1,1 @@
-"""transformers' own tests of its Trainer, run on a pipelined one: `make trainer-suite TRANSFORMERS=<checkout>`."""
+"""transformers' own tests of Trainer, run with a pipelined one: `make trainer-suite TRANSFORMERS=<checkout>`."""

@@ -1,6 +1,7 @@
-"""`make trainer-suite TRANSFORMERS=<checkout>`: runs transformers' own tests/trainer, plainly and on stages.
+"""`make trainer-suite TRANSFORMERS=<checkout>`: runs transformers' own tests/trainer, with plain Trainer and on stages.
 
-No test of transformers is part of this repository. A test counts if it constructs a Trainer and passes plainly here.
+This repository contains no test of transformers. A test counts if it constructs a Trainer and passes here
+with plain Trainer.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Fleet: the ranks that run one test at a time in lockstep, with a time limit for each.
+"""Fleet: the ranks that run one test at a time in lockstep, with a time limit for each test.
 
-A zygote process imports the tests once and forks the ranks, so that new ranks after a test that did not end alike on
-every rank start at once.
+A zygote process imports the tests once and forks the ranks, so that new ranks can start immediately after a test that
+did not end in the same way on every rank.
 """
 
 import contextlib

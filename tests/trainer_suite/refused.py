@@ -1,6 +1,6 @@
-"""Refused: the tests of transformers that a pipelined Trainer does not pass, with the reason and what to do instead.
+"""Refused: the tests of transformers that a pipelined Trainer does not pass, each with the reason and an alternative.
 
-A test that is not listed, and that fails, is a fault of pipeshard.
+A test that fails and is not listed is a fault of pipeshard.
 """
 
 from typing import NamedTuple

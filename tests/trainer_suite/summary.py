@@ -1,4 +1,4 @@
-"""Summary: what the results of all tests come to, as a table, and which of them the committed list does not explain."""
+"""Summary: a table of the results of all tests, and the results that the committed list does not explain."""
 
 from collections import Counter
 from typing import Any

@@ -1,9 +1,9 @@
-"""Worker: one rank that runs tests of a transformers checkout, with Trainer replaced by a pipelined one.
+"""Worker: one rank that runs tests of a transformers checkout, with a pipelined Trainer in place of Trainer.
 
-It is started as a file, from the checkout's root, because the checkout has a package `tests` of its own. A rank reads
-names of tests, one per line, and writes one JSON object per test.
+It is started as a file, from the checkout's root, because the checkout has its own package `tests`. A rank reads names
+of tests, one per line, and writes one JSON object per test.
 
-    worker.py CHECKOUT STAGES FOLDER        STAGES = 0 runs the tests as they are
+    worker.py CHECKOUT STAGES FOLDER        STAGES = 0 runs the tests unchanged
 
 A line with a port on stdin forks ranks, which read FOLDER/in-PORT-RANK and write FOLDER/out-PORT-RANK.
 """

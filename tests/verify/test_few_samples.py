@@ -1,4 +1,4 @@
-"""Few samples: where a model does not run on some of its batch's samples, the proof takes all of them."""
+"""Tests of few samples: if a model does not run on some of its batch's samples, the proof uses all of them."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""What is broken in the engine itself is seen by the proof at boost, since the proof runs the engine.
+"""Mutations: the proof at boost detects faults in the engine itself, since the proof runs the engine.
 
-Ties, norms, replicas, ZeRO-1 and messages were outside of the proof as long as it had an engine of its own.
+The proof did not cover ties, norms, replicas, ZeRO-1 and messages while it had a separate engine.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Sides: a fault that a single step of the proof can show is found, and no step is run twice."""
+"""Tests of sides: the proof finds a fault that shows in a single step, and runs no step twice."""
 
 from __future__ import annotations
 

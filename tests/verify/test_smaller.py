@@ -1,4 +1,4 @@
-"""Smaller: a small copy of a large model is proven in its place, and what it cannot stand for is said."""
+"""Tests of smaller copies: a copy of a large model is verified, and a warning says what it cannot represent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sum and count: a criterion that returns both is proven at boost as the quotient that the unsplit batch has."""
+"""Tests of sum and count: the proof compares a criterion that returns both with the quotient for the unsplit batch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Verify: the proof at boost raises nothing for what is exact, and finds what is broken on purpose."""
+"""Tests of verify: the proof at boost raises no error for exact models, and finds deliberate faults."""
 
 from __future__ import annotations
 

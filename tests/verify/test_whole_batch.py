@@ -1,4 +1,4 @@
-"""Whole batch: models and losses whose samples depend on each other are refused, all others are compared in full."""
+"""Tests of whole batches: models and losses with dependent samples are refused, and all others are compared in full."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Chains: what the layers of each architecture read, one table per family.
+"""Chains: the inputs of the layers of each architecture, in one table per family.
 
-A release of transformers that changes what crosses a cut still trains exactly, since the trace decides what is sent.
-The sweep compares every trace with these tables, so that such a change is noticed.
+If a release of transformers changes which values cross a cut, the model still trains exactly, since the trace
+determines which values are sent. The sweep compares every trace with these tables, so that such a change is noticed.
 """
 
 from torch import nn

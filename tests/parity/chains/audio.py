@@ -1,4 +1,4 @@
-"""Audio: speech and music, as encoder-decoders, and as language models that hear."""
+"""Audio: speech and music, as encoder-decoders, and as language models with audio inputs."""
 
 from tests.parity.chains.chain import Chain
 

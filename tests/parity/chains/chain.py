@@ -1,4 +1,4 @@
-"""Chain: what layers in a row read, as an architecture is known to do."""
+"""Chain: the known inputs of consecutive layers of an architecture."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Decoders: causal language models; what crosses a cut between two layers is the hidden states.
+"""Decoders: causal language models; only the hidden states cross a cut between two layers.
 
-Masks and rotary embeddings are made anew on every stage, whatever the attention (sliding, latent, linear) or in its
-place a state space.
+Every stage computes masks and rotary embeddings itself, with any attention (sliding, latent, linear) and with state
+spaces instead of attention.
 """
 
 from tests.parity.chains.chain import Chain

@@ -1,6 +1,6 @@
 """Encoder-decoders for text: every layer of the decoder reads the encoder's output.
 
-The encoder is a chain too, on its hidden states alone; cuts may lie in either of the two.
+The encoder is also a chain, whose layers read only the hidden states. Cuts may be in either chain.
 """
 
 from tests.parity.chains.chain import Chain

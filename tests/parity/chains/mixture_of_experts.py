@@ -1,7 +1,7 @@
 """Mixtures of experts: causal language models that send each token to some experts of a layer.
 
 Router, experts and dispatch are inside a layer, so no token crosses a cut because of its expert. Router logits leave a
-layer only with `output_router_logits=True`: aside, through the model's own hooks, to the loss.
+layer only with `output_router_logits=True`, through the model's own hooks, and only the loss reads them.
 """
 
 from tests.parity.chains.chain import Chain

@@ -1,6 +1,6 @@
-"""Vision: image classifiers, both transformers and hierarchies of convolutions.
+"""Vision: image classifiers, both transformers and convolutional hierarchies.
 
-The stages of a hierarchy (swin, resnet) are cut inside; each of their lists is a chain of its own.
+The stages of a hierarchy (swin, resnet) are divided; each of their lists is a separate chain.
 """
 
 from tests.parity.chains.chain import Chain

@@ -1,6 +1,7 @@
-"""Vision-language models: images go through a tower, and meet the text before or in its layers.
+"""Vision-language models: images pass through a tower, and are merged with the text before or in the layers.
 
-Text embeddings pass by the tower where they were made before it, and a tower's features by another tower.
+Text embeddings that are computed before the tower also cross the cuts in the tower, and so do the features of another
+tower.
 """
 
 from tests.parity.chains.chain import Chain

@@ -1,8 +1,8 @@
-"""Fixes: what an architecture's tiny model or batch needs beyond the general rules.
+"""Fixes: what an architecture's tiny model or batch needs in addition to the general rules.
 
-Each file here has CONFIGS, fields of the configuration by model type (a dict in it is for the sub-config of that
-name), and BATCHES, functions (model, batch, generator) -> batch by model type. A key may also be "task/model_type",
-which wins over the model type alone.
+Each file here defines CONFIGS, config fields by model type (a dict as a value is for the sub-config of that name), and
+BATCHES, functions (model, batch, generator) -> batch by model type. A key may also be "task/model_type", which takes
+precedence over the model type alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of images, text and sound from l to z: what their tiny models need beyond the general rules."""
+"""Models of images, text and audio from l to z: what their tiny models need in addition to the general rules."""
 
 from __future__ import annotations
 

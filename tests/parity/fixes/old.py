@@ -1,4 +1,4 @@
-"""Old: what tiny models need beyond the other files in transformers before version 5."""
+"""Old: what tiny models need before transformers 5, in addition to the other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoder-decoder and speech models: what their tiny models need beyond the general rules."""
+"""Encoder-decoder and speech models: what their tiny models need in addition to the general rules."""
 
 from __future__ import annotations
 
