@@ -1,11 +1,11 @@
 """Auto: the idle time of searched schedules, compared with the best known schedule, for twelve uneven models.
 
 `python -m benchmarks.auto [--ranks 4 8 16] [--models NAME ...]` builds each model on meta, counts its costs, and
-simulates a step of 2p microbatches of one sample (2,048 tokens, of which some are an image; T5 512). The memory limit
-of each rank is what 1F1B takes on its fullest rank, with AdamW and bf16. `least` is a lower bound of the idle time for
+simulates a step of 2p microbatches with one sample each (2,048 tokens, some of them from an image; 512 for T5). The
+memory limit of each rank is the highest peak of a rank with 1F1B, AdamW and bf16. `least` is a lower bound of the idle time for
 any cut: the most expensive unit call cannot be divided, and its rank runs it in each microbatch. `less` is the
-reduction of idle time relative to the best known schedule that fits. `of it` is the reduction of the part above
-`least`.
+reduction of idle time relative to the best known schedule that fits. `of it` is the relative reduction of the idle time
+above `least`.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def studied(name: str) -> Subject:
 
 
 def with_image(model: nn.Module, length: int) -> dict[str, torch.Tensor]:
-    """Return a sample of `length` tokens, of which the first are placeholders of an image."""
+    """Return a sample of `length` tokens; the first ones are placeholders of an image."""
     config: Any = model.config
     size, token = config.vision_config.image_size, config.image_token_id
     count = getattr(config, "mm_tokens_per_image", (size // config.vision_config.patch_size) ** 2)

@@ -330,7 +330,7 @@ def answer(results: Connection, until: float) -> Result:
 
 
 def merged(of_ranks: Sequence[Result]) -> Result:
-    """Return the worst value of all ranks. A problem that has an error message is preferred to one without."""
+    """Return the worst value of all ranks. A problem with an error message takes precedence over one without."""
     problems = sorted(filter(None, (r.problem for r in of_ranks)), key=lambda text: "Error: " not in text)
     error, milliseconds = max(r.error for r in of_ranks), max(r.milliseconds for r in of_ranks)
     return Result(error, milliseconds, max(r.megabytes for r in of_ranks), problems[0] if problems else "")

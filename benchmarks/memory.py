@@ -2,11 +2,11 @@
 while adapters are added, including adapters on a 4-bit base.
 
 `python -m benchmarks.memory [--p 2 4]` builds a llama of 1.1 billion parameters on meta. For each phase, it prints the
-peak resident memory above that of the imports, divided by the bytes of the rank's parameters.
+peak resident memory, minus that of the imports, divided by the bytes of the rank's parameters.
 
-For the 4-bit base, it prints MB of three values, while loading and in three steps of AdamW: what the rank holds (the
-packed base and the adapters; in training also gradients and the optimizer's states), the peak above the imports, and
-the peak of a narrow llama with as many layers (Python's objects, code and threads).
+For the 4-bit base, it prints three sizes in MB, while loading and in three steps of AdamW: the tensors that the rank
+holds (the packed base and the adapters; in training also gradients and optimizer states), the peak above the imports,
+and the peak of a narrow llama with as many layers (Python objects, code and threads).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ AUTO = "pipeshard auto"
 
 
 class Costs(NamedTuple):
-    """Seconds of a microbatch: of each layer, of what runs before the layers, and of what runs after them."""
+    """Seconds of a microbatch: for each layer, for the code before the layers, and for the code after them."""
 
     layers: list[tuple[float, ...]]
     before: tuple[float, ...]
@@ -60,7 +60,8 @@ class Costs(NamedTuple):
 
 
 def torch_order(schedule: Callable[..., Any], p: int, m: int, v: int) -> Program:
-    """The compute actions of a schedule of torch, which its class generates from the number of stages alone."""
+    """Return the compute actions of a torch schedule. Its class generates them only from the numbers of stages and
+    microbatches."""
     stages = [
         SimpleNamespace(
             group_size=p,
