@@ -2,8 +2,8 @@
 
 `python -m benchmarks.auto [--ranks 4 8 16] [--models NAME ...]` builds each model on meta, counts its costs, and
 simulates a step of 2p microbatches with one sample each (2,048 tokens, some of them from an image; 512 for T5). The
-memory limit of each rank is the highest peak of a rank with 1F1B, AdamW and bf16. `least` is a lower bound of the idle time for
-any cut: the most expensive unit call cannot be divided, and its rank runs it in each microbatch. `less` is the
+memory limit of each rank is the highest peak of a rank with 1F1B, AdamW and bf16. `least` is a lower bound of the idle
+time for any cut: the most expensive unit call cannot be divided, and its rank runs it in each microbatch. `less` is the
 reduction of idle time relative to the best known schedule that fits. `of it` is the relative reduction of the idle time
 above `least`.
 """

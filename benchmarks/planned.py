@@ -1,11 +1,10 @@
 """Planned: the peak memory and the time of a step, compared with the predictions of `pipeshard.plan`.
 
 `python -m benchmarks.planned` trains a llama of 50 million parameters, built on meta, with layouts that differ in
-precision, replicas, recompute and stages; two layouts train adapters on packed (quantized) weights. For the rank
-with the largest planned memory, it prints the peak resident memory, minus that after a step of a tiny model. If each
-rank has its own core, it also prints the time of a step. Both are compared with the plan. The allocator returns freed
-memory to the system immediately.
-Units are timed on all ranks at the same time, as they run in a step.
+precision, replicas, recompute and stages; two layouts train adapters on packed (quantized) weights. For the rank with
+the largest planned memory, it prints the peak resident memory, minus that after a step of a tiny model. If each rank
+has its own core, it also prints the time of a step. Both are compared with the plan. The allocator returns freed memory
+to the system immediately. Units are timed on all ranks at the same time, as they run in a step.
 """
 
 from __future__ import annotations
