@@ -7,7 +7,6 @@ measured costs. The times of different hosts are aligned by wall clocks, so seve
 """
 
 import json
-import math
 import os
 import resource
 import statistics
@@ -23,12 +22,13 @@ from pipeshard.distributed.collectives import gather
 from pipeshard.engine.timeline import Timeline
 from pipeshard.errors import ConfigurationError, summary
 from pipeshard.schedule import Action, Kind, Program, Simulation, Span, draw_timeline, simulate
+from pipeshard.schedule.simulate import Timetable
 
 STRAGGLES = 1.25  # a straggler is busy for more than this multiple of the median rank's time
 
 
 @dataclass(frozen=True)
-class Recording:
+class Recording(Timetable):
     """One measured step. Times are in seconds since the first action of any rank started.
 
     Attributes:
@@ -48,21 +48,6 @@ class Recording:
     memory: tuple[int, ...] = ()
     samples: int = 0
     tokens: int = 0
-
-    @property
-    def makespan(self) -> float:
-        """The time from the start of the first action to the end of the last action."""
-        return max((row[-1].end for row in self.spans if row), default=0.0)
-
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """The total time of each rank's compute actions."""
-        return tuple(math.fsum(span.end - span.start for span in row) for row in self.spans)
-
-    @property
-    def bubble(self) -> float:
-        """The idle share of all ranks' time, from 0 to 1."""
-        return max(0.0, 1 - math.fsum(self.busy) / (len(self.spans) * self.makespan)) if self.makespan else 0.0
 
     def cost(self, kind: Kind) -> tuple[float, ...]:
         """The median time of an action of this kind on each stage, in seconds, or 0 for a stage without such actions.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, in_step, sum_and_count
@@ -26,6 +26,7 @@ from pipeshard.engine.weight_grad import Deferral, Gradients
 from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import foreign_error, kept, leaves_of
+from pipeshard.graph.nodes import nodes_from
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.taint import Value, casting
 from pipeshard.private import foreach_norm, tree_tensors
@@ -319,7 +320,7 @@ class Stage:
             else:
                 self.reached.setdefault(place, False)
                 missing.append((place, tensor))
-        nodes = _leading_from(roots) if missing else set()
+        nodes = set(nodes_from(edge.node for edge in roots)) if missing else set()
         self.dropped.update(place for place, tensor in missing if get_gradient_edge(tensor).node in nodes)
 
     def _refuse_none(self) -> None:
@@ -398,17 +399,6 @@ class Stage:
 def _plain(tensor: Tensor) -> Tensor:
     """The same values as a contiguous tensor without lazy conjugation or negation."""
     return tensor.resolve_conj().resolve_neg().contiguous()
-
-
-def _leading_from(roots: Sequence[GradientEdge]) -> set[Node]:
-    """All nodes of the autograd graph that can be reached from `roots`."""
-    nodes, stack = set[Node](), [edge.node for edge in roots]
-    while stack:
-        node = stack.pop()
-        if node not in nodes:
-            nodes.add(node)
-            stack += [following for following, _ in node.next_functions if following is not None]
-    return nodes
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:

@@ -12,25 +12,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError
+from pipeshard.graph.nodes import nodes_from
 from pipeshard.graph.places import format_path
 from pipeshard.graph.snapshot import Snapshot
 
 
 def leaves_of(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
     """The leaf tensors that receive a gradient of `loss`, not counting paths through the tensors `until`."""
-    found: list[Tensor] = []
-    queue: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {tensor.grad_fn for tensor in until}
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        queue += [following for following, _ in node.next_functions]
-    return found
+    ends = {tensor.grad_fn for tensor in until if tensor.grad_fn is not None}
+    leaves = [getattr(node, "variable", None) for node in nodes_from([loss.grad_fn], ends) if node not in ends]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def refuse_foreign(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
+from pipeshard.graph.nodes import nodes_from
 from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, entries_of
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
@@ -394,15 +395,5 @@ def _reached(count: int, tensors: Sequence[tuple[int, Tensor]], nodes: Mapping[A
     input to the input's position."""
     reached: list[frozenset[int]] = [frozenset()] * count
     for k, tensor in tensors:
-        inputs, stack, seen = set(), [tensor.grad_fn], set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in nodes:
-                inputs.add(nodes[node])
-            else:
-                stack += [following for following, _ in node.next_functions]
-        reached[k] = frozenset(inputs)
+        reached[k] = frozenset(nodes[node] for node in nodes_from([tensor.grad_fn], until=nodes) if node in nodes)
     return tuple(reached)

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pipeshard.errors import TraceError
 from pipeshard.graph.indices import check_indices
+from pipeshard.graph.nodes import nodes_from
 from pipeshard.graph.question import Recipes
 from pipeshard.private import DispatchMode, functorch_unwrapped, tree_map_only
 
@@ -133,18 +134,8 @@ class Taint(DispatchMode):
     def reached(self, tensor: Tensor) -> frozenset[Value]:
         """The values that receive a gradient if `tensor` receives one, according to autograd's graph, which ends at a
         detach or a comparison."""
-        found, seen = set[Value](), set[Node]()
-        stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in self.nodes:
-                found |= self.nodes[node]
-            else:
-                stack += [following for following, _ in node.next_functions if following is not None]
-        return frozenset(found)
+        nodes = nodes_from([tensor.grad_fn], until=self.nodes)
+        return frozenset[Value]().union(*(self.nodes[node] for node in nodes if node in self.nodes))
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
         """Replace the tags of a tensor's storage. `home` is the Value that the storage contains, if any."""

@@ -1,15 +1,14 @@
 """Simulation: the timeline of a program for given costs, or the proof that the program deadlocks."""
 
-import gc
 import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeshard.errors import ConfigurationError, DeadlockError
+from pipeshard.garbage import collector_paused
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import PARTNER, Action, Kind, Program, StageStep
 
@@ -26,19 +25,34 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """The result of a simulation. Times are in the unit of the costs; tuples have one entry per rank.
+class Timetable:
+    """The compute actions of each rank in a step, with their times: `spans` has one tuple per rank, in order."""
 
-    `spans` lists the compute actions in order, `busy` is the time spent in these actions, and `bubble` is the idle
-    share of all rank-time (0 to 1).
-    """
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """The time from the start of the first action to the end of the last action."""
+        return max((row[-1].end for row in self.spans if row), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The total time of each rank's compute actions."""
+        return tuple(math.fsum(span.end - span.start for span in row) for row in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all ranks' time, from 0 to 1."""
+        makespan = self.makespan
+        return max(0.0, 1 - math.fsum(self.busy) / (len(self.spans) * makespan)) if makespan else 0.0
+
+
+@dataclass(frozen=True)
+class Simulation(Timetable):
+    """The result of a simulation. Times are in the unit of the costs."""
 
     program: Program
     spans: tuple[tuple[Span, ...], ...]
-    makespan: float
-    busy: tuple[float, ...]
-    bubble: float
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
@@ -89,7 +103,7 @@ def simulate(
     returned = latency if returned is None else returned
     messages = (Kind.SEND_F, "latency", latency), (Kind.SEND_B, "returned", returned)
     transfers = {kind: _per_stage(name, time, len(program.placement)) for kind, name, time in messages}
-    with _collector_paused():
+    with collector_paused():
         spans = None
         if not any(map(any, transfers.values())) and not program.has_communication:
             # Messages that take no time arrive when they are sent, so they are simulated only if the program cannot
@@ -101,10 +115,7 @@ def simulate(
             spans = run.finish()
             if spans is None:
                 raise DeadlockError("\n  ".join([f"program {program.name!r} cannot finish:", *run.stuck()]))
-    makespan = max((row[-1].end for row in spans if row), default=0.0)
-    busy = tuple(math.fsum(end - start for _, start, end in row) for row in spans)
-    bubble = max(0.0, 1 - math.fsum(busy) / (len(spans) * makespan)) if makespan else 0.0
-    return Simulation(program, spans, makespan, busy, bubble)
+    return Simulation(program, spans)
 
 
 def simulate_parts(
@@ -121,19 +132,6 @@ def simulate_parts(
     if not program.has_weight:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
     return simulate(program, forward, backward, weight, latency, returned, sizes)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Context manager that pauses the garbage collector, which would scan more than a million actions, none of them
-    garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _per_stage(name: str, cost: ActionCost, num_stages: int) -> tuple[float, ...]:

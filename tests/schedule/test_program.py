@@ -149,5 +149,5 @@ def test_the_package_imports_only_the_standard_library() -> None:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for module in modules:
-                own = module == "pipeshard.errors" or module.startswith("pipeshard.schedule")
+                own = module in ("pipeshard.errors", "pipeshard.garbage") or module.startswith("pipeshard.schedule")
                 assert own or module.split(".")[0] in sys.stdlib_module_names, (path.name, module)
