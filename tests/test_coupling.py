@@ -353,6 +353,7 @@ def left_after_models() -> list[Any]:
     return [*(model() for model in models), *installed]
 
 
+@pytest.mark.turns
 def test_a_model_that_is_deleted_ends_its_watch(pool: Pool) -> None:
     """The modes kept every model alive, and slowed down all operators of the process more and more. A finalizer that
     ended them did so within an operator: "Hit Python dispatch key but no arguments had PyInterpreter". The guards

@@ -197,6 +197,7 @@ def flat(batches: Any) -> list[int]:
     return [int(number) for batch in batches for number in batch]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("options", REPLICAS.values(), ids=REPLICAS.keys())
@@ -647,7 +648,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS.keys())
 def test_a_stream_goes_on_at_every_batch(options: dict[str, Any], replicas: int) -> None:

@@ -44,6 +44,7 @@ def test_code_blocks_run(pool: Pool, page: Path) -> None:
     assert losses or page.parent.name != "coming-from" or page.stem == "axolotl"  # which has no script
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("text", "message"),
     [

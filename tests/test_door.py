@@ -164,6 +164,7 @@ def scheduled_afterwards() -> None:
     assert isinstance(split.optimizer, PipelineOptimizer)
 
 
+@pytest.mark.turns
 def test_a_scheduler_may_be_made_after_boost(pool: Pool) -> None:
     """It was a TypeError: PipelineOptimizer is not an Optimizer."""
     pool.run(scheduled_afterwards, 2)

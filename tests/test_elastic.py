@@ -236,6 +236,7 @@ def resumed(folder: Path) -> int | str:
             return str(error)
 
 
+@pytest.mark.turns
 def test_a_job_whose_steps_are_incomplete_does_not_begin_anew(pool: Pool, tmp_path: Path) -> None:
     """After a copy that was broken off, a job began at step 0, and its saves took the place of what could be repaired.
     What a killed first save leaves is no step."""

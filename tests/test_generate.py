@@ -263,6 +263,7 @@ def with_options(options: dict[str, Any]) -> bool:
     return is_same(generated(split, "llama-tied", **GREEDY), expected)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world", "options"),
@@ -320,6 +321,7 @@ def guessing() -> list[bool]:
     return [torch.equal(expected, one) for one in found]
 
 
+@pytest.mark.turns
 def test_guessed_tokens_are_those_of_one_process(pool: Pool) -> None:
     """Ranks received only the logits of the last position, unless an argument of `generate` itself asked to guess."""
     assert pool.run(guessing, 2) == [[True, True]] * 2
@@ -347,6 +349,7 @@ def test_a_limit_of_time_is_refused(pool: Pool) -> None:
     assert pool.run(timed, 1) == [["3"]]
 
 
+@pytest.mark.turns
 def test_sharded_parameters_are_refused(pool: Pool) -> None:
     for message in pool.run(refused, 4, {"pp_size": 2, "fsdp": True}, {}):
         assert message.startswith(

@@ -129,6 +129,7 @@ def traces() -> tuple[list[str], list[int]]:
     return [outcome.message or str(outcome.value) for outcome in ended], by
 
 
+@pytest.mark.turns
 def test_boost_traces_once_for_all_ranks(workers: Pool) -> None:
     """The last rank to come to a collective call goes on first."""
     assert workers.run(traces, 1) == [(["[]"] * 3, [2])]

@@ -157,6 +157,7 @@ def unfreezes(precision: str, options: dict[str, Any], adds: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "world", "options"),

@@ -59,6 +59,7 @@ def without_sync(options: dict[str, Any]) -> None:
     torch.testing.assert_close(accumulated(options, True), accumulated(options, False))
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REPLICAS)
 def test_a_step_sums_what_no_sync_has_left(pool: Pool, name: str) -> None:
@@ -86,6 +87,7 @@ def without_sync_and_frozen(options: dict[str, Any]) -> list[Tensor]:
     return values
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["replicas", "zero", "fsdp"])
 def test_a_gradient_of_no_sync_is_summed_although_its_parameter_is_frozen_since(pool: Pool, name: str) -> None:
@@ -132,6 +134,7 @@ def skipped_alike() -> None:
     torch.testing.assert_close(frozen_and_skipped(False), frozen_and_skipped(True))
 
 
+@pytest.mark.turns
 def test_a_gradient_of_one_replica_is_summed_although_its_parameter_is_frozen_since(pool: Pool) -> None:
     """With fsdp, only that replica took part in the sum: the process ended, by a collective mismatch."""
     pool.run(skipped_alike, 2)
@@ -152,6 +155,7 @@ def cleared_alike(options: dict[str, Any]) -> None:
     torch.testing.assert_close(cleared_by_the_model(options, True), cleared_by_the_model(options, False))
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["replicas", "fsdp"])
 def test_the_model_s_zero_grad_drops_what_no_sync_has_left(pool: Pool, name: str) -> None:
@@ -206,6 +210,7 @@ def clipped_by_value(options: dict[str, Any]) -> float:
     return max([float((old - new).abs().max()) for old, new in pairs if old.numel()], default=0.0)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_clip_by_value_is_one_of_unscaled_gradients(pool: Pool, precision: str) -> None:

@@ -89,6 +89,7 @@ def mutated(name: str, mutation: Callable[[], Any]) -> list[str]:
             return [str(error)]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_without_a_mutation_nothing_differs(pool: Pool, name: str) -> None:
     assert pool.run(mutated, 3, name, nothing) == [[], [], []]

@@ -144,6 +144,7 @@ def boosting(data: Any = None, **given: Any) -> None:
     Split(zoo.build("llama"), dist.get_world_size(), data or zoo.batch("llama"), **{"num_microbatches": 2, **given})
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("given", "error", "what"),
     [
@@ -278,6 +279,7 @@ def contract() -> None:
     assert nothing == {"loss": None, "outputs": None}
 
 
+@pytest.mark.turns
 def test_the_booster_s_contract(pool: Pool) -> None:
     pool.run(contract, 2)
 
@@ -410,7 +412,7 @@ def saving(name: str, folder: str) -> None:
     torch.save({key: value.detach() for key, value in split.held.items()}, f"{folder}/held{dist.get_rank()}")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_a_saved_model_is_what_plain_transformers_loads(pool: Pool, tmp_path: Path, name: str) -> None:
     pool.run(saving, 3, name, str(tmp_path))
@@ -429,6 +431,7 @@ def loading_wrong(folder: str) -> None:
     split.booster.load_model(split.model, folder)
 
 
+@pytest.mark.turns
 def test_a_checkpoint_that_does_not_fit_is_refused(pool: Pool, tmp_path: Path) -> None:
     zoo.build("gpt2").save_pretrained(tmp_path / "gpt2")
     for message in pool.run_expecting(CheckpointError, loading_wrong, 2, str(tmp_path / "gpt2")):

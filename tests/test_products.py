@@ -36,7 +36,7 @@ def layers(name: str) -> tuple[str, list[str]]:
         return f"{type(error).__module__}.{type(error).__name__}: {error}", []
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(pool: Pool, name: str) -> None:
     case = LAYERS[name]

@@ -79,13 +79,14 @@ def trained(name: str, **options: Any) -> list[str]:
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "t5", "classifier", "gpt2", "bert"])
 def test_ragged_batches_train_as_whole_ones(pool: Pool, p: int, name: str) -> None:
     assert pool.run(trained, p, name, verify=False) == [[]] * p
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
@@ -100,6 +101,7 @@ def test_schedules_of_ragged_batches(pool: Pool, options: dict[str, Any]) -> Non
     assert pool.run(trained, 2, "llama", verify=False, **options) == [[]] * 2
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "t5", "classifier"])
 def test_ragged_batches_of_replicas(pool: Pool, name: str) -> None:
@@ -130,6 +132,7 @@ def outputs_differ(name: str) -> list[str]:
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "t5", "classifier"])
 def test_outputs_are_in_the_order_of_the_samples(pool: Pool, name: str) -> None:
@@ -194,6 +197,7 @@ def of_left_padded() -> list[str]:
     return found + compared(split, unsplit, out["loss"], unsplit.backward(data), FINE)
 
 
+@pytest.mark.turns
 def test_padding_on_the_left_is_cut_off(pool: Pool) -> None:
     assert pool.run(of_left_padded, 2) == [[], []]
 
@@ -245,6 +249,7 @@ class CountsLeft(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
 
 
+@pytest.mark.turns
 def test_a_model_that_reads_padding_on_the_left_is_refused_at_boost(pool: Pool) -> None:
     """The proof had padding on the right alone; steps removed padding on the left too, which changed the loss."""
     without = zoo.batch("llama") | {"position_ids": torch.arange(12).expand(8, 12).contiguous()}

@@ -262,6 +262,7 @@ def said(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -180,7 +180,7 @@ def test_a_remedy_works(pool: Pool, name: str) -> None:
         assert outcomes == [("", [])] * len(ALL[name].right)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_and_mended(pool: Pool, tmp_path: Path, name: str) -> None:
     """Rows of the pages on errors promised remedies that nobody had followed."""

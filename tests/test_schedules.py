@@ -171,6 +171,7 @@ def added_up_in_place(name: str, schedule: str) -> list[str]:
         ]
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(

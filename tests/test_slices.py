@@ -80,13 +80,14 @@ def trained(name: str, m: int, n: int | str, **options: Any) -> list[str]:
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize(("m", "n"), [(1, 2), (1, 8), (2, 3)])
 def test_sliced_model_trains_as_unsplit(pool: Pool, p: int, m: int, n: int) -> None:
     assert pool.run(trained, p, "llama", m, n) == [[]] * p
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -189,6 +190,7 @@ def test_slices_beside_evaluation_and_generation(pool: Pool) -> None:
     assert pool.run(between_steps, 2) == [[], []]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "name", ["mixtral", "qwen3_next", "lfm2", "opt", "bart", "mistral", "bert", "deepseek_v3", "gpt_oss"]
 )
@@ -261,6 +263,7 @@ def of_class(kind: str) -> str:
     return refused(llama, data, {"input_ids": data["input_ids"], "position_ids": positions, "labels": data["labels"]})
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "says"),
@@ -310,6 +313,7 @@ def beyond(kind: str, **options: Any) -> list[str]:
     return said
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("options", [{"num_microbatches": 1, "num_slices": 2}, {"microbatch_tokens": 64}], ids=str)
 def test_frequencies_that_depend_on_the_length_are_told(pool: Pool, kind: str, options: dict[str, Any]) -> None:

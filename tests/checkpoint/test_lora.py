@@ -345,6 +345,7 @@ def saved(case: str, folder: Path) -> None:
     }
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", SAVED)
 def test_saved_adapters_are_what_peft_would_save(pool: Pool, case: str, tmp_path: Path) -> None:
@@ -522,6 +523,7 @@ def test_merged_weights_are_saved_stage_by_stage(pool: Pool, tmp_path: Path, cas
     assert pool.run(merged_as_one, 2, case, tmp_path) == [[], []]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("active", "second"), [("default", {}), ("second", {}), ("second", {"modules_to_save": None})])
 def test_the_active_adapters_copy_is_saved(pool: Pool, tmp_path: Path, active: str, second: dict[str, Any]) -> None:
     """A model whose head was trained under `default` was merged with the copy of the adapter that was added last. It

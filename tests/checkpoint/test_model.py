@@ -181,6 +181,7 @@ def extra_states(folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.turns
 def test_extra_states(pool: Pool, tmp_path: Path) -> None:
     """A tensor of `get_extra_state` was saved and never set again, though the load was strict. Anything else ended each
     save in an AttributeError."""

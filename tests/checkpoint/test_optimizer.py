@@ -184,6 +184,7 @@ def counted(folder: Path) -> list[Any]:
     return said
 
 
+@pytest.mark.turns
 @pytest.mark.local
 def test_states_of_no_parameter_are_saved(pool: Pool, tmp_path: Path) -> None:
     """A counter beside the states of the parameters began at 0 again after each resume: nothing was said, and the
@@ -232,6 +233,7 @@ def optimizer_first(folder: Path, p: int, layout: dict[str, int]) -> None:
         assert same(masters(trained), masters(blank))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("p", "layout"),
     [(2, {}), (1, {"tp_size": 2}), (1, {"dp_size": 2, "zero_stage": 1})],

@@ -370,6 +370,7 @@ def test_packing_in_parts_gives_the_bits_of_bitsandbytes(tmp_path: Path, kind: s
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["double", "int8"])
 def test_packing_takes_little_memory(tmp_path: Path, kind: str) -> None:
     """A matrix was read as a whole to be packed, and a rank that holds 150 MB took up to 434 MB while loading."""
@@ -397,6 +398,7 @@ def whole_reads(folder: Path) -> set[str]:
     return {key for key in found if "proj" in key}
 
 
+@pytest.mark.turns
 def test_weights_to_pack_are_read_in_rows(pool: Pool, tmp_path: Path) -> None:
     build(LLAMA).save_pretrained(tmp_path)
     assert pool.run(whole_reads, 2, tmp_path) == [set(), set()]
@@ -501,6 +503,7 @@ DAMAGES = {  # tensors, and how many of their elements are left
 }
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("damage", list(DAMAGES))
 def test_damaged_packed_weights_are_refused(pool: Pool, tmp_path: Path, damage: str) -> None:
@@ -548,6 +551,7 @@ def boosting(folder: Path, **arguments: Any) -> None:
     Split(made, 1, batch(LLAMA, model), num_microbatches=2, **arguments)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("arguments", [{"tp_size": 2}, {"fsdp": True}])
 def test_packed_weights_are_not_sharded(pool: Pool, tmp_path: Path, arguments: dict[str, Any]) -> None:
     build(LLAMA).save_pretrained(tmp_path)
@@ -558,6 +562,7 @@ def test_packed_weights_are_not_sharded(pool: Pool, tmp_path: Path, arguments: d
         )
 
 
+@pytest.mark.turns
 def test_a_folder_without_a_packed_weight_is_refused(pool: Pool, tmp_path: Path) -> None:
     model = build(LLAMA)
     state = {name: value for name, value in model.state_dict().items() if "layers.0.mlp.up_proj" not in name}

@@ -194,6 +194,7 @@ def drawing(folder: Path, use_async: bool | None = None) -> tuple[float, ...]:
     return float(torch.rand(())), random.random(), float(np.random.rand())
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("use_async", [False, True])
 def test_each_rank_goes_on_with_its_own_random_numbers(pool: Pool, tmp_path: Path, use_async: bool) -> None:
     """Replicas that are seeded apart, to mix their samples up in other ways, drew the first rank's numbers after a

@@ -84,6 +84,7 @@ def test_time_in_which_a_process_is_stopped_does_not_count() -> None:
     assert rank_with_monitor(1.0, code, 30) == 0
 
 
+@pytest.mark.turns
 def test_the_monitor_ends_with_its_rank() -> None:
     process = subprocess.Popen([sys.executable, "-c", RANK, "60", "time.sleep(60)"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -429,6 +430,7 @@ def leave_reports(folder: str) -> None:
         raise AssertionError
 
 
+@pytest.mark.turns
 def test_ranks_that_fail_leave_reports_that_tell_what_happened(pool: Pool, tmp_path: Path) -> None:
     pool.run(leave_reports, 2, str(tmp_path))
     found = json.loads((tmp_path / "rank-1.json").read_text())

@@ -159,6 +159,7 @@ def owners() -> tuple[list[str], list[str]]:
     return sorted(masters), sorted(now)
 
 
+@pytest.mark.turns
 @pytest.mark.local
 def test_fp32_values_stay_with_their_owner(pool: Pool) -> None:
     """Every replica kept those of all weights, and another optimizer could give a weight another owner, whose values

@@ -24,6 +24,7 @@ def rule(name: str, criterion: Criterion | None = None, dtype: torch.dtype = tor
     return find_loss_rule(model, trace(model, data, criterion), Batch.of(data), criterion)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def cross_entropy(**options: object) -> Criterion:
     return lambda out, data: nn.functional.cross_entropy(out.logits.transpose(1, 2), data["labels"], **options)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("criterion", "expected"),
     [

@@ -321,6 +321,7 @@ def test_a_criterion_with_parameters_is_refused() -> None:
     refuse_criterion(criterion.requires_grad_(False), Tagger())
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_16_bits_do_not_hide_a_part_of_the_loss_that_is_not_a_sum(dtype: torch.dtype) -> None:
     # LUKE's two kinds of labels, in bf16: the loss was 1 % off a mean over one of them, which 16 bits could not tell,

@@ -161,6 +161,7 @@ def unseen_activations(how: str) -> str:
     return said(step, made)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("how", ["at once", "late", "evaluated"])
 def test_not_a_number_is_seen_without_the_loss(pool: Pool, how: str) -> None:
     """With return_loss=False nobody looked whether the loss was a number: a stage trained on what nobody had sent."""

@@ -43,6 +43,7 @@ def spoiled(where: str, **options: Any) -> tuple[str, str]:
     return type(raised.value).__name__, str(raised.value)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("where", "sign"),

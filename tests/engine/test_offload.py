@@ -130,7 +130,7 @@ def is_exact(ended: list[tuple[int, int]]) -> bool:
 
 
 @pytest.mark.local
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("name", "dropout"), [("gpt2", 0.2), ("llama", 0.0), ("t5", 0.2)])
@@ -160,6 +160,7 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {  # the ranks, and the argumen
 }
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("which", OPTIONS)
@@ -195,6 +196,7 @@ def peaks(schedule: str, offloads: bool, **how: Any) -> float:
     return device.peak / max(device.largest, 1)
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("recompute", [False, True])

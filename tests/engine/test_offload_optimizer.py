@@ -89,7 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.local
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("which", OPTIONS)
 def test_training_is_the_same(pool: Pool, which: str) -> None:
     assert not any(pool.run(differing, 2, **OPTIONS[which]))
@@ -168,6 +168,7 @@ def clears(split: Split, step: int) -> None:
     split.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -201,6 +202,7 @@ def refused(loop: Loop) -> str:
     return str(caught.value)
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.parametrize("loop", [clips_in_the_groups, replaces_in_the_groups, clips_in_a_hook])
 def test_gradients_of_the_groups_are_refused(pool: Pool, loop: Loop) -> None:
@@ -297,6 +299,7 @@ def calls_its_closure_twice(offload: str | None, precision: str) -> list[Tensor]
 WAYS = [joins, follows_closures, is_boosted_later, calls_its_closure_twice]
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -335,6 +338,7 @@ def resumed(folder: str, precision: str, first: str | None, then: str | None) ->
     return [local(q.detach()).clone() for q in split.held.values()]
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -357,6 +361,7 @@ def broken() -> int:
     return sum(not torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
+@pytest.mark.turns
 @pytest.mark.local
 def test_values_that_are_not_copied_back_are_seen(pool: Pool) -> None:
     assert all(pool.run(broken, 2))

@@ -206,6 +206,7 @@ def without_replicas(precision: str) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fsdp_with_one_replica_trains_as_without_it(pool: Pool, precision: str) -> None:

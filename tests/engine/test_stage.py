@@ -36,6 +36,7 @@ def held(name: str) -> tuple[set[str], int, int]:
     return set(split.held), sum(storages.values()), sum(p.nbytes for p in split.held.values())
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_stages_hold_the_model_once_but_for_ties(pool: Pool, name: str) -> None:
@@ -99,6 +100,7 @@ def last_token_changed(name: str) -> Any:
     return difference[:-1].max().item(), difference[-1].item()
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "granite", "gemma2", "mixtral"])
 def test_the_last_token_changes_no_earlier_logit(pool: Pool, name: str) -> None:

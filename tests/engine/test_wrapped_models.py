@@ -177,6 +177,7 @@ def own_checkpoints(world: int, each: int, reentrant: bool, options: dict[str, A
     return same(lambda: Net(0.5, each, True, reentrant), plain, world, **options)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world", "each", "reentrant", "options"),

@@ -60,6 +60,7 @@ def decays_through_groups(layout: dict[str, Any]) -> list[str]:
     return sides.done()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("layout", ["two stages", "ZeRO-1"])
 def test_what_is_written_to_an_optimizers_groups_is_seen_by_the_next_forward(pool: Pool, layout: str) -> None:
     """With ZeRO one replica alone has a parameter in its groups: the others computed with the old one. Schedule-free
@@ -241,6 +242,7 @@ def fills() -> float:
     return max(float((local(p.detach()).float() - 0.25).abs().max()) for p in split.held.values())
 
 
+@pytest.mark.turns
 def test_what_is_written_to_a_sharded_weight_is_kept(pool: Pool) -> None:
     """A write to a DTensor does not count as one to its shard, which alone was watched."""
     assert max(pool.run(fills, 2)) < 0.01

@@ -31,6 +31,7 @@ def measured(model: nn.Module, batch: dict[str, Tensor]) -> Meter:
     return metered(model, read_batch(model, batch))[1]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral", "vit", "gemma2", "bert"])

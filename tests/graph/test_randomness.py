@@ -111,6 +111,7 @@ def evaluated(folder: str, evaluates: bool, resumes: bool = False) -> tuple[list
     return losses, seen
 
 
+@pytest.mark.turns
 def test_each_forward_draws_its_own_numbers(pool: Pool, tmp_path: Path) -> None:
     """Forward-only calls between two training steps repeated the same dropout masks, so twenty passes were one. Each
     draws anew, for any number of stages, and what training draws does not depend on them. The first after a step had
@@ -137,6 +138,7 @@ def of_peers() -> list[float]:
     return losses
 
 
+@pytest.mark.turns
 def test_peers_draw_their_own_numbers(pool: Pool) -> None:
     """Two models that learn from each other had the same dropout masks."""
     losses, *_ = pool.run(of_peers, 1)

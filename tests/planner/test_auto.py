@@ -43,6 +43,7 @@ def short(tries: int = 30) -> Any:
     return mock.patch.multiple(auto, TRIES=tries, ESTIMATES=tries)
 
 
+@pytest.mark.turns
 @given(st.integers(2, 4), st.integers(1, 6), st.floats(0.9, 1.5), st.sampled_from(("1f1b", "zbv", "v-min")))
 @settings(max_examples=15)
 def test_no_known_schedule_that_fits_is_faster(p: int, m: int, slack: float, name: str) -> None:

@@ -80,7 +80,7 @@ def taken(folder: Path, options: dict[str, Any]) -> tuple[int, int]:
     return planned.estimate.memory[plugin.stage_manager.stage].total, living.peak + scales + sum(t.nbytes for t in held)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.local
 @pytest.mark.parametrize(("ranks", "options"), LAYOUTS, ids=str)
 def test_a_rank_takes_what_is_planned(pool: Pool, tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:

@@ -128,6 +128,7 @@ def packed(folder: Path, kind: str) -> tuple[Memory, dict[str, int]]:
     }
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.local
 @pytest.mark.parametrize("kind", list(QUANTIZATIONS))

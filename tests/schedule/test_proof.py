@@ -22,6 +22,7 @@ P, M = range(1, 9), range(1, 25)
 schedules, ps, ms, costs = st.sampled_from(ALL), st.sampled_from(P), st.sampled_from(M), st.integers(1, 20)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("p", P)
 @pytest.mark.parametrize(("name", "v"), ALL)

@@ -3,6 +3,7 @@
 import math
 import random
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ FREED = Work(
 )
 
 
+@pytest.mark.turns
 @given(works(), st.integers(1, 9), st.integers(0, 2**32))
 @example(FREED, 3, 479001601)
 def test_a_searched_program_is_complete_ends_and_stays_in_memory(work: Work, m: int, seed: int) -> None:

@@ -113,7 +113,7 @@ def from_zoo(name: str, recompute: Any = True, **options: Any) -> str:
     return compared(with_dropout(zoo.build(name)), zoo.batch(name), recompute, **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "name", "p"), covering(["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"], ["llama", "gpt2"], [1, 2])
 )
@@ -128,6 +128,7 @@ def test_no_bit_differs_with_any_model(pool: Pool, name: str) -> None:
     assert pool.run(from_zoo, 2, name) == ["", ""]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [0.5, [0.0, 0.7]])
 def test_no_bit_differs_with_a_share(pool: Pool, recompute: Any) -> None:

@@ -429,6 +429,7 @@ def evaluating(kind: type[nn.Module], trains: bool = True) -> tuple[str, bool]:
     return " ".join(said), not any(module.training for module in model.modules())
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_a_model_in_evaluation_mode_is_proven_in_training_mode(pool: Pool) -> None:
     """Layers that mix samples in training alone were proven exact, and batch norms were not warned of, since models of
