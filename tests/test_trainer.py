@@ -24,6 +24,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.private import tree_leaves
 from pipeshard.trainer import PipelineTrainer, pipelined
+from pipeshard.trainer.refusals import refuse_precision
 from pipeshard.trainer.stand_ins import PipelineAccelerator
 from pipeshard.trainer.trainer import PRIVATE, Loop
 from tests.house import PACKAGE
@@ -85,6 +86,14 @@ def test_the_precision_of_accelerate_launch_is_that_of_the_stages(pool: Pool, tm
     """`accelerate launch --mixed_precision bf16` tells Trainer by the environment: stages trained in fp32."""
     for by_launcher, by_argument in pool.run(launched_in_bf16, 1, str(tmp_path)):
         assert differences(by_launcher, by_argument) == []
+
+
+@pytest.mark.parametrize("precision", ["fp8", "no"])
+def test_a_precision_in_which_stages_do_not_train_is_refused(precision: str) -> None:
+    """`accelerate launch --mixed_precision fp8` trained in fp32, without a word."""
+    error = pytest.raises(ConfigurationError, match="mixed precision 'fp8' of `accelerate launch`: set bf16=True")
+    with error if precision == "fp8" else nullcontext():
+        refuse_precision(precision, "PipelineTrainer")
 
 
 def predict(name: str, folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> list[Any]:

@@ -72,6 +72,15 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
         )
 
 
+def refuse_precision(mixed_precision: str, name: str) -> None:
+    """Raise ConfigurationError for a mixed precision of `accelerate launch` in which stages do not train."""
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise ConfigurationError(
+            f"{name} does not support the mixed precision {mixed_precision!r} of `accelerate launch`: set bf16=True in "
+            "TrainingArguments, and start the script with torchrun or `accelerate launch --mixed_precision bf16`"
+        )
+
+
 def refuse_training(args: TrainingArguments, name: str) -> None:
     """Raise ConfigurationError for arguments with which a pipelined Trainer called `name` cannot train."""
     if getattr(args, "enable_jit_checkpoint", False):

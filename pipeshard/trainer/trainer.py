@@ -40,7 +40,15 @@ from pipeshard.trainer.checkpoint import (
     save_weights,
 )
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
-from pipeshard.trainer.refusals import cut, refuse, refuse_blank_reference, refuse_class, refuse_split, refuse_training
+from pipeshard.trainer.refusals import (
+    cut,
+    refuse,
+    refuse_blank_reference,
+    refuse_class,
+    refuse_precision,
+    refuse_split,
+    refuse_training,
+)
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
@@ -93,6 +101,7 @@ class Loop(Trainer):
         super().create_accelerator_and_postprocess()
         refuse_class(type(self))
         refuse(self.args, self.pipeline.config, type(self).__name__)
+        refuse_precision(self.accelerator.mixed_precision, type(self).__name__)
         cut(self.pipeline.config, self.args.gradient_accumulation_steps)
         self.accelerator = PipelineAccelerator.of(self.accelerator, self.pipeline.grid, self)
         self.gather_function = self.accelerator.gather_for_metrics
