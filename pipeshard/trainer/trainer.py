@@ -10,7 +10,7 @@ loop, callbacks, logs, schedules and files are still Trainer's. A gradient accum
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -51,6 +51,7 @@ from pipeshard.trainer.refusals import (
 )
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
+from pipeshard.trainer.written import Written
 
 # The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. All other
 # names of Trainer that this module uses are documented.
@@ -63,26 +64,6 @@ PRIVATE = (
     "_load_rng_state",
     "_prepare_inputs",
 )
-
-
-class Written:
-    """Detects whether parameters or gradients were modified in place, or gradients replaced, since its creation."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._of = [(parameter, *self._state(parameter)) for parameter in parameters]
-
-    @property
-    def is_changed(self) -> bool:
-        return any(self._differs(*before) for before in self._of)
-
-    def _differs(self, parameter: Tensor, version: int, gradient: Tensor | None, of_gradient: int) -> bool:
-        now = self._state(parameter)
-        return now[0] != version or now[1] is not gradient or now[2] != of_gradient
-
-    @staticmethod
-    def _state(parameter: Tensor) -> tuple[int, Tensor | None, int]:
-        gradient = parameter.grad
-        return parameter._version, gradient, 0 if gradient is None else gradient._version
 
 
 class Loop(Trainer):
