@@ -46,7 +46,8 @@ usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
 
 Starts SCRIPT as one process for each pipeline stage, replica and slice, and restarts all of them, up to
 {RESTARTS} times, when a process or a machine is lost or joins. An error that several processes raise is printed
-once. After {ALIKE} attempts in a row that end with the same error, the job is not restarted.
+once. After {ALIKE} attempts in a row that end with the same error, each within {WITHIN:.0f} seconds of the one
+before, the job is not restarted.
 
   pipeshard launch --nproc-per-node 4 train.py --epochs 3                           on one machine
   pipeshard launch --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint HOST:29400 train.py   on 2 to 4 machines
