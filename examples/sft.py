@@ -156,8 +156,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
     if args.quantize and trainer.is_world_process_zero():
         taken = [each for key, each in trainer.state.log_history[-1].items() if key.startswith("memory_gib")]
-        stages = [max(taken[k : k + args.dp]) for k in range(0, len(taken), args.dp)]
-        bars = {"taken, with libraries": stages, f"planned, {args.quantize}": planned(args.quantize)}
+        bars = {"taken, with libraries": by_stage(taken, args.pp), f"planned, {args.quantize}": planned(args.quantize)}
         bars["planned, not quantized"] = planned(None)
         draw(bars, f"{folder.name}, LoRA of rank {args.lora}", output / "memory.png")
         console.print(f"wrote {output}/memory.png")
@@ -169,6 +168,11 @@ def rows(data: str) -> Any:
     if Path(data).is_dir():
         return load_from_disk(data)
     return load_dataset(*("json", None, None, data) if Path(data).is_file() else (data,), split="train")
+
+
+def by_stage(taken: Sequence[float], stages: int) -> list[float]:
+    """Return the largest value of each stage's ranks; consecutive ranks are the stages of one replica."""
+    return [max(taken[stage::stages]) for stage in range(stages)]
 
 
 def draw(bars: Mapping[str, Sequence[float]], title: str, path: Path) -> None:

@@ -170,6 +170,11 @@ def test_a_path_that_does_not_exist_is_refused_at_once(
     refused(sft, arguments, message, capsys)
 
 
+def test_the_bars_of_memory_are_of_stages() -> None:
+    """With --pp 2 --dp 2 --quantize nf4, a bar was of both stages of a replica, beside the plan of one stage."""
+    assert sft.by_stage([1.0, 4.0, 2.0, 3.0], 2) == [2.0, 4.0]
+
+
 # The data
 
 
