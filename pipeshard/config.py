@@ -473,7 +473,7 @@ def check_precision(precision: str, autocast: bool) -> None:
     if precision != "fp32" and not autocast and not hasattr(torch.Tensor, "grad_dtype"):
         raise ConfigurationError(
             f"precision={precision!r} keeps gradients in a different dtype than parameters, which torch "
-            f"{torch.__version__} does not support: install torch 2.13, or use autocast=True"
+            f"{torch.__version__} does not support: install torch 2.11 or newer, or use autocast=True"
         )
     if autocast and precision == "fp32":
         raise ConfigurationError("autocast=True requires precision='bf16' or 'fp16', got 'fp32'")
