@@ -84,6 +84,7 @@ ALIASES |= dict.fromkeys(("batch_size", "micro_batch_size"), "per_device_train_b
 ALIASES |= dict.fromkeys(("stages", "pipeline_stages"), "pp") | dict.fromkeys(("output", "out"), "output_dir")
 ALIASES |= dict.fromkeys(("seq_len", "sequence_len", "max_seq_length"), "max_length")
 ALIASES |= {"epochs": "num_train_epochs", "lr": "learning_rate"}
+ALIASES |= {"num_machines": "nnodes", "mixed_precision": "bf16"}
 # The advice in the planner's errors, and the same advice for these settings.
 ADVICE = {
     "shorter or fewer samples in a microbatch": "a smaller max_length or per_device_train_batch_size",
@@ -163,9 +164,20 @@ def unknown_settings(kind: str, names: Sequence[str], known: Collection[str]) ->
     shown = []
     for name in names:
         plain = re.split("[= ]", name.lstrip("-"))[0].replace("-", "_")
+        if ALIASES.get(plain) not in known and plain in of_launcher():
+            shown.append(f"{name} (an option of accelerate launch; pp, dp, tp and nnodes set the ranks)")
+            continue
         close = [ALIASES[plain]] if ALIASES.get(plain) in known else get_close_matches(plain, known, n=3)
         shown.append(name + (f" (did you mean {' or '.join(close)}?)" if close else ""))
     return f"pipeshard {kind} has no setting {', '.join(shown)}. pipeshard {kind} --help lists the settings"
+
+
+def of_launcher() -> Collection[str]:
+    """The names in a config file of `trl` that go to `accelerate launch`; `accelerate_config` is TRL's name for its
+    file."""
+    from accelerate.commands.launch import launch_command_parser
+
+    return {"accelerate_config", *vars(launch_command_parser().parse_args(["script"]))}
 
 
 def checked_config(settings: Namespace) -> None:

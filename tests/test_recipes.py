@@ -323,6 +323,16 @@ def test_every_unknown_setting_is_named_with_its_own_name(tmp_path: Path) -> Non
     )
 
 
+def test_options_of_accelerate_are_named_as_such(tmp_path: Path) -> None:
+    """A file for `trl sft --config`, with options that TRL passes on, asked whether dataset_num_proc was meant."""
+    (tmp_path / "recipe.yaml").write_text("num_processes: 4\naccelerate_config: zero2\nnum_machines: 2")
+    output, where = said("sft", f"--config={tmp_path}/recipe.yaml").output, f"in {tmp_path}/recipe.yaml"
+    ours = "(an option of accelerate launch; pp, dp, tp and nnodes set the ranks)"
+    for name in ("num_processes", "accelerate_config"):
+        assert f"{name} {where} {ours}" in output
+    assert f"num_machines {where} (did you mean nnodes?)" in output
+
+
 CHAT_TURNS = '{"role": "user", "content": "a"}'
 
 
