@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from pipeshard.errors import PipeshardError
-from pipeshard.recipe import TRAINERS
+from pipeshard.recipe import TRAINERS, cuts_of
 from pipeshard.schedule.schedules import SCHEDULES
 
 # Arguments and options that several commands share.
@@ -167,7 +167,7 @@ def plan(
             seq_len=seq_len,
             schedule=schedule or ("1f1b" if slices else None),
             num_model_chunks=chunks,
-            partition=_partition(partition),
+            partition=cuts_of(partition),
             device_memory=device_memory,
             optimizer=optimizer,
             precision=precision or precision_of(built),
@@ -253,7 +253,7 @@ def trace_run(
         from pipeshard.trial import Trial
 
         how: dict[str, Any] = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": chunks}
-        how |= {"partition": _partition(partition), "p2p": p2p}
+        how |= {"partition": cuts_of(partition), "p2p": p2p}
         PipelineConfig(pp_size=pp, **how)  # checked before processes start
         booster = partial(make_booster, pp, **how)
         recording = Trial(model, fields, pp, microbatches * microbatch_size, seq_len, dtype, booster).run()
@@ -312,7 +312,7 @@ def verify(
             proven = prove_script(Path(what), arguments, pp)
         else:
             how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": chunks}
-            booster = partial(make_booster, pp or 2, partition=_partition(partition), **how)
+            booster = partial(make_booster, pp or 2, partition=cuts_of(partition), **how)
             try:
                 proven = prove_model(what, arguments, seq_len, dtype, booster)
             except PipeshardError as error:
@@ -373,15 +373,6 @@ def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
     from pipeshard.plugin import PipelinePlugin
 
     return Engine(PipelinePlugin(pp_size, dry_run_input=sample, **arguments))
-
-
-def _partition(text: str) -> str | list[int] | list[str]:
-    """Parse a comma-separated list of numbers of unit calls, or of units to cut after; other values are returned
-    unchanged."""
-    entries = [entry.strip() for entry in text.split(",")]
-    if all(entry.isdigit() for entry in entries):
-        return [int(entry) for entry in entries]
-    return entries if len(entries) > 1 and not text.startswith(("type:", "profile:", "speed:")) else text
 
 
 @contextmanager

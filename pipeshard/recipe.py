@@ -56,7 +56,7 @@ class PipelineArguments:
     chunks: int = setting(1, "Model chunks per rank; the interleaved schedule has 2 unless you set more.")
     microbatches: int | None = setting(None, "Microbatches per step. By default, one per gradient accumulation step.")
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
-    partition: str = setting("auto", "auto, uniform, parameters, type:REGEX, or speed:1.0,0.6.")
+    partition: str = setting("auto", "auto, uniform, parameters, type:REGEX, speed:1.0,0.6, or calls per stage: 3,4.")
     precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16", "fp32"))
     recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
     zero_stage: int = setting(0, "1 shards the optimizer state across replicas.")
@@ -117,7 +117,10 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
         raise ConfigurationError(
             unknown_settings(kind, unknown, {one.name for group in groups for one in fields(group)})
         )
+    refuse_other_choices(kind, settings, groups)
     settings.num_slices = str(settings.num_slices)  # YAML may contain a number
+    if isinstance(settings.partition, str):  # YAML may contain a list
+        settings.partition = cuts_of(settings.partition)
     checked_config(settings)
     if kind == "reward":
         refuse_frozen_head(settings)
@@ -153,6 +156,24 @@ def parser_of(kind: str, groups: Sequence[type]) -> Any:
     what = f"{TRAINERS[kind][1]} --config FILE reads settings from a YAML file; options override it."
     usage = f"pipeshard {kind} --config FILE [OPTIONS]"
     return Parser(groups, prog=f"pipeshard {kind}", usage=usage, description=what, allow_abbrev=False)
+
+
+def refuse_other_choices(kind: str, settings: Namespace, groups: Sequence[type]) -> None:
+    """Raise ConfigurationError for a value that is not one of a setting's choices: argparse checks only options."""
+    for one in (one for group in groups for one in fields(group)):
+        value, choices = getattr(settings, one.name, one.default), one.metadata.get("choices")
+        if choices and value != one.default and value not in choices:
+            raise ConfigurationError(
+                f"{one.name}={value} is not one of {', '.join(choices)}. pipeshard {kind} --help lists the settings"
+            )
+
+
+def cuts_of(text: str) -> str | list[int] | list[str]:
+    """Parse a comma-separated list of numbers of unit calls, or of units to cut after; other values are unchanged."""
+    entries = [entry.strip() for entry in text.split(",")]
+    if all(entry.isdigit() for entry in entries):
+        return [int(entry) for entry in entries]
+    return entries if len(entries) > 1 and not text.startswith(("type:", "profile:", "speed:")) else text
 
 
 def unreadable(error: Exception) -> ConfigurationError:

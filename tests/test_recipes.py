@@ -300,6 +300,8 @@ def test_wrong_settings_are_refused_before_ranks_start(tmp_path: Path, arguments
     ("text", "message"),
     [
         ("pp: 2\nlora: 8", "recipe.yaml (did you mean lora_"),
+        ("schedule: auto", "error: schedule=auto is not one of gpipe, 1f1b,"),
+        ("dtype: bf16", "error: dtype=bf16 is not one of auto, bfloat16, float16, float32. pipeshard sft --help"),
         ("- pp", "must contain a YAML mapping"),
         ("pp: [", "the --config file cannot be read: ParserError"),
         (None, "the --config file cannot be read: FileNotFoundError"),
@@ -454,6 +456,15 @@ def test_an_option_overrides_the_file(tmp_path: Path) -> None:
     settings = recipe.read("sft", ["--config", toy(tmp_path, pp=3, chunks=2), "--pp", "4", "--schedule=interleaved"])
     found = recipe.plugin_arguments(settings)
     assert (found["pp_size"], found["num_model_chunks"], found["num_slices"]) == (4, 2, 1)
+
+
+@pytest.mark.parametrize("written", ["3,1", [3, 1]])
+def test_a_partition_may_be_a_list(tmp_path: Path, written: Any) -> None:
+    """`--partition 3,1` was an unknown partition, while the same list in the file divided the model."""
+    settings = recipe.read("sft", ["--config", toy(tmp_path, partition=written)])
+    assert recipe.plugin_arguments(settings)["partition"] == [3, 1] == settings.partition
+    option = recipe.read("sft", ["--partition", "3,1"])
+    assert option.partition == [3, 1]
 
 
 def test_ranks_are_shared_by_machines(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
             f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass only fields of the config"
         )
     quantization = quantization_of(config, path, quantization)
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigurationError(f"dtype={dtype!r} is unknown: use 'auto', or a dtype of torch such as 'bfloat16'")
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with torch.device("meta"), _counting(path):
