@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -63,16 +63,16 @@ flags (torchrun's; torchrun --help lists all):
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, at_signal: Callable[[], None] | None = None) -> int:
     """Run one agent until the job is done, its workers have failed permanently, or a signal ends it; returns the exit
-    status."""
+    status. After a signal, this process exits at once; `at_signal` is called before."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
     if not args.module and not args.no_python and (why := unable(args.training_script)):
         logger.error("error: %s", why)
         return 2
     with tempfile.TemporaryDirectory(prefix="pipeshard-") as folder:
         os.environ[FOLDER] = folder
-        return _run_agent(_folded(args), Path(folder))
+        return _run_agent(_folded(args), Path(folder), at_signal)
 
 
 def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
@@ -88,7 +88,7 @@ def threads(ranks: int) -> str:
     return str(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
-def _run_agent(args: argparse.Namespace, folder: Path) -> int:
+def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], None] | None) -> int:
     # If torch shares the agents' store with the ranks, an agent that joins later never receives the ranks' address, and
     # a remaining agent keeps using the first address, even if that agent is gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -101,6 +101,8 @@ def _run_agent(args: argparse.Namespace, folder: Path) -> int:
         _clean_up()
         if in_vain:
             logger.error("%d attempts in a row ended with the same %s: not restarting", ALIKE, in_vain[0])
+        if at_signal is not None:
+            at_signal()
         _leave_process(folder, 1 if in_vain else 128 + int(stop.sigval))
     except ChildFailedError as error:
         for kind, others in repeated(folder):

@@ -277,11 +277,17 @@ def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
     flags = {"nproc-per-node": local, "nnodes": settings.nnodes, "max-restarts": settings.max_restarts}
     flags |= {"rdzv-endpoint": settings.rdzv_endpoint} if settings.rdzv_endpoint else {}
     command = [*(f"--{flag}={value}" for flag, value in flags.items()), "--module", __name__, kind, *arguments]
-    status = launch(command)
-    folder = settings.output_dir or OUTPUT
-    if status and has_checkpoint(folder):
-        click.echo(f"{folder} has a complete checkpoint: start the same command with --resume to continue", err=True)
+    hint = partial(name_checkpoint, settings.output_dir or OUTPUT)
+    status = launch(command, at_signal=hint)
+    if status:
+        hint()
     return status
+
+
+def name_checkpoint(folder: str) -> None:
+    """Print how to continue a run that ended early, if the folder has a complete checkpoint."""
+    if has_checkpoint(folder):
+        click.echo(f"{folder} has a complete checkpoint: start the same command with --resume to continue", err=True)
 
 
 def has_checkpoint(folder: str) -> bool:

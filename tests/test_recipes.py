@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import torch
 import transformers
 import yaml
 from click.testing import CliRunner, Result
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from pipeshard import recipe, tuning
 from pipeshard.batch.batch import split_sizes
@@ -403,6 +405,22 @@ def test_a_failed_run_names_its_checkpoint(tmp_path: Path) -> None:
             ended = said("sft", *arguments)
     assert f"{tmp_path}/out has a complete checkpoint: start the same command with --resume" in ended.output
     assert ended.exit_code == 1
+
+
+def test_a_stopped_run_names_its_checkpoint(tmp_path: Path) -> None:
+    """A run that Ctrl-C or the time limit of Slurm had stopped did not say that it could go on: its launcher exits
+    by itself."""
+    arguments = ["--config", toy(tmp_path)]
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    threads = {name: mock.Mock(return_value=[]) for name in ("_forward", "_end_if_stuck", "_end_if_in_vain")}
+    stopped = {"run": mock.Mock(side_effect=SignalException("", signal.SIGTERM)), "_clean_up": mock.Mock()}
+    with (
+        mock.patch.multiple("pipeshard.launch", **threads, **stopped, _leave_process=mock.Mock(side_effect=SystemExit)),
+        mock.patch("pipeshard.trainer.checkpoint.flaw_of", return_value=""),
+        mock.patch.dict(os.environ),
+    ):
+        ended = said("sft", *arguments)
+    assert f"{tmp_path}/out has a complete checkpoint: start the same command with --resume" in ended.output
 
 
 def test_the_line_shows_the_first_and_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
