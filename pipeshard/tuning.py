@@ -20,6 +20,7 @@ import click
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.garbage import collector_paused
 from pipeshard.recipe import (
+    COLUMNS,
     READERS,
     config_of,
     filled,
@@ -59,7 +60,7 @@ def main(kind: str, arguments: Sequence[str]) -> int:
     else:
         refuse_earlier_run(settings)
         check_sources(kind, settings)
-    for text in remarks(settings):
+    for text in remarks(kind, settings):
         click.echo(f"note: {text}", err=True)
     return 0 if settings.dry_run else start(kind, settings, arguments)
 
@@ -100,7 +101,7 @@ def refuse_small(settings: Namespace) -> None:
         logger.debug("the number of stages is checked by the ranks: %s", error)
 
 
-def remarks(settings: Namespace) -> Iterator[str]:
+def remarks(kind: str, settings: Namespace) -> Iterator[str]:
     """Yield notes on settings that the user may have overlooked."""
     name = settings.dataset_name or ""
     if not settings.datasets and Path(name).suffix in READERS and not Path(name).is_file():
@@ -110,12 +111,17 @@ def remarks(settings: Namespace) -> Iterator[str]:
             f"the plan counts the states of optim={settings.optim} as those of AdamW, two fp32 values per parameter; "
             "they take at most as much"
         )
-    m = settings.microbatches or settings.gradient_accumulation_steps
+    rows_each = 1 + any("chosen" in way for way in COLUMNS[kind])  # a pair of answers is two rows of the batch
+    m, _ = microbatches(settings, rows_each)
     if m < settings.pp and settings.num_slices == "1":
-        which = "microbatches" if settings.microbatches else "gradient_accumulation_steps"
+        least = {"gradient_accumulation_steps": settings.pp}
+        if settings.microbatches:
+            samples = math.ceil(settings.pp / settings.gradient_accumulation_steps / rows_each)
+            least = {"microbatches": settings.pp, "per_device_train_batch_size": samples}
+        low = [f"{which} to {number} or more" for which, number in least.items() if getattr(settings, which) < number]
         yield (
             f"a step has {m} microbatch{'es' * (m > 1)} for {settings.pp} stages, which wait for each other: raise "
-            f"{which} to {settings.pp} or more"
+            f"{' and '.join(low)}"
         )
 
 
@@ -164,10 +170,10 @@ def planned(settings: Namespace) -> Any:
     )
 
 
-def microbatches(settings: Namespace) -> tuple[int, int]:
-    """The number of microbatches per step, and the number of samples in the largest one. A batch has at most as many
-    microbatches as samples."""
-    window, samples = settings.gradient_accumulation_steps, settings.per_device_train_batch_size
+def microbatches(settings: Namespace, rows_each: int = 1) -> tuple[int, int]:
+    """The number of microbatches per step, and the number of rows in the largest one. A batch has at most as many
+    microbatches as rows, of which each sample has `rows_each`."""
+    window, samples = settings.gradient_accumulation_steps, settings.per_device_train_batch_size * rows_each
     of_batch = max(1, min((settings.microbatches or window) // window, samples))
     return of_batch * window, math.ceil(samples / of_batch)
 

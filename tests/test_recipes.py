@@ -241,7 +241,7 @@ def test_a_plan_counts_the_states_of_every_optimizer(settings: dict[str, str], e
         return
     assert tuning.planned_optimizer(read) == expected
     read.dry_run = True
-    noted = any(f"states of optim={read.optim} as those of AdamW" in text for text in tuning.remarks(read))
+    noted = any(f"states of optim={read.optim} as those of AdamW" in text for text in tuning.remarks("sft", read))
     assert noted == (read.optim in ("lion_32bit", "rmsprop"))
 
 
@@ -393,6 +393,27 @@ def test_what_a_user_may_overlook_is_noted(tmp_path: Path) -> None:
     planned = said("sft", *arguments, "--dry_run", "--max_length=8", "--dataset_name=none.jsonl")
     assert planned.exit_code == 0 and "1 microbatch of input_ids" in planned.output
     assert waits in planned.output and "note: dataset_name=none.jsonl does not exist" in planned.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples", "window", "asked", "message"),
+    [
+        ("sft", 1, 1, 8, "a step has 1 microbatch for 2 stages, .*: raise per_device_train_batch_size to 2 or more"),
+        ("sft", 2, 1, 1, "a step has 1 microbatch for 2 stages, .*: raise microbatches to 2 or more"),
+        ("sft", 1, 1, 1, ".*: raise microbatches to 2 or more and per_device_train_batch_size to 2 or more"),
+        ("sft", 1, 2, 2, None),
+        ("sft", 2, 1, 8, None),
+        ("dpo", 1, 1, 8, None),
+    ],
+)
+def test_too_few_samples_for_the_microbatches_are_noted(
+    kind: str, samples: int, window: int, asked: int, message: str | None
+) -> None:
+    """`microbatches: 8` with one sample runs one microbatch on two stages, and no note said so."""
+    settings = recipe.read(kind, [f"--per_device_train_batch_size={samples}"])
+    settings.gradient_accumulation_steps, settings.microbatches = window, asked
+    found = "".join(tuning.remarks(kind, settings))
+    assert re.fullmatch(message or "", found)
 
 
 def test_a_failed_run_names_its_checkpoint(tmp_path: Path) -> None:
