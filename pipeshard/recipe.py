@@ -314,6 +314,12 @@ def loaded(settings: Namespace) -> Any:
             raise ConfigurationError(f"dataset_name={name} does not exist: pass the path of a file")
         if not path.stat().st_size:
             raise ConfigurationError(f"dataset_name={name} is empty: pass a file with samples")
+    elif path.is_file():
+        *others, last = READERS
+        raise ConfigurationError(
+            f"dataset_name={name} must end in {', '.join(others)} or {last}: convert the file, or pass a folder that "
+            "datasets saved, or a dataset on the Hub"
+        )
     with explained(partial(unreadable_data, path) if path.exists() else partial(not_at_hand, "dataset_name", name)):
         if path.suffix in READERS:
             return load_dataset(READERS[path.suffix], data_files=name, streaming=streaming)

@@ -10,6 +10,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -346,6 +347,8 @@ def train(kind: str, settings: Namespace) -> None:
     trainer.train(resume_from_checkpoint=from_newest or args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     trainer.save_state()
+    if trainer.is_world_process_zero():
+        click.echo(f"\nsaved {args.output_dir}")
     if kind != "reward":
         answer(trainer, settings.prompt, next(iter(data)))
 
@@ -395,7 +398,7 @@ def line(restarts: bool) -> Any:
 
 def answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
     """Print the model's answer to `prompt` or, without one, to the prompt of the sample `row`."""
-    asked: Any = question(row)
+    asked: Any = question(row, getattr(trainer.args, "dataset_text_field", "text"))
     if prompt is not None:
         asked = [{"role": "user", "content": prompt}] if isinstance(asked, list) else prompt
     if not asked:
@@ -407,12 +410,14 @@ def answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
     made = trainer.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokens.pad_token_id)
     if trainer.is_world_process_zero():
         said = tokens.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-        click.echo(f"\nsaved {trainer.args.output_dir}\n> {text.strip()}\n{said.strip()}")
+        click.echo(f"> {text.strip()}\n{said.strip()}")
 
 
-def question(row: Mapping[str, Any]) -> Any:
+def question(row: Mapping[str, Any], text_field: str) -> Any:
     """The prompt of a sample: a chat up to its last user turn, or text (of plain text, the first 8 words)."""
-    asked = next((row[name] for name in ("prompt", "messages", "chosen", "text") if name in row), "")
+    if "conversations" in row:
+        row = trl().maybe_convert_to_chatml(deepcopy(dict(row)))
+    asked = next((row[name] for name in ("prompt", "messages", "chosen", text_field) if name in row), "")
     if isinstance(asked, str):
         return asked if "prompt" in row else " ".join(asked.split()[:8])
     last = max((k for k, turn in enumerate(asked) if turn["role"] == "user"), default=len(asked) - 1)

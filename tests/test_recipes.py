@@ -374,6 +374,16 @@ def test_data_that_trl_cannot_train_on_is_refused(tmp_path: Path, kind: str, tex
         recipe.refuse_columns(kind, settings, recipe.rows(settings)[0])
 
 
+@pytest.mark.parametrize("name", ["books.txt", "chats.jsonl.gz", "CHATS.JSONL"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
+    """The Hub was asked for a file that exists, and the error said that there was no such dataset on the Hub."""
+    (tmp_path / name).write_text("a b")
+    settings = recipe.read("sft", [f"--dataset_name={tmp_path}/{name}"])
+    message = f"dataset_name={tmp_path}/{name} must end in .jsonl, .json, .parquet or .csv: convert the file"
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        recipe.rows(settings)
+
+
 def test_data_is_checked_before_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "chats.csv").write_text("a,b\n1,2")
     with mock.patch.object(tuning, "start") as start:
@@ -465,6 +475,20 @@ def test_the_line_shows_the_first_and_the_last_step(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "no complete checkpoint in out: training begins at step 0\n"
 
 
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_a_run_without_a_prompt_names_its_folder_too(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """Data with only input_ids has no prompt, and a reward model answers none: nothing said where the model was."""
+    settings, data = recipe.read(kind, ["--use_cpu", "--output_dir=out"]), [{"input_ids": [1]}]
+    with (
+        mock.patch.object(tuning, "rows", return_value=(data, None)),
+        mock.patch.object(tuning, "model_of"),
+        mock.patch("pipeshard.plugin.PipelinePlugin"),
+        mock.patch("pipeshard.trainer.pipelined"),
+    ):
+        tuning.train(kind, settings)
+    assert capsys.readouterr().out == "\nsaved out\n"
+
+
 def test_missing_packages_are_named() -> None:
     with mock.patch.object(recipe, "find_spec", lambda name: None):
         ended = said("dpo")
@@ -535,14 +559,19 @@ def shows_a_plan(name: str, *options: str) -> None:
     assert "Memory of the stages of" in ended.output and "idle" in ended.output
 
 
+USER = {"role": "user", "content": "a"}
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
         ({"prompt": "a b", "completion": "c"}, "a b"),
         ({"text": "a b c d e f g h i j"}, "a b c d e f g h"),
         ({"messages": [{"role": "user"}, {"role": "assistant"}]}, [{"role": "user"}]),
+        ({"conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]}, [USER]),
+        ({"story": "a b"}, "a b"),
         ({"input_ids": [1]}, ""),
     ],
 )
 def test_a_prompt_is_what_comes_before_an_answer(row: dict[str, Any], expected: Any) -> None:
-    assert tuning.question(row) == expected
+    assert tuning.question(row, "story" if "story" in row else "text") == expected
