@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeshard.batch.criterion import Criterion
 from pipeshard.boost import boost_model, boost_optimizer, check_optimizer
+from pipeshard.checkpoint.hub import model_folder
 from pipeshard.checkpoint.io import PipelineCheckpointIO
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.untrusted import blank_model
@@ -199,7 +200,7 @@ class PipelinePlugin:
         folder. The model is in evaluation mode. Raises CheckpointError for a folder without a config,
         ConfigurationError for an option that the config does not have.
         """
-        return blank_model(auto_class, Path(path), gguf_file, options)
+        return blank_model(auto_class, model_folder(Path(path), gguf_file), gguf_file, options)
 
     def configure(
         self,

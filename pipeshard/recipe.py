@@ -262,11 +262,22 @@ def folder_of(settings: Namespace) -> Path:
     """The model's folder on this machine, downloaded from the Hub if necessary."""
     from huggingface_hub import snapshot_download
 
+    from pipeshard.checkpoint.hub import cached_folder
+    from pipeshard.checkpoint.safetensors_files import FILES
+
     name = named(settings, "model_name_or_path")
     if Path(name).is_dir():
         return Path(name)
+    failure: Exception = FileNotFoundError(f"its folder in the cache lacks {' or '.join(FILES)}, or a listed file")
     with explained(partial(not_at_hand, "model_name_or_path", name)):
-        return Path(snapshot_download(name, revision=settings.model_revision, ignore_patterns=UNREAD))
+        try:
+            snapshot_download(name, revision=settings.model_revision, ignore_patterns=UNREAD)
+        except Exception as error:  # without a connection, the cache may contain all files that are read
+            failure = error
+        folder = cached_folder(name, revision=settings.model_revision)
+        if folder is None:
+            raise failure
+        return folder
 
 
 def named(settings: Namespace, which: str) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,10 @@ from transformers import (
 )
 
 from pipeshard import PipelinePlugin
-from pipeshard.checkpoint import untrusted
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.refusals import plain
 from pipeshard.errors import CheckpointError, ConfigurationError, PipeshardError, UsageError
+from pipeshard.recipe import folder_of
 from tests import zoo
 from tests.messages import assert_told
 from tests.pool import Pool
@@ -446,8 +449,46 @@ def test_a_name_of_the_hub_is_looked_for_in_its_cache(tmp_path: Path, monkeypatc
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
     with pytest.raises(CheckpointError, match=r"no/such/folder does not exist: pass a folder .* wrote$"):
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, "no/such/folder")
-    zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
-    found = {"owner/name": str(tmp_path)}
-    monkeypatch.setattr(untrusted, "snapshot_download", lambda name, local_files_only: found[name])
+    folder = in_cache(tmp_path, monkeypatch)
+    zoo.build("llama").save_pretrained(folder)  # type: ignore[operator]
     model: Any = PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
-    assert model.config.num_hidden_layers == 4 and model._pretrained == str(tmp_path)
+    assert model.config.num_hidden_layers == 4 and model._pretrained == str(folder)
+
+
+def in_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty folder of owner/name in a cache of the Hub, which `root` becomes."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root))
+    cache, commit = root / "models--owner--name", "0" * 40
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(commit)
+    folder = cache / "snapshots" / commit
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("lost", ["*.safetensors*", "*-00002-of-*"])
+def test_a_part_of_a_model_in_the_cache_is_no_model(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script had made its tokenizer of the same name, which left only the config in the cache: the model was
+    accepted, and every rank ended, after the trace, with a path in the cache that has no checkpoint."""
+    folder = in_cache(tmp_path, monkeypatch)
+    zoo.build("llama").save_pretrained(folder, max_shard_size="60KB")  # type: ignore[operator]
+    for file in list(folder.glob(lost)):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"huggingface_hub.snapshot_download\('owner/name'\)"):
+        PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
+    with pytest.raises(ConfigurationError, match=r"owner/name .* its folder in the cache lacks model.safetensors or"):
+        folder_of(Namespace(model_name_or_path="owner/name", model_revision="main"))
+
+
+def test_a_model_in_the_cache_needs_no_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pipeshard sft` had downloaded the model without its original/*.pth: a script with the same name was told to
+    download it."""
+    folder = in_cache(tmp_path, monkeypatch)
+    zoo.build("llama").save_pretrained(folder)  # type: ignore[operator]
+    files = {name: {"size": 1, "blob_id": "0"} for name in (*os.listdir(folder), "original/model.pth")}
+    (tmp_path / "models--owner--name" / "trees").mkdir()
+    listing = tmp_path / "models--owner--name" / "trees" / f"{folder.name}.json"
+    listing.write_text(json.dumps({"format_version": 1, "files": files}))
+    model: Any = PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
+    assert model._pretrained == str(folder)
+    assert folder_of(Namespace(model_name_or_path="owner/name", model_revision="main")) == folder

@@ -60,7 +60,7 @@ class Source:
         self._files: dict[str, Path] = {}
         self._states: dict[Path, dict[str, Tensor]] = {}
         self._open: tuple[Path, Any, tuple[int, dict[str, Any]]] | None = None
-        files, listed = _files(path)
+        files, listed = files_of(path)
         for file in files:
             shapes = self._shapes(file, model)
             self.shapes |= shapes
@@ -159,8 +159,11 @@ def _scales(keys: Collection[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files of a checkpoint, and the file that its index lists for each key ({} without an index)."""
+def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files of a checkpoint, and the file that its index lists for each key ({} without an index).
+
+    Raises CheckpointError if a file is missing.
+    """
     if path.is_dir():
         found = next((path / name for name in FILES if (path / name).exists()), None)
         if found is None:

@@ -19,8 +19,6 @@ from typing import IO, Any, TypeGuard
 
 import numpy as np
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, GenerationConfig
@@ -74,9 +72,8 @@ MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
-    """Build a model on meta, in evaluation mode, for PipelinePlugin.from_pretrained; its weights are loaded after
-    boost."""
-    path = path if path.is_dir() else _cached(path)
+    """Build the model of a folder on meta, in evaluation mode, for PipelinePlugin.from_pretrained; its weights are
+    loaded after boost."""
     if gguf_file is not None and not (path / gguf_file).is_file():
         raise CheckpointError(f"{path / gguf_file} does not exist: pass a folder that contains it")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
@@ -218,20 +215,6 @@ def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:]
         raise ValueError(f"its patterns {patterns} are not valid regular expressions: {' '.join(last)}") from None
-
-
-def _cached(name: Path) -> Path:
-    """The folder of the model `name` in the Hugging Face Hub cache. Raises CheckpointError if it was not downloaded."""
-    message = f"{name} does not exist: pass a folder that save_pretrained wrote"
-    try:
-        return Path(snapshot_download(str(name), local_files_only=True))
-    except HFValidationError:  # not a valid name on the Hub
-        raise CheckpointError(message) from None
-    except Exception:  # of a type that depends on the version of huggingface_hub
-        raise CheckpointError(
-            f"{message}, or download a Hugging Face Hub model once, before the ranks start, with "
-            f"huggingface_hub.snapshot_download({str(name)!r})"
-        ) from None
 
 
 # The maximum number of opcodes in a pickle, and of values that it builds: an optimizer state of 100,000 tensors has
