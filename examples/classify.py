@@ -101,8 +101,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from torch.utils.data import StackDataset
 
     from pipeshard import Engine, PipelinePlugin, to_sequential
+    from pipeshard.distributed.mesh import backend_here
 
-    dist.init_process_group()
+    dist.init_process_group(backend_here())
     torch.manual_seed(0)
     digits, order = load_digits(), torch.randperm(IMAGES)
     pixels: Any = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order] / 8 - 1  # (n, 1, 8, 8)

@@ -81,8 +81,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup, set_seed
 
     import pipeshard
+    from pipeshard.distributed.mesh import backend_here
 
-    dist.init_process_group()
+    dist.init_process_group(backend_here())
     set_seed(0)  # initializes the same adapters on every rank
     plugin = pipeshard.PipelinePlugin(
         pp_size=args.pp, dp_size=args.dp, num_microbatches=args.microbatches, schedule=args.schedule,

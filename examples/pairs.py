@@ -79,6 +79,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
     from pipeshard import PipelinePlugin
+    from pipeshard.distributed.mesh import backend_here
     from pipeshard.trainer import PipelineTrainer
 
     output, folder = args.output / "pairs", Path(args.model)
@@ -94,6 +95,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=64, eval_strategy="steps", eval_steps=max(1, args.steps // 5), logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+        ddp_backend=backend_here(),
     )  # fmt: skip
     trainer = PipelineTrainer(
         # Each stage loads its own layers; the head, which the folder lacks, is initialized.

@@ -89,6 +89,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from trl.trainer.sft_trainer import SFTTrainer
 
     from pipeshard import PipelinePlugin, plan
+    from pipeshard.distributed.mesh import backend_here
     from pipeshard.planner.models import QUANTIZATIONS
     from pipeshard.trainer import pipelined
 
@@ -115,6 +116,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         output_dir=str(output), max_steps=args.steps, learning_rate=args.lr, warmup_steps=args.steps // 20,
         per_device_train_batch_size=args.batch_size // args.microbatches, gradient_accumulation_steps=args.microbatches,
         max_length=args.max_length, packing=args.packing, bf16=gpu, use_cpu=not gpu,
+        ddp_backend=backend_here(),
         eval_strategy="steps", eval_steps=args.every, save_steps=args.every, save_total_limit=2, logging_steps=1,
         include_num_input_tokens_seen="non_padding", report_to=args.tracker, disable_tqdm=True,
     )  # fmt: skip

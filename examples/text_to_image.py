@@ -105,7 +105,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from diffusers import FluxPipeline
     from peft import LoraConfig, get_peft_model_state_dict
 
-    dist.init_process_group()
+    from pipeshard.distributed.mesh import backend_here
+
+    dist.init_process_group(backend_here())
     torch.manual_seed(0)
     folder = args.output / "text_to_image"
     model = based(args, console, folder / f"base-{args.base_steps}.pt")

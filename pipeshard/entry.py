@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from pipeshard.batch.criterion import Criterion
 from pipeshard.distributed.groups import raising_errors
-from pipeshard.distributed.mesh import join_alone
+from pipeshard.distributed.mesh import backend_here, join_alone
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import ReturnOutputs
@@ -80,9 +79,8 @@ def join() -> None:
             "using one process per stage, or call torch.distributed.init_process_group(...) first. In a notebook, call "
             "pipeshard.notebook_launch(fn, 2). Without a launcher, only pp_size=1 is supported"
         )
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
     with raising_errors():
-        dist.init_process_group(None if torch.cuda.device_count() >= here else "gloo")  # NCCL: one GPU per rank
+        dist.init_process_group(backend_here())
 
 
 class Engine:

@@ -319,9 +319,11 @@ def train(kind: str, settings: Namespace) -> None:
     import torch
     from transformers import PrinterCallback, ProgressCallback
 
+    from pipeshard.distributed.mesh import backend_here
     from pipeshard.plugin import PipelinePlugin
     from pipeshard.trainer import pipelined
 
+    settings.ddp_backend = settings.ddp_backend or backend_here()
     settings.use_cpu = settings.use_cpu or not torch.cuda.is_available()
     settings.gradient_checkpointing = settings.gradient_checkpointing and settings.recompute is None
     args = filled(of_trl(kind, "Config"), settings)

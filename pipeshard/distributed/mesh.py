@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from pipeshard.distributed.collectives import gather
+from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.groups import carrier, raising_errors, ranks_of
 from pipeshard.distributed.p2p import P2P, make_p2p
 from pipeshard.distributed.progress import own_progress
@@ -235,18 +236,20 @@ class Grid:
         world: the group of all ranks.
         device: the device on which this process computes.
 
-    Raises ConfigurationError if the product of the sizes is not the world size.
+    Raises ConfigurationError if the product of the sizes is not the world size, or if NCCL would refuse the devices.
     """
 
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
         self.dp_size, self.pp_size, self.tp_size = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
         self._p2ps: dict[tuple[str, tuple[int, ...]], P2P | None] = {}
         self.device = own_device()  # before any group is used, since NCCL creates communicators on the current GPU
+        refuse_shared_gpus(self.device)
         self._place(ProcessGroupMesh(self.dp_size, pp_size, tp_size))
         if self.first and self.device.type == "cuda" and carrier(self.device) == "gloo":
             logger.warning(
                 "messages and gradients between GPUs are copied through host memory, because the process group uses "
-                "gloo for GPU tensors: use init_process_group() without a backend, or 'cpu:gloo,cuda:nccl'"
+                "gloo for GPU tensors: if each rank has its own GPU, use init_process_group() without a backend, or "
+                "'cpu:gloo,cuda:nccl'"
             )
 
     def _place(self, mesh: ProcessGroupMesh) -> None:
@@ -389,3 +392,35 @@ def own_index(bound: torch.device | None, current: int, local: int) -> int:
     if bound is not None and bound.type == "cuda" and bound.index is not None:
         return bound.index
     return current or local
+
+
+def refuse_shared_gpus(device: torch.device) -> None:
+    """Raise ConfigurationError, on every rank, if two ranks compute on the same GPU and the process group uses NCCL.
+    The ranks exchange their GPUs, since each may see only its own, as device 0."""
+    world = dist.group.WORLD
+    assert world is not None
+    if carrier(torch.device("cuda")) != "nccl":
+        return
+    gpus = gather_objects(gpu_of(device), world)
+    for rank, gpu in enumerate(gpus):
+        if gpu and (first := gpus.index(gpu)) < rank:
+            raise ConfigurationError(
+                f"ranks {first} and {rank} compute on the same GPU, which NCCL refuses: start at most one rank per "
+                "GPU, or create the process group with init_process_group('gloo'), with a Trainer by "
+                "TrainingArguments(ddp_backend='gloo')"
+            )
+
+
+def gpu_of(device: torch.device) -> str:
+    """The host and the GPU of this rank, as NCCL compares them, or "" for a CPU and for a GPU that NCCL shares."""
+    if device.type != "cuda" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
+        return ""
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return f"{host} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def backend_here() -> str | None:
+    """The backend for the process group of this host's ranks: None, torch's default, if the host has a GPU for each of
+    its ranks, as NCCL requires, otherwise gloo."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+    return None if torch.cuda.device_count() >= ranks else "gloo"

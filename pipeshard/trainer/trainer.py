@@ -449,6 +449,7 @@ class Front:
                 f"{type(self).__name__} boosts the model itself: pass the original model, not a boosted one"
             )
         self.pipeline = pipeline
+        _ = pipeline.grid  # refuses GPUs that ranks share, before a Trainer's constructor waits for ranks by NCCL
         refuse_blank_reference(kwargs.get("ref_model") or model, (*args, *kwargs.values()))
         config = kwargs.get("peft_config")
         if config is None or not isinstance(model, nn.Module) or not is_blank(model):

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,13 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Trainer
 
+from pipeshard import PipelinePlugin
 from pipeshard.distributed.collectives import carrier, control, gather, gather_objects, share_scalar, sum_scalar
 from pipeshard.distributed.failures import _abort
-from pipeshard.distributed.mesh import Grid, ProcessGroupMesh, own_index
+from pipeshard.distributed.mesh import Grid, ProcessGroupMesh, backend_here, own_index
 from pipeshard.distributed.p2p import BroadcastP2P, ISendP2P, options_of_kernels
 from pipeshard.engine.clipping import grad_norm
 from pipeshard.errors import ConfigurationError
+from pipeshard.trainer import pipelined
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split
@@ -102,6 +106,7 @@ def warnings_of_a_gpu(backend: str) -> list[str]:
     with (
         mock.patch("pipeshard.distributed.mesh.own_device", lambda: GPU),
         mock.patch("pipeshard.distributed.mesh.carrier", lambda device, group=None: backend),
+        mock.patch("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=dist.get_rank())),
     ):
         Grid(dist.get_world_size())
     logging.getLogger("pipeshard").removeHandler(handler)
@@ -112,6 +117,47 @@ def test_gpus_that_talk_through_the_host_are_warned_of_once(pool: Pool) -> None:
     (warning,), other = pool.run(warnings_of_a_gpu, 2, "gloo")
     assert "through host memory" in warning and "cpu:gloo,cuda:nccl" in warning and other == []
     assert pool.run(warnings_of_a_gpu, 2, "nccl") == [[], []]
+
+
+def on_one_gpu(by_trainer: bool, **variables: str) -> None:
+    """A grid of ranks that have the same GPU of this host, made by a Trainer if `by_trainer`."""
+
+    class Unborn(Trainer):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("TRL's trainers prepare their data here, with barriers of NCCL")
+
+    variables = {name: value.format(rank=dist.get_rank()) for name, value in variables.items()}
+    with (
+        mock.patch("pipeshard.distributed.mesh.own_device", lambda: GPU),
+        mock.patch("pipeshard.distributed.mesh.carrier", lambda device, group=None: "nccl"),
+        mock.patch("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0")),
+        mock.patch.dict(os.environ, variables),
+    ):
+        plugin = PipelinePlugin(dist.get_world_size())
+        if by_trainer:
+            pipelined(Unborn)(None, pipeline=plugin)
+        assert plugin.grid.device == GPU
+
+
+@pytest.mark.parametrize("by_trainer", [False, True])
+def test_ranks_with_the_same_gpu_are_refused_before_nccl_does(pool: Pool, by_trainer: bool) -> None:
+    """On a machine with one GPU, two ranks ended in NCCL (Duplicate GPU detected) and took it for a lost connection."""
+    for message in pool.run_expecting(ConfigurationError, on_one_gpu, 3, by_trainer):
+        assert "ranks 0 and 1 compute on the same GPU" in message and "TrainingArguments(ddp_backend='gloo')" in message
+
+
+@pytest.mark.parametrize("variable", [{"NCCL_HOSTID": "rank{rank}"}, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}])
+def test_ranks_with_the_same_gpu_that_nccl_accepts(pool: Pool, variable: dict[str, str]) -> None:
+    pool.run(on_one_gpu, 2, False, **variable)
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (1, "gloo"), (2, None)])
+def test_a_group_of_more_ranks_than_gpus_is_of_gloo(gpus: int, backend: str | None) -> None:
+    with (
+        mock.patch("torch.cuda.device_count", lambda: gpus),
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}),
+    ):
+        assert backend_here() == backend
 
 
 def isend_on_a_gpu_by_gloo() -> None:
