@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pipeshard.errors import PipeshardError
 from pipeshard.recipe import TRAINERS, cuts_of
@@ -264,7 +265,15 @@ def trace_run(
         recording.draw(draw, title=f"{model}, {schedule}, {microbatches} microbatches")
 
 
-@main.command(context_settings={"ignore_unknown_options": True})
+class _OfScript(click.Command):
+    """A command that may run a script: the arguments after the script are the script's own, whatever they are."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = next((k for k, one in enumerate(args) if one.endswith(".py")), len(args))
+        return super().parse_args(ctx, args if "--" in args[:at] else [*args[:at], "--", *args[at:]])
+
+
+@main.command(cls=_OfScript)
 @click.argument("what", metavar="SCRIPT_OR_MODEL")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--pp", type=click.IntRange(min=2), help="Number of stages.  [default: the script's; 2 for a model]")
@@ -298,17 +307,24 @@ def verify(
     """Verify that a model split into stages trains exactly like the unsplit model. Runs in one process.
 
     Runs SCRIPT (a .py file for torchrun) with its ARGUMENTS until it calls booster.boost, and verifies the script's
-    model with the script's samples, criterion, optimizer and plugin. MODEL is as in `pipeshard plan`, with KEY=VALUE as
-    ARGUMENTS; its weights are random. Exit codes: 0 exact, 1 different, 2 not fully compared.
+    model with the script's samples, criterion, optimizer and plugin. Options of pipeshard precede SCRIPT. MODEL is as
+    in `pipeshard plan`, with KEY=VALUE as ARGUMENTS; its weights are random. Exit codes: 0 exact, 1 different, 2 not
+    fully compared.
 
     \b
       pipeshard verify --pp 4 train.py --epochs 3
       pipeshard verify llama hidden_size=64 num_hidden_layers=8 --pp 4 --schedule zbv
     """
+    if what.endswith(".py"):
+        _refuse_options(ctx, Path(what).name)
     with progress("proving"):
         from pipeshard.commands import CODES, prove_model, prove_script
+        from pipeshard.launch import unable
 
         if what.endswith(".py"):
+            if why := unable(what):
+                click.echo(f"error: {why}")
+                ctx.exit(2)
             proven = prove_script(Path(what), arguments, pp)
         else:
             how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": chunks}
@@ -327,6 +343,17 @@ def verify(
         click.echo(f"  as in gradient accumulation: {moving}")
     click.echo(f"{proven.what}: {proof.kind}{f': {proof.reason}' if proof.reason else ''} ({proof.seconds:.1f} s)")
     ctx.exit(CODES[proof.kind])
+
+
+def _refuse_options(ctx: click.Context, script: str) -> None:
+    """Raise UsageError for options that a script sets itself: all but --pp."""
+    for option in ctx.command.params:
+        is_given = ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+        if isinstance(option, click.Option) and option.name != "pp" and is_given:
+            raise click.UsageError(
+                f"{option.opts[0]} is for a model, but {script} sets its own: omit {option.opts[0]}, or write it after "
+                f"{script} if it is an option of the script"
+            )
 
 
 @main.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
@@ -15,6 +17,8 @@ from pipeshard import trial
 from pipeshard.cli import main
 from pipeshard.planner import models as source
 from pipeshard.planner.memory import parse_bytes
+from pipeshard.verify.decide import Proven
+from pipeshard.verify.proof import EXACT, Proof
 from tests import zoo
 
 MODEL = [
@@ -279,6 +283,44 @@ def test_the_command_is_installed() -> None:
     command = os.path.join(os.path.dirname(sys.executable), "pipeshard")
     shown = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert "plan " in shown and "trace-run " in shown
+
+
+def verified(*arguments: str) -> tuple[Result, list[Any]]:
+    """What `pipeshard verify` prints, and the path, the arguments and the stages of the script that it runs."""
+    given: list[Any] = []
+
+    def prove(path: Path, arguments: tuple[str, ...], pp_size: int | None) -> Proven:
+        given[:] = [path.name, list(arguments), pp_size]
+        return Proven(Proof(EXACT), path.name)
+
+    with mock.patch("pipeshard.commands.prove_script", prove):
+        return CliRunner().invoke(main, ["verify", *arguments]), given
+
+
+def test_what_follows_a_script_is_its_own(tmp_path: Path) -> None:
+    """`pipeshard verify finetune.py --schedule zbv` proved the script without --schedule: exact."""
+    script = str(tmp_path / "train.py")
+    Path(script).touch()
+    own = ["--schedule", "zbv", "--pp", "3", "--seq-len=4", "-v", "--", "--help"]
+    for before, stages in ([], None), (["--pp", "2"], 2):
+        assert verified(*before, script, *own)[1] == ["train.py", own, stages]
+
+
+@pytest.mark.parametrize("option", ["--schedule=zbv", "--microbatches=8", "--partition=uniform", "--chunks=2"])
+def test_options_for_a_model_are_refused_with_a_script(tmp_path: Path, option: str) -> None:
+    """They were ignored: the script was proven with its own schedule."""
+    (tmp_path / "train.py").touch()
+    result, given = verified(option, str(tmp_path / "train.py"))
+    name = option.partition("=")[0]
+    assert result.exit_code == 2 and given == [], result.output
+    assert f"Error: {name} is for a model, but train.py sets its own" in " ".join(result.output.split())
+
+
+def test_a_script_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
+    """It was a traceback of runpy."""
+    missing = str(tmp_path / "trian.py")
+    result, given = verified(missing)
+    assert (result.exit_code, given) == (2, []) and result.output == f"error: {missing}: No such file or directory\n"
 
 
 @pytest.mark.turns
