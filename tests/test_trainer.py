@@ -20,7 +20,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainingArguments
 
-from pipeshard import PipelinePlugin
+from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.private import tree_leaves
 from pipeshard.trainer import PipelineTrainer, pipelined
@@ -128,6 +128,26 @@ def test_predictions_are_on_every_rank(pool: Pool, tmp_path: Path, ranks: int, o
     saved, whole = (AutoModelForCausalLM.from_pretrained(tmp_path / which) for which in ("split", "whole"))
     mine, theirs = saved.state_dict(), whole.state_dict()
     assert mine.keys() == theirs.keys() and all(torch.allclose(mine[k], theirs[k], atol=1e-6) for k in mine)
+
+
+def generate_after_training(folder: str) -> tuple[str, bool]:
+    """The error of `trainer.model.generate`, and whether the call that it names returns the same tokens as one
+    process does."""
+    with launched():
+        made = trainer("causal", folder, {"pp_size": 2}, max_steps=1)
+        made.train()
+        inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "max_new_tokens": 4, "do_sample": False}
+        with pytest.raises(UsageError) as caught:
+            made.model.generate(**inputs)
+        whole = to_sequential(made._own_stages().boosted)
+        return str(caught.value), torch.equal(made.generate(**inputs), whole.eval().generate(**inputs))
+
+
+def test_a_trainer_s_model_that_generates_names_the_trainer_s_call(pool: Pool, tmp_path: Path) -> None:
+    """`trainer.model.generate(...)` after training advised calls of a booster, which a Trainer's user does not have."""
+    for message, is_same in pool.run(generate_after_training, 2, str(tmp_path)):
+        assert "of a pipelined Trainer, trainer.predict(...) or trainer.generate(...)" in message
+        assert is_same
 
 
 class Streaming:
