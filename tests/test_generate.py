@@ -31,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from pipeshard import PipelinePlugin, initialize
 from pipeshard.engine.coupling import Watching
 from pipeshard.engine.traces import Traces
-from pipeshard.errors import ConfigurationError, PipeshardError, TraceError
+from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, TraceError
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.generate import Generation
 from pipeshard.hf import LAYER_CACHES
@@ -198,6 +198,32 @@ def losses(generates: bool) -> list[float]:
 @pytest.mark.turns
 def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool) -> None:
     assert pool.run(losses, 2, True) == pool.run(losses, 2, False)
+
+
+def with_prompts_of_ranks(options: dict[str, Any]) -> str:
+    """The error of a call whose prompts differ between stages, then of the same prompts but for other replicas'."""
+    split = boosted(zoo.build("llama-tied"), "llama-tied", **options)
+    grid = split.pipeline.grid
+    other = torch.tensor([[3, 4, 5, 6 + grid.stage + grid.slice]])
+    with pytest.raises(BatchError) as caught:
+        split.generate(other, attention_mask=torch.ones_like(other), max_new_tokens=2, **GREEDY)
+    same = torch.tensor([[3, 4, 5, 6 + grid.replica]])
+    made = split.generate(same, max_new_tokens=2, streamer=Noting() if grid.first else None, **GREEDY)
+    assert made[0, :4].tolist() == same[0].tolist()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(2, {}), (4, {"pp_size": 2, "dp_size": 2}), (2, {"pp_size": 1, "tp_size": 2, "num_microbatches": 1})],
+    ids=str,
+)
+def test_other_prompts_of_the_same_size_are_refused(pool: Pool, world: int, options: dict[str, Any]) -> None:
+    """Each rank passed its own prompt, as to replicas: the second rank returned its prompt with the completion of the
+    first rank's."""
+    for message in pool.run(with_prompts_of_ranks, world, options):
+        assert "rank 0 (" in message and "positional argument 0 of shape (1, 4)" in message and "dp_size" in message
+        assert "attention_mask" not in message
 
 
 class Noting(BaseStreamer):

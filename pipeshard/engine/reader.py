@@ -38,11 +38,12 @@ def digest(batch: Batch, paths: Collection[str] | None = None) -> int:
             _, parts, tree = flatten(leaf)
             state.update(f"{path}{tree}".encode())
             for part in parts:
-                state.update(_leaf_content(part, is_sample=paths is None))
+                state.update(leaf_content(part, is_sample=paths is None))
     return int.from_bytes(state.digest(), "little")
 
 
-def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
+def leaf_content(leaf: Any, is_sample: bool) -> bytes:
+    """The content of a leaf for a digest; with `is_sample`, a sample of the values of a large tensor."""
     if not isinstance(leaf, Tensor):
         return text(leaf).encode()
     values = leaf.detach().reshape(-1)

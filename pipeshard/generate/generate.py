@@ -6,18 +6,23 @@ process.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from pipeshard.distributed.collectives import share_tensor, together_in
+from pipeshard.distributed.collectives import gather, gather_objects, share_tensor, together_in
+from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
-from pipeshard.errors import ConfigurationError
+from pipeshard.engine.reader import leaf_content
+from pipeshard.errors import BatchError, ConfigurationError, of_all
 from pipeshard.generate.forward import Forward
-from pipeshard.hf import disable_caches, enable_caches, stops_by_clock
+from pipeshard.hf import disable_caches, enable_caches, is_cache, stops_by_clock
+from pipeshard.private import tree_tensors
 
 
 class Generation:
@@ -37,7 +42,7 @@ class Generation:
         The batch of each forward is split into `num_microbatches` microbatches, which are in flight at the same time,
         so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
         single new tokens are not. Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and
-        for `max_time` on several ranks.
+        for `max_time` on several ranks; BatchError if the ranks of a pipeline pass different tensors.
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
@@ -51,6 +56,7 @@ class Generation:
                 "different tokens. Limit the number of tokens with max_new_tokens"
             )
         pipeline.refuse_blank()
+        refuse_other_inputs(pipeline.grid, args, kwargs)
         pipeline.gradients.settle()
         own_progress().begin(pipeline.model, pipeline.policy.chunks)
         own_progress().in_flight = pipeline.grid.size > 1
@@ -100,6 +106,44 @@ class Generation:
                 del module.forward
                 if own is not None:
                     module.forward = own
+
+
+def refuse_other_inputs(grid: Grid, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise BatchError on every rank if the ranks of a replica have passed different tensors. A cache is not compared:
+    each stage has the states of its own layers."""
+    size = grid.size // grid.dp_size
+    if size == 1:
+        return
+    given = {f"positional argument {k}": value for k, value in enumerate(args)} | dict(kwargs)
+    told = {name: _content(value) for name, value in given.items() if not is_cache(value) and tree_tensors(value)}
+    number = int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "little")
+    numbers = gather(torch.tensor([number]), grid.world)[:, 0].tolist()
+    first = next((k for k in range(0, grid.size, size) if len(set(numbers[k : k + size])) > 1), None)
+    if first is None:
+        return
+    of_ranks = gather_objects(told, grid.world)[first : first + size]
+    names = dict.fromkeys(name for one in of_ranks for name in one)
+    differ = [name for name in names if len({one.get(name) for one in of_ranks}) > 1]
+    table = "; ".join(
+        f"{grid.named(first + k)}: {', '.join(f'{name} {one.get(name)}' for name in differ)}"
+        for k, one in enumerate(of_ranks)
+    )
+    raise of_all(
+        BatchError(
+            f"the ranks of one pipeline must generate from the same inputs, but they differ: {table}. Pass the same "
+            "prompts on every rank, as one batch: the stages run each forward together. Only replicas (dp_size) may "
+            "have prompts of their own, prompts[plugin.grid.replica]"
+        )
+    )
+
+
+def _content(value: Any) -> str:
+    """The shapes of the tensors in an argument, and a digest of their values."""
+    state = hashlib.blake2b(digest_size=7)
+    for tensor in tree_tensors(value):
+        state.update(leaf_content(tensor, is_sample=tensor.is_floating_point()))
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree_tensors(value))
+    return f"of shape {shapes} (digest {state.hexdigest()})"
 
 
 class _Together:
