@@ -173,6 +173,29 @@ def memory() -> tuple[int, int]:
     return peak.bytes - before, sum(each.nbytes for each in {id(each): each for each in (*own, *weights)}.values())
 
 
+def continued(model: Any) -> list[Any]:
+    """Completions of two questions, each with its own copy of the cache of what precedes them."""
+    cache, before = DynamicCache(config=model.config), torch.tensor([[3, 4, 5, 6]])
+    model.generate(before, past_key_values=cache, max_new_tokens=1, **GREEDY)
+    questions = [torch.cat([before, torch.tensor([[k, k + 1]])], dim=1) for k in (7, 9)]
+    return [
+        model.generate(ids, past_key_values=copy.deepcopy(cache), max_new_tokens=NEW, **GREEDY).tolist()
+        for ids in questions
+    ]
+
+
+def with_copied_caches() -> bool:
+    model = zoo.build("llama-tied")
+    expected = continued(copy.deepcopy(model).eval())
+    return continued(boosted(model, "llama-tied")) == expected
+
+
+def test_a_cache_may_be_copied(pool: Pool) -> None:
+    """Reusing the cache of a long prefix by copy.deepcopy, as in transformers' documentation, ended in torch's error
+    about subclasses that do not implement clone()."""
+    assert pool.run(with_copied_caches, 2) == [True, True]
+
+
 @pytest.mark.turns
 @pytest.mark.processes
 def test_a_rank_that_generates_has_its_weights_and_cache_in_memory(pool: Pool) -> None:

@@ -21,11 +21,11 @@ Path = tuple[str | int, ...]
 
 class GhostState(Tensor):
     """A state of another stage's layer, on meta. It stays on meta even if code moves all states of a cache to a
-    device."""
+    device. It has no values that could be written, so copies of a cache share it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in ("cpu", "cuda", "to"):
+        if func.__name__ in ("cpu", "cuda", "to", "__deepcopy__"):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})
 
