@@ -46,6 +46,7 @@ LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last since tran
 CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
 TIME = "max_time"
+COMPILED_CALL = "get_compiled_call"  # the method with which `generate` gets a model's compiled `__call__`
 
 # RoPE types whose frequencies depend on the greatest position in the batch if it exceeds a limit, and the config fields
 # that contain this limit.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
+    CompileConfig,
     DynamicCache,
     GenerationConfig,
     LlamaConfig,
@@ -194,6 +195,25 @@ def test_a_cache_may_be_copied(pool: Pool) -> None:
     """Reusing the cache of a long prefix by copy.deepcopy, as in transformers' documentation, ended in torch's error
     about subclasses that do not implement clone()."""
     assert pool.run(with_copied_caches, 2) == [True, True]
+
+
+def compiling() -> tuple[bool, int]:
+    """Whether a static cache gives the tokens of one process where transformers would compile, and the number of
+    functions that it compiles."""
+    model, config = zoo.build("llama-tied"), CompileConfig(backend="eager")
+    config._compile_all_devices = True  # as on a GPU
+    options = {"cache_implementation": "static", **GREEDY}
+    expected = generated(copy.deepcopy(model).eval(), "llama-tied", disable_compile=True, **options)
+    split = boosted(model, "llama-tied")
+    with mock.patch.object(torch, "compile", side_effect=lambda function, **_: function) as compile:
+        found = generated(split, "llama-tied", compile_config=config, **options)
+    return is_same(found, expected), compile.call_count
+
+
+@pytest.mark.processes
+def test_a_static_cache_does_not_compile_the_forward(pool: Pool) -> None:
+    """On GPUs, transformers compiles the decode steps of a static cache: here, the exchange between stages."""
+    assert pool.run(compiling, 2) == [(True, 0)] * 2
 
 
 @pytest.mark.turns

@@ -21,7 +21,7 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.reader import leaf_content
 from pipeshard.errors import BatchError, ConfigurationError, of_all
 from pipeshard.generate.forward import Forward
-from pipeshard.hf import disable_caches, enable_caches, is_cache, stops_by_clock
+from pipeshard.hf import COMPILED_CALL, disable_caches, enable_caches, is_cache, stops_by_clock
 from pipeshard.private import tree_tensors
 
 
@@ -32,7 +32,7 @@ class Generation:
         self.pipeline = pipeline
         self.forward = Forward(pipeline)
         # Reused, since a new object in a module's attribute would count as a new state of the model.
-        self._stand_ins: dict[nn.Module, _Together] = {}
+        self._stand_ins: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
 
     @together_in("model.generate")
     def __call__(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
@@ -84,7 +84,9 @@ class Generation:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Context manager in which all stages together run each call of a unit, or of a module that contains units."""
+        """Context manager in which all stages together run each call of a unit, or of a module that contains units.
+        transformers does not compile these calls (as the decode steps of a static cache on a GPU): they exchange
+        messages."""
         pipeline = self.pipeline
         if pipeline.num_stages == 1:
             yield
@@ -92,20 +94,26 @@ class Generation:
         replay = pipeline.policy.replay
         names = {module: name for name, module in pipeline.model.named_modules()}
         around = [module for module in pipeline.containers if type(module).forward is not nn.Module.forward]
-        before = {module: module.__dict__.get("forward") for module in around}
-        for module in around:
-            if module not in self._stand_ins:
-                self._stand_ins[module] = _Together(self.forward, names[module], module.forward)
-            module.forward = self._stand_ins[module]
+        replaced = [(module, "forward") for module in around]
+        replaced += [(module, COMPILED_CALL) for module in names if hasattr(type(module), COMPILED_CALL)]
+        before = {(module, method): module.__dict__.get(method) for module, method in replaced}
+        for module, method in replaced:
+            if (module, method) not in self._stand_ins:
+                self._stand_ins[module, method] = (
+                    _Uncompiled(module)
+                    if method == COMPILED_CALL
+                    else _Together(self.forward, names[module], module.forward)
+                )
+            setattr(module, method, self._stand_ins[module, method])
         replay.outside = self.forward
         try:
             yield
         finally:
             replay.outside = None
-            for module, own in before.items():
-                del module.forward
+            for (module, method), own in before.items():
+                delattr(module, method)
                 if own is not None:
-                    module.forward = own
+                    setattr(module, method, own)
 
 
 def refuse_other_inputs(grid: Grid, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -157,3 +165,14 @@ class _Together:
         if self.make.is_running:
             return self.own(*args, **kwargs)
         return self.make(self.name, self.own, args, kwargs)
+
+
+class _Uncompiled:
+    """Replaces the method of a transformers model that returns its compiled `__call__`: returns `__call__` itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, compile_config: Any = None) -> Callable[..., Any]:
+        call: Callable[..., Any] = self.module.__call__
+        return call
