@@ -14,9 +14,11 @@ import pytest
 import torch.distributed as dist
 import transformers.trainer
 from huggingface_hub import HfApi
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pipeshard.errors import CheckpointError
+from tests import zoo
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
 from tests.trainers import differences, launched, run, run_pipeline, trainer
@@ -192,3 +194,24 @@ def test_what_is_pushed_to_the_hub_is_read_from_there(pool: Pool, tmp_path: Path
         run_pipeline, 1, "causal", str(tmp_path), str(repository / "checkpoint-1"), plugin={"pp_size": 1}
     )
     assert len(again) == 10  # the step before, 7 more, a summary, an evaluation
+
+
+def adapted_by_transformers(folder: Path) -> list[str]:
+    """What a Trainer says to a model with transformers' own adapters: to training, and to a save after one without."""
+    with launched():
+        model: Any = zoo.build("llama")
+        model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+        with pytest.raises(CheckpointError) as caught:
+            trainer("lora", folder, {"pp_size": 2}, {"model": model}, save_strategy="steps").train()
+        made = trainer("lora", folder, {"pp_size": 2}, {"model": model}, save_strategy="no", max_steps=1)
+        made.train()
+        with pytest.raises(CheckpointError) as later:
+            made.save_model()
+        return [str(caught.value), str(later.value)]
+
+
+def test_adapters_that_no_checkpoint_would_hold_are_refused_before_training(pool: Pool, tmp_path: Path) -> None:
+    """A Trainer's checkpoints of a model with `model.add_adapter` had layers that `from_pretrained` drew at random."""
+    for said in pool.run(adapted_by_transformers, 2, tmp_path):
+        assert len(said) == 2 and all("booster.enable_lora(model, lora_config=...)" in one for one in said)
+    assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import Save, new_file, together, writes
 from pipeshard.checkpoint.load import load_weights
@@ -22,7 +23,7 @@ from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
-from pipeshard.hf import is_of_peft
+from pipeshard.hf import has_adapters, is_of_peft
 from pipeshard.split.packed import UNWRITTEN, is_quantized
 
 SHARD = 1024  # the default maximum size of a shard, in MB
@@ -73,10 +74,11 @@ class PipelineCheckpointIO:
         boosted = boosted_model(model)
         self.wait()
         refuse_packed(boosted.unwrap())
-        has_adapters = is_of_peft(boosted.unwrap(), "PeftModel")
-        if merge and not (has_adapters and shard):
+        refuse_unwrapped_adapters(boosted.unwrap())
+        is_adapted = is_of_peft(boosted.unwrap(), "PeftModel")
+        if merge and not (is_adapted and shard):
             raise CheckpointError("merge=True requires shard=True (which writes a folder) and a model with adapters")
-        if has_adapters and not merge:
+        if is_adapted and not merge:
             raise CheckpointError(
                 "this model has adapters, which transformers cannot load from the same checkpoint as its weights: save "
                 "the adapters with booster.save_lora_as_pretrained, the training state with "
@@ -229,6 +231,20 @@ def refuse_packed(model: nn.Module) -> None:
     """Raise CheckpointError for a model with quantized weights, which cannot be saved."""
     if is_quantized(model):
         raise CheckpointError(UNWRITTEN)
+
+
+def refuse_unwrapped_adapters(model: nn.Module) -> None:
+    """Raise CheckpointError for a transformers model whose adapters are not those of a PeftModel: `from_pretrained`
+    would initialize their layers randomly, since a folder of its tensors contains neither their names nor a peft
+    config."""
+    if isinstance(model, PreTrainedModel) and has_adapters(model):
+        raise CheckpointError(
+            f"this {type(model).__name__} has adapters without a PeftModel (from model.add_adapter, or a folder of "
+            "adapters that from_pretrained loaded), which stages cannot save. Before boost, add them with "
+            "booster.enable_lora(model, lora_config=...), or load them with booster.enable_lora(base, "
+            "pretrained_dir=...). To save those of this model, call pipeshard.to_sequential(model, rank=0) on every "
+            "rank, and then save_pretrained on the model that it returns on rank 0"
+        )
 
 
 def _refuse_prefix(prefix: str | None) -> None:

@@ -17,7 +17,7 @@ from pipeshard.distributed.agreement import texts_of
 from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.units import containers
-from pipeshard.hf import adds_noise, is_of_peft, recomputes, rope_limit
+from pipeshard.hf import adds_noise, has_adapters, recomputes, rope_limit
 from pipeshard.slices.cut import positions_of
 from pipeshard.split.adapters import BEGINNING, base_names
 from pipeshard.split.packed import is_quantized
@@ -118,7 +118,7 @@ def refuse_released(model: nn.Module) -> None:
 
 def refuse_blank_adapters(model: nn.Module) -> None:
     """Raise ConfigurationError for adapters on meta, since the values that peft has assigned to them are lost."""
-    if not is_of_peft(model, "PeftModel"):
+    if not has_adapters(model):
         return
     known = base_names(model)
     blank = [name for name, p in model.named_parameters() if p.is_meta and name not in known]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipeshard.checkpoint.files import new_folder, together, writes
-from pipeshard.checkpoint.io import io_of, refuse_packed
+from pipeshard.checkpoint.io import io_of, refuse_packed, refuse_unwrapped_adapters
 from pipeshard.checkpoint.lora import load_lora, save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
@@ -38,6 +38,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 def save_weights(model: PipelineModel, folder: Path) -> None:
     """Save the model, or its adapters, to a folder that `from_pretrained` loads. Call it on all ranks."""
     grid = model.pipeline.grid
+    refuse_unwrapped_adapters(model.unwrap())
     with together(grid.world):
         if grid.first:
             folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
-from pipeshard.checkpoint.io import io_of
+from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.training_state import random_state, set_random_state
 from pipeshard.data.first_samples import first_samples
 from pipeshard.engine.model import PipelineModel
@@ -391,6 +391,8 @@ class Loop(Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         refuse_training(self.args, type(self).__name__)
+        if self.args.save_strategy != "no":
+            refuse_unwrapped_adapters(self.model)
         world = self.pipeline.grid.world
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest(Path(self.args.output_dir), world)

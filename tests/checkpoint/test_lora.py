@@ -460,16 +460,53 @@ def test_prompts_train_and_are_saved_whole(pool: Pool, tmp_path: Path) -> None:
 
 
 def on_meta(where: str) -> None:
-    with torch.device("meta" if where == "all" else "cpu"):
-        model = zoo.build("llama")
-    model = get_peft_model(model, config("llama"), low_cpu_mem_usage=True)
+    with torch.device("cpu" if where == "adapters" else "meta"):
+        model: Any = zoo.build("llama")
+    if where == "of transformers":
+        model.add_adapter(config("llama"))
+    else:
+        model = get_peft_model(model, config("llama"), low_cpu_mem_usage=True)
     Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
 
 
-@pytest.mark.parametrize("where", ["all", "adapters"])
+@pytest.mark.parametrize("where", ["all", "adapters", "of transformers"])
 def test_adapters_on_meta_are_refused(pool: Pool, where: str) -> None:
     for message in pool.run_expecting(ConfigurationError, on_meta, 2, where):
         assert "are on meta" in message and "with booster.enable_lora(model, lora_config=...)" in message
+
+
+def unwrapped(folder: Path) -> tuple[list[str], bool]:
+    """What is said to saves of a model with transformers' own adapters, and whether a whole model's can be read."""
+    model: Any = zoo.build("llama")
+    model.add_adapter(config("llama"))
+    unsplit = copy.deepcopy(model)
+    split = Split(model, 2, zoo.batch("llama"), num_microbatches=2)
+    said = []
+    for save in (
+        lambda: split.booster.save_model(split.model, str(folder / "out"), shard=True),
+        lambda: split.booster.save_model(split.model, str(folder / "out.pt")),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            save()
+        said.append(str(caught.value))
+    whole: Any = to_sequential(split.model, rank=0)
+    if whole is None:
+        return said, True
+    whole.save_pretrained(folder / "whole")
+    zoo.build("llama").save_pretrained(folder / "base")  # type: ignore[operator]
+    back = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    back.load_adapter(str(folder / "whole"))
+    expected = dict(unsplit.named_parameters())
+    return said, all(torch.equal(value, expected[name]) for name, value in back.named_parameters())
+
+
+def test_adapters_of_transformers_are_not_saved_under_names_that_nobody_reads(pool: Pool, tmp_path: Path) -> None:
+    """A model with `model.add_adapter` was saved with its layers' inner names: `from_pretrained` drew these layers at
+    random, with no more than a report, and the adapters were lost."""
+    for said, is_whole in pool.run(unwrapped, 2, tmp_path):
+        assert len(said) == 2 and all("call pipeshard.to_sequential(model, rank=0) on every rank" in one for one in said)
+        assert is_whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "whole"]
 
 
 # Merged
