@@ -200,7 +200,7 @@ class PipelinePlugin:
         folder. The model is in evaluation mode. Raises CheckpointError for a folder without a config,
         ConfigurationError for an option that the config does not have.
         """
-        return blank_model(auto_class, model_folder(Path(path), gguf_file), gguf_file, options)
+        return blank_model(auto_class, model_folder(Path(path), gguf_file, options), gguf_file, options)
 
     def configure(
         self,

@@ -492,3 +492,26 @@ def test_a_model_in_the_cache_needs_no_other_files(tmp_path: Path, monkeypatch: 
     model: Any = PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
     assert model._pretrained == str(folder)
     assert folder_of(Namespace(model_name_or_path="owner/name", model_revision="main")) == folder
+
+
+def test_a_revision_and_a_subfolder_are_those_that_are_named(tmp_path: Path) -> None:
+    """`from_pretrained(..., revision="step1000")` took the weights of `main`, and one with `subfolder=` the config of
+    the subfolder and the weights beside it, both without a word."""
+    repository = tmp_path / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    for layers, revision, commit in ((2, "main", "a" * 40), (3, "step1000", "b" * 40)):
+        (repository / "refs" / revision).write_text(commit)
+        zoo.build("llama", layers=layers).save_pretrained(repository / "snapshots" / commit)  # type: ignore[operator]
+        zoo.build("llama").save_pretrained(repository / "snapshots" / commit / "inner")  # type: ignore[operator]
+    for layers, inside, options in (
+        (2, "a" * 40, {}),
+        (3, "b" * 40, {"revision": "step1000"}),
+        (4, "b" * 40 + "/inner", {"revision": "step1000", "subfolder": "inner"}),
+    ):
+        model: Any = PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name", cache_dir=tmp_path, **options)
+        assert model.config.num_hidden_layers == layers
+        assert model._pretrained == str(repository / "snapshots" / inside)
+    with pytest.raises(CheckpointError, match=r"snapshot_download\('owner/name', revision='step7', cache_dir=.*\)"):
+        PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name", revision="step7", cache_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"force_download would have no effect.* and pass the folder"):
+        PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name", cache_dir=tmp_path, force_download=True)

@@ -1,41 +1,54 @@
 """Hub: the folder of a model in this machine's cache of the Hugging Face Hub."""
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from pipeshard.checkpoint.safetensors_files import FILES, files_of
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, ConfigurationError
 
 
-def model_folder(path: Path, gguf_file: str | None) -> Path:
-    """`path` if it is a folder, otherwise the cached folder of the model with this name on the Hub.
+def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> Path:
+    """`path` if it is a folder, otherwise the cached folder of the model with this name on the Hub; or the `subfolder`
+    of this folder. The options of `from_pretrained` that select the folder are removed from `options`.
 
-    Raises CheckpointError if the model's weights are not in the cache.
+    Raises CheckpointError if the model's weights are not in the cache, ConfigurationError for options of a download.
     """
+    for name in ("force_download", "code_revision"):
+        if options.pop(name, None):
+            raise ConfigurationError(
+                f"{name} would have no effect, since from_pretrained only reads files that are already on this machine: "
+                "omit it, download the model with huggingface_hub.snapshot_download, and pass the folder that it "
+                "returns"
+            )
+    inner = options.pop("subfolder", None) or ""
+    on_hub = {name: value for name in ("revision", "cache_dir") if (value := options.pop(name, None)) is not None}
     if path.is_dir():
-        return path
+        return path / inner
     message = f"{path} does not exist: pass a folder that save_pretrained wrote"
     try:
-        folder = cached_folder(str(path), gguf_file)
+        folder = cached_folder(str(path), gguf_file, inner, **on_hub)
     except HFValidationError:  # not a valid name on the Hub
         raise CheckpointError(message) from None
     if folder is None:
+        given = "".join(f", {option}={str(value)!r}" for option, value in on_hub.items())
         raise CheckpointError(
             f"{message}, or download a Hugging Face Hub model once, before the ranks start, with "
-            f"huggingface_hub.snapshot_download({str(path)!r})"
+            f"huggingface_hub.snapshot_download({str(path)!r}{given})"
         )
     return folder
 
 
-def cached_folder(name: str, gguf_file: str | None = None, revision: str | None = None) -> Path | None:
-    """The cached folder of a Hub model, or None if it lacks weights.
+def cached_folder(name: str, gguf_file: str | None = None, inner: str = "", **on_hub: Any) -> Path | None:
+    """The cached folder of a Hub model, or its subfolder `inner`; None if it lacks weights. `on_hub` may have the
+    `revision` and the `cache_dir`.
 
     Programs may have loaded only parts of a model into the cache: a tokenizer, or only the files that match a pattern.
     """
     for file in FILES if gguf_file is None else [gguf_file]:
-        found = try_to_load_from_cache(name, file, revision=revision)
+        found = try_to_load_from_cache(name, str(PurePosixPath(inner, file)), **on_hub)
         if isinstance(found, str):
             folder = Path(found.removesuffix(file))
             try:

@@ -504,7 +504,9 @@ def test_adapters_of_transformers_are_not_saved_under_names_that_nobody_reads(po
     """A model with `model.add_adapter` was saved with its layers' inner names: `from_pretrained` drew these layers at
     random, with no more than a report, and the adapters were lost."""
     for said, is_whole in pool.run(unwrapped, 2, tmp_path):
-        assert len(said) == 2 and all("call pipeshard.to_sequential(model, rank=0) on every rank" in one for one in said)
+        assert len(said) == 2 and all(
+            "call pipeshard.to_sequential(model, rank=0) on every rank" in one for one in said
+        )
         assert is_whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "whole"]
 
