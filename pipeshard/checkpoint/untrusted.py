@@ -78,9 +78,9 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
         raise CheckpointError(f"{path / gguf_file} does not exist: pass a folder that contains it")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
-    extra["trust_remote_code"] = options.pop("trust_remote_code", False)  # None would prompt on the terminal
+    trusted = {"trust_remote_code": options.pop("trust_remote_code", False)}  # None would prompt on the terminal
     quantization = options.pop("quantization_config", None)
-    config, unused = folder_config(path, **extra, **options)
+    config, unused = folder_config(path, **extra, **trusted, **options)
     if unknown := unused.keys() & options.keys():
         raise ConfigurationError(
             f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass only fields of the config"
@@ -89,9 +89,10 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is unknown: use 'auto', or a dtype of torch such as 'bfloat16'")
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
-    make = getattr(auto_class, "from_config", None) or auto_class._from_config
+    is_auto = hasattr(auto_class, "from_config")
+    make, code = (auto_class.from_config, trusted) if is_auto else (auto_class._from_config, {})
     with torch.device("meta"), _counting(path):
-        model: Any = make(config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        model: Any = make(config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, **code)
     if quantization is not None:
         quantize_blank(model, quantization)
     if (path / "generation_config.json").exists():

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from pipeshard.checkpoint.optimizer import VALUE, content_flaw
 from pipeshard.checkpoint.safetensors_files import Source, check_shards, contents, joined_file, read_shards, write_files
 from pipeshard.checkpoint.untrusted import load_plain
 from pipeshard.errors import CheckpointError
+from tests import zoo
 from tests.checkpoint.test_training_state import Training
 from tests.messages import assert_told
 from tests.pool import Pool
@@ -264,6 +266,37 @@ def test_a_stranger_s_code_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(CheckpointError, match="trust_remote_code=True"):
         PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
     assert not (tmp_path / "mark").exists()
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Config(LlamaConfig):
+    model_type = "mine"
+
+class Model(LlamaForCausalLM):
+    config_class = {config}
+"""
+
+
+@pytest.mark.parametrize("config", ["Config", "LlamaConfig"])
+def test_code_that_is_trusted_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    """`from_pretrained(..., trust_remote_code=True)` asked for `trust_remote_code=True`; where only the model, not its
+    config, was code of the folder, it built transformers' class instead."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "modules"), *sys.path])
+    folder = tmp_path / config
+    zoo.build("llama").save_pretrained(folder)  # type: ignore[operator]
+    described = json.loads((folder / "config.json").read_text())
+    described["auto_map"] = {"AutoModelForCausalLM": "code_of_mine.Model"}
+    if config == "Config":
+        described |= {"model_type": "mine", "auto_map": described["auto_map"] | {"AutoConfig": "code_of_mine.Config"}}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "code_of_mine.py").write_text(CODE.format(config=config))
+    auto = transformers.AutoModelForCausalLM
+    model = PipelinePlugin.from_pretrained(auto, folder, trust_remote_code=True)
+    assert type(model).__name__ == "Model" and type(model.config).__name__ == config
+    assert next(model.parameters()).is_meta
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "manifest.json"])
