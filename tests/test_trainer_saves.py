@@ -21,7 +21,7 @@ from pipeshard.errors import CheckpointError
 from tests import zoo
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
-from tests.trainers import differences, launched, run, run_pipeline, trainer
+from tests.trainers import differences, launched, run, run_pipeline, trainer, with_adapters
 
 STEPS = {"max_steps": 11, "save_strategy": "steps", "save_steps": 7, "per_device_train_batch_size": 2}
 
@@ -215,3 +215,30 @@ def test_adapters_that_no_checkpoint_would_hold_are_refused_before_training(pool
     for said in pool.run(adapted_by_transformers, 2, tmp_path):
         assert len(said) == 2 and all("booster.enable_lora(model, lora_config=...)" in one for one in said)
     assert list(tmp_path.iterdir()) == []
+
+
+def saved_twice(folder: Path) -> None:
+    """Two saves of two adapters into one folder, with steps between them, after a save that was killed."""
+    with launched():
+        model: Any = with_adapters()
+        model.add_adapter("ref", LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        made = trainer("lora", folder, {"pp_size": 2}, {"model": model}, max_steps=2)
+        made.save_model()
+        made.train()
+        if dist.get_rank() == 0:
+            (folder / ".adapter").mkdir()
+            (folder / ".adapter" / "adapter_model.safetensors").touch()
+        dist.barrier()
+        made.save_model()
+        made.save_model(str(folder / "new"))
+
+
+def test_a_second_save_of_several_adapters_replaces_the_first(pool: Pool, tmp_path: Path) -> None:
+    """TRL adds the adapter "ref" to that of a user, and calls save_model twice: the second ended the run at its end,
+    since the folder of "ref" was not empty."""
+    pool.run(saved_twice, 2, tmp_path)
+    new = tmp_path / "new"
+    files = [path.relative_to(new) for path in new.rglob("*.safetensors")]
+    assert sorted(map(str, files)) == ["adapter_model.safetensors", "ref/adapter_model.safetensors"]
+    assert all((tmp_path / file).read_bytes() == (new / file).read_bytes() for file in files)
+    assert not (tmp_path / ".adapter").exists()

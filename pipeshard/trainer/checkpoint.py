@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeshard.checkpoint.files import new_folder, together, writes
+from pipeshard.checkpoint.files import new_folder, remove, together, writes
 from pipeshard.checkpoint.io import io_of, refuse_packed, refuse_unwrapped_adapters
 from pipeshard.checkpoint.lora import load_lora, save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
@@ -48,12 +48,17 @@ def save_weights(model: PipelineModel, folder: Path) -> None:
         io_of(model).save_folder(model, folder)
         return
     made = folder / ".adapter"  # the folder itself may hold checkpoints
+    with together(grid.world):
+        if grid.first:
+            remove(made)  # of a save that was killed
     save_lora(model, str(made))
     with together(grid.world):
         if grid.first:
-            for path in made.iterdir():
-                os.replace(path, folder / path.name)
-            made.rmdir()
+            for path in [path for path in made.rglob("*") if path.is_file()]:  # peft saves some adapters in subfolders
+                target = folder / path.relative_to(made)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
+            remove(made)
 
 
 @together_in("trainer.load_weights")
