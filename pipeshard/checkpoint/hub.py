@@ -19,9 +19,8 @@ def model_folder(path: Path, gguf_file: str | None, options: dict[str, Any]) -> 
     for name in ("force_download", "code_revision"):
         if options.pop(name, None):
             raise ConfigurationError(
-                f"{name} would have no effect, since from_pretrained only reads files that are already on this machine: "
-                "omit it, download the model with huggingface_hub.snapshot_download, and pass the folder that it "
-                "returns"
+                f"{name} has no effect, since from_pretrained only reads files that are already on this machine: omit "
+                "it, download the model with huggingface_hub.snapshot_download, and pass the folder that it returns"
             )
     inner = options.pop("subfolder", None) or ""
     on_hub = {name: value for name in ("revision", "cache_dir") if (value := options.pop(name, None)) is not None}

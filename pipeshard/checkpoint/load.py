@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import together
-from pipeshard.checkpoint.safetensors_files import Source
+from pipeshard.checkpoint.safetensors_files import Source, StoredRows
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.model import PipelineModel
@@ -35,6 +36,7 @@ except ImportError:  # with transformers 4, models have the layout of their chec
 
 logger = logging.getLogger("pipeshard")
 SHOWN = 8  # the maximum number of names in a warning
+COMPARED = 2**22  # the number of elements that are compared at a time
 
 
 @dataclass
@@ -152,6 +154,7 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
         source = Source(path, without_adapters(model)[1] if draw_missing else model)
         plan = _Plan(model, source, pipeline.holdings, of_base=draw_missing, blank=pipeline.blank)
         plan.refuse(lists=strict and not draw_missing)
+        plan.refuse_untied()
     with together(pipeline.grid.world):
         plan.fill(show=pipeline.grid.first)
     plan.finish(pipeline.grid.world)
@@ -174,6 +177,8 @@ class _Plan:
         targets: for each first name, the full names of the parameters to fill: the original and, if adapters copy its
             module, the copies that have no values yet. (A copy with values was trained.)
         scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
+        doubled: the first name of each weight that the architecture ties, but that the checkpoint has under two names,
+            and the two pieces.
         kept: the weights whose fp32 values were kept because they round to the checkpoint's values.
         is_other: whether fp32 values that do not round to the checkpoint's values were replaced.
         extra: the tensors that modules return from `get_extra_state`, by full name.
@@ -211,6 +216,8 @@ class _Plan:
         self.scales = dict[str, dict[str, str]]()
         layers = {names[full]: full for full in self.packed if full in names}
         self.makes: dict[str, Piece] = {}  # by first name, the piece that yields the tensor
+        self.doubled: list[tuple[str, Piece, Piece]] = []
+        tied = tied_patterns(self.model)
         for piece in self.conversion.pieces.values():
             for name, shape in self._shapes_made(piece).items():
                 if name not in self.shapes:
@@ -226,6 +233,9 @@ class _Plan:
                 if shape != expected:
                     self.problems.append(f"{name} has shape {shape}, but {expected} in the model")
                 first = self.first[name]
+                other = self.makes.get(first)
+                if other and any(pattern.search(each) for pattern in tied for each in (name, other.target)):
+                    self.doubled.append((first, other, piece))
                 if first not in self.makes or name == first:  # of several tied names, the first is used
                     self.makes[first] = piece
         self.given = set(self.makes)
@@ -258,6 +268,29 @@ class _Plan:
             problems += [f"{name} is unexpected" for name in self.conversion.unexpected]
         if problems:
             raise CheckpointError(f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}")
+
+    def refuse_untied(self) -> None:
+        """Raise CheckpointError if the checkpoint has two different values for a tied tensor of this stage: transformers
+        would not tie these."""
+        for first, *pieces in self.doubled:
+            if self.targets[first].keys() & self.holdings.held.keys():
+                one, other = (self._stored(piece, first) for piece in pieces)
+                if not _is_equal(one, other):
+                    names = " and ".join(piece.target for piece in pieces)
+                    raise CheckpointError(
+                        f"{self.source.path} has different values for {names}, which the config of "
+                        f"{type(self.model).__name__} ties: create the model with tie_word_embeddings=False "
+                        "(PipelinePlugin.from_pretrained(cls, folder, tie_word_embeddings=False)), or remove one of "
+                        "them from the checkpoint"
+                    )
+
+    def _stored(self, piece: Piece, first: str) -> "Tensor | StoredRows":
+        """The value that a piece gives to the tensor of this first name; read in parts if it is not converted."""
+        if piece.transform is None:
+            value: Tensor | StoredRows = self.source.rows(piece.sources[0][0])
+            return value
+        made = piece.convert(self.model, self.source.read)
+        return next(value for name, value in made.items() if self.first.get(name) == first)
 
     def fill(self, show: bool) -> None:
         """Read the tensors of this stage, one piece at a time; `show` enables the progress bar."""
@@ -335,6 +368,14 @@ class _Plan:
             target.data = value if alone else value.clone()
 
 
+def _is_equal(one: Tensor | StoredRows, other: Tensor | StoredRows) -> bool:
+    """Whether two tensors are equal, compared some rows at a time."""
+    count = max(1, COMPARED // max(1, math.prod(one.shape[1:])))
+    return one.shape == other.shape and all(
+        torch.equal(one[k : k + count], other[k : k + count]) for k in range(0, one.shape[0], count)
+    )
+
+
 def _draw(boosted: PipelineModel, plan: _Plan) -> None:
     """Initialize the weights that the checkpoint lacks; warn about missing and unused names."""
     pipeline, model = boosted.pipeline, boosted.unwrap()
@@ -360,3 +401,10 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
                 what,
                 some,
             )
+
+
+def tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
+    """Patterns for the names that the architecture ties to other names."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()
+    return [re.compile(key) for key in tied]

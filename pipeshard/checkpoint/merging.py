@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.save import tied_patterns
+from pipeshard.checkpoint.load import tied_patterns
 from pipeshard.errors import CheckpointError, explained, summary
 from pipeshard.hf import is_of_peft
 from pipeshard.split.adapters import base_names

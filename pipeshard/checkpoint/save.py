@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import Save, remove, sync, together, writes
-from pipeshard.checkpoint.load import revert
+from pipeshard.checkpoint.load import revert, tied_patterns
 from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, joined_file, write_file
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
@@ -289,10 +289,3 @@ def copied_names(model: nn.Module) -> dict[str, str]:
         for name in names
         if name != saved[first] and not any(pattern.search(name) for pattern in patterns)
     }
-
-
-def tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
-    """Patterns for the names that the architecture ties to other names."""
-    tied = getattr(model, "all_tied_weights_keys", None)
-    tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()
-    return [re.compile(key) for key in tied]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
@@ -239,6 +239,40 @@ def test_from_pretrained_wrongly(tmp_path: Path) -> None:
         PipelinePlugin.from_pretrained(auto, tmp_path, dtype="bf16")  # was an AttributeError of torch's
     eager = PipelinePlugin.from_pretrained(auto, tmp_path, dtype="bfloat16", attn_implementation="eager")
     assert eager.dtype == torch.bfloat16 and eager.config._attn_implementation == "eager"
+
+
+def of_two_heads(folder: str, tied: bool) -> list[str]:
+    model = from_tied_config(folder, tied)
+    split = Split(model, 2, zoo.batch("llama"), num_microbatches=2)
+    unsplit = Unsplit(transformers.AutoModelForCausalLM.from_pretrained(folder).train())
+    return differences(split, unsplit, zoo.batch("llama"), num_microbatches=2)
+
+
+def from_tied_config(folder: str, tied: bool) -> nn.Module:
+    options = {} if tied else {"tie_word_embeddings": False}
+    return PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, folder, **options).train()
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
+def test_two_matrices_for_one_tie_are_refused(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """The head of a checkpoint was trained apart from the embedding, but its config said that they are tied: the stages
+    took the embedding for both, where transformers takes each for itself."""
+    model: Any = zoo.build("llama")
+    state = model.state_dict()
+    for equal in (False, True):
+        if equal:
+            state |= {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+        folder = tmp_path / str(equal)
+        model.config.tie_word_embeddings = True
+        model.config.save_pretrained(folder)
+        save = save_file if kind.endswith("safetensors") else torch.save
+        save(state, folder / kind)
+    for message in pool.run_expecting(CheckpointError, of_two_heads, 2, str(tmp_path / "False"), True):
+        assert "different values for model.embed_tokens.weight and lm_head.weight" in message or (
+            "different values for lm_head.weight and model.embed_tokens.weight" in message
+        )
+    assert pool.run(of_two_heads, 2, str(tmp_path / "False"), False) == [[], []]
+    assert pool.run(of_two_heads, 2, str(tmp_path / "True"), True) == [[], []]
 
 
 def with_a_new_head(folder: str) -> dict[str, Tensor]:
