@@ -278,6 +278,12 @@ def is_of_transformers(model: nn.Module) -> bool:
     return type(without_adapters(model)[1]).__module__.startswith("transformers.")
 
 
+def is_of_custom_code(model: nn.Module) -> bool:
+    """Whether the model's class was loaded from a folder's or a repository's code, or registered to be saved with its
+    code (`register_for_auto_class`)."""
+    return getattr(model, "_auto_class", None) is not None
+
+
 def has_known_loss(model: nn.Module) -> bool:
     """Whether the model computes one of transformers' own losses: `model.loss_function` may be set to another."""
     own = (vars(module).get("_loss_function") for module in model.modules())

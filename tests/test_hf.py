@@ -246,3 +246,9 @@ def test_the_classes_of_adapters() -> None:
 def test_the_file_that_names_an_adapter(tmp_path: Any) -> None:
     peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(tmp_path)
     assert (tmp_path / hf.ADAPTER_CONFIG).exists()
+
+
+def test_classes_that_are_saved_with_their_code() -> None:
+    own: Any = type("Own", (transformers.LlamaForCausalLM,), {})
+    own.register_for_auto_class("AutoModelForCausalLM")
+    assert hf.is_of_custom_code(own(transformers.LlamaConfig(**TINY))) and not hf.is_of_custom_code(llama())

@@ -270,8 +270,8 @@ class _Plan:
             raise CheckpointError(f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}")
 
     def refuse_untied(self) -> None:
-        """Raise CheckpointError if the checkpoint has two different values for a tied tensor of this stage: transformers
-        would not tie these."""
+        """Raise CheckpointError if the checkpoint has two different values for a tied tensor of this stage, which
+        transformers would not tie."""
         for first, *pieces in self.doubled:
             if self.targets[first].keys() & self.holdings.held.keys():
                 one, other = (self._stored(piece, first) for piece in pieces)

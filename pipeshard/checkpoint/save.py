@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from pipeshard.checkpoint.files import Save, remove, sync, together, writes
 from pipeshard.checkpoint.load import revert, tied_patterns
@@ -25,7 +26,7 @@ from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, jo
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
-from pipeshard.hf import enable_caches, without_adapters
+from pipeshard.hf import enable_caches, is_of_custom_code, without_adapters
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
@@ -72,6 +73,7 @@ class FolderSave(Save):
     """
 
     configs: list[Any]  # copies of the model's configs
+    coded: nn.Module | None  # the model, if the files that define its class belong to the checkpoint
     parts: dict[str, dict[str, Tensor]]  # this stage's shards by file name
     weight_map: dict[str, str]  # the file of each tensor of all stages
     total_size: int
@@ -114,6 +116,7 @@ class FolderSave(Save):
             pipeline.num_stages,
             token,
             configs,
+            module if is_of_custom_code(module) else None,
             {file: {name: state[name] for name in names} for file, names in zip(files[first:], own)},
             {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard},
             sum(size for shard in shards for _, size in shard),
@@ -135,6 +138,8 @@ class FolderSave(Save):
                 bar.update(sizes[file])
         if self.stage == 0:
             (configs := self.beside("configs")).mkdir()
+            if self.coded is not None:
+                custom_object_save(self.coded, configs, config=self.configs[0])
             for config in self.configs:
                 config.save_pretrained(configs)
             if not self.is_single:

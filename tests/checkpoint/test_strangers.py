@@ -10,9 +10,11 @@ import pickle
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from tests import zoo
 from tests.checkpoint.test_training_state import Training
 from tests.messages import assert_told
 from tests.pool import Pool
+from tests.unsplit import Split
 
 
 class Harmful:
@@ -279,13 +282,8 @@ class Model(LlamaForCausalLM):
 """
 
 
-@pytest.mark.parametrize("config", ["Config", "LlamaConfig"])
-def test_code_that_is_trusted_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str) -> None:
-    """`from_pretrained(..., trust_remote_code=True)` asked for `trust_remote_code=True`; where only the model, not its
-    config, was code of the folder, it built transformers' class instead."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "modules"), *sys.path])
-    folder = tmp_path / config
+def with_code(folder: Path, config: str) -> Path:
+    """Write a folder whose model, and perhaps config, is code of its own."""
     zoo.build("llama").save_pretrained(folder)  # type: ignore[operator]
     described = json.loads((folder / "config.json").read_text())
     described["auto_map"] = {"AutoModelForCausalLM": "code_of_mine.Model"}
@@ -293,10 +291,47 @@ def test_code_that_is_trusted_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         described |= {"model_type": "mine", "auto_map": described["auto_map"] | {"AutoConfig": "code_of_mine.Config"}}
     (folder / "config.json").write_text(json.dumps(described))
     (folder / "code_of_mine.py").write_text(CODE.format(config=config))
-    auto = transformers.AutoModelForCausalLM
-    model = PipelinePlugin.from_pretrained(auto, folder, trust_remote_code=True)
+    return folder
+
+
+@contextmanager
+def copied_to(modules: Path) -> Iterator[None]:
+    """The code that transformers trusts is copied to this folder."""
+    with (
+        mock.patch.object(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(modules)),
+        mock.patch.object(sys, "path", [str(modules), *sys.path]),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("config", ["Config", "LlamaConfig"])
+def test_code_that_is_trusted_runs(tmp_path: Path, config: str) -> None:
+    """`from_pretrained(..., trust_remote_code=True)` asked for `trust_remote_code=True`; where only the model, not its
+    config, was code of the folder, it built transformers' class instead."""
+    auto, folder = transformers.AutoModelForCausalLM, with_code(tmp_path / "folder", config)
+    with copied_to(tmp_path / "modules"):
+        model = PipelinePlugin.from_pretrained(auto, folder, trust_remote_code=True)
     assert type(model).__name__ == "Model" and type(model.config).__name__ == config
     assert next(model.parameters()).is_meta
+
+
+def save_with_code(place: Path) -> list[str]:
+    """Save a model of custom code into a folder and a training state, and load both; their classes."""
+    auto = transformers.AutoModelForCausalLM
+    with copied_to(place / f"modules{dist.get_rank()}"):
+        model = auto.from_pretrained(place / "folder", trust_remote_code=True).train()
+        split = Split(model, 2, zoo.batch("llama"), num_microbatches=2)
+        split.booster.save_model(split.model, str(place / "out"), shard=True)
+        save_training_state(place / "state", 1, split.model)
+        folders = place / "out", place / "state" / "step-00000001" / "model"
+        return [type(auto.from_pretrained(folder, trust_remote_code=True)).__name__ for folder in folders]
+
+
+def test_custom_code_is_saved_with_its_model(pool: Pool, tmp_path: Path) -> None:
+    """The saved folder of a model that was loaded with `trust_remote_code=True` had no code: it could not be loaded."""
+    with_code(tmp_path / "folder", "LlamaConfig")
+    assert pool.run(save_with_code, 2, tmp_path) == [["Model", "Model"]] * 2
+    assert (tmp_path / "out" / "code_of_mine.py").is_file()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "manifest.json"])
