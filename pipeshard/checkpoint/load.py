@@ -205,8 +205,8 @@ class _Plan:
         self.first, self.targets = dict[str, str](), dict[str, dict[str, None]]()
         for full, first in ({full: full for full in names} | first_names(model)).items():
             if full in names:
-                self.first.setdefault(names[full], names[first])
-                targets = self.targets.setdefault(names[first], {})
+                root = self.first.setdefault(names[full], names[first])  # a copy's: that of the module it copies
+                targets = self.targets.setdefault(root, {})
                 if not targets or first in blank:
                     targets[first] = None
         self.conversion = Conversion(self.model, source.shapes, self.shapes)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from colossalai.booster import Booster
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -592,17 +592,18 @@ BLANK: dict[str, dict[str, Any]] = {
     "pissa": {"target_modules": ATTENTION, "init_lora_weights": "pissa"},
     "olora": {"target_modules": "all-linear", "init_lora_weights": "olora"},
     "copied head": {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
+    "copies": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
 }
 
 
-def of_folder(folder: Path, case: str) -> list[str]:
+def of_folder(folder: Path, case: str, name: str = "llama") -> list[str]:
     """What differs, in three steps, from the model that one process loads before it gets its adapters."""
     fields = {"r": 4, "lora_alpha": 8, **BLANK[case]}
     torch.manual_seed(3)
-    unsplit = Unsplit(get_peft_model(zoo.build("llama"), LoraConfig(**fields)), max_norm=0.5)
+    unsplit = Unsplit(get_peft_model(zoo.build(name), LoraConfig(**fields)), max_norm=0.5)
     state = torch.get_rng_state()
     model: Any = PipelinePlugin.from_pretrained(transformers.LlamaForCausalLM, folder).train()
-    zoo.build("llama")  # which seeds the generator, as above
+    zoo.build(name)  # which seeds the generator, as above
     model = booster().enable_lora(model, lora_config=LoraConfig(**fields))
     assert torch.equal(state, torch.get_rng_state())
     assert model.peft_config["default"].init_lora_weights == fields.get("init_lora_weights", True)
@@ -621,6 +622,22 @@ def test_adapters_of_a_model_on_meta_are_those_of_the_loaded_one(pool: Pool, tmp
     """Every process had to load the whole model for its adapters, eight times 141 GB for 70 B on a host."""
     zoo.build("llama").save_pretrained(tmp_path)
     assert pool.run(of_folder, p, tmp_path, case) == [[]] * p
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("case", "is_in_the_folder"), [("copied head", False), ("copied head", True), ("copies", False)])
+def test_the_copy_of_a_tied_head_begins_with_the_embedding(
+    pool: Pool, tmp_path: Path, case: str, is_in_the_folder: bool
+) -> None:
+    """`modules_to_save=["lm_head"]` on a tied model on meta: the copy of the head got no values, and the first step
+    asked for a load_model that did not help."""
+    model: Any = zoo.build("llama-tied")
+    model.save_pretrained(tmp_path)
+    if is_in_the_folder:
+        state = load_file(tmp_path / "model.safetensors")
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert pool.run(of_folder, 2, tmp_path, case, "llama-tied") == [[]] * 2
 
 
 def new_head(folder: Path) -> bool:
