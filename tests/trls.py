@@ -74,6 +74,21 @@ def of_a_folder() -> dict[str, Any]:
     return {"model": model, "peft_config": adapters(use_dora=True, modules_to_save=["lm_head"])}
 
 
+def with_saved_adapters() -> dict[str, Any]:
+    """A model that stages load, with adapters and a copy of the head that were trained before."""
+    folder, model = tempfile.mkdtemp(), zoo.build("llama")
+    model.config.save_pretrained(folder)
+    save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
+    trained = peft.get_peft_model(model, adapters(init_lora_weights=False, modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        trained.get_submodule("base_model.model.lm_head.modules_to_save.default").weight.mul_(-2)
+    trained.save_pretrained(f"{folder}/adapters")
+    if torch.distributed.is_initialized():
+        model = PipelinePlugin.from_pretrained(transformers.LlamaForCausalLM, folder)
+        return {"model": PipelinePlugin(2).enable_lora(model, pretrained_dir=f"{folder}/adapters")}
+    return {"model": peft.PeftModel.from_pretrained(zoo.build("llama"), f"{folder}/adapters", is_trainable=True)}
+
+
 def in_four_bits() -> dict[str, Any]:
     """A model with packed weights, of transformers or of stages, and adapters."""
     folder = tempfile.mkdtemp()
@@ -100,6 +115,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "reward": ("Reward", {}, lambda: {"model": scorer()}),
     "dpo": ("DPO", {}, lambda: {"ref_model": zoo.build("llama", seed=1)}),
     "dpo-lora": ("DPO", {}, lambda: {"peft_config": adapters()}),
+    "dpo-of saved adapters": ("DPO", {"max_steps": 2, "eval_steps": 2}, with_saved_adapters),
     "dpo-precomputed": ("DPO", {"precompute_ref_log_probs": True}, lambda: {"peft_config": adapters()}),
 }
 

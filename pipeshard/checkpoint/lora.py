@@ -44,9 +44,10 @@ def enable_lora(
     if isinstance(model, PipelineModel):
         raise UsageError("the model is already boosted: call booster.enable_lora(model, ...) before booster.boost")
     if is_of_peft(model, "PeftModel"):
+        more = "load the model with its weights, and " if is_blank(model) else ""
         raise UsageError(
             "the model already has adapters: pass the model without them, or boost it without enable_lora (to add more "
-            "adapters, call model.add_adapter(name, config))"
+            f"adapters, {more}call model.add_adapter(name, config))"
         )
     if bnb_quantization_config is not None:
         raise ConfigurationError(

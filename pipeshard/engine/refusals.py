@@ -125,8 +125,8 @@ def refuse_blank_adapters(model: nn.Module) -> None:
     if blank:
         raise ConfigurationError(
             f"{len(blank)} adapter parameters are on meta (the first is {blank[0]}), so the values that peft assigned "
-            "to them are lost. Add adapters to a meta model with booster.enable_lora(model, lora_config=...), which "
-            "keeps them on the CPU, or load the model with its weights, without low_cpu_mem_usage"
+            "to them are lost. Add one adapter to a meta model with booster.enable_lora(model, lora_config=...), which "
+            "keeps it on the CPU, or load the model with its weights, without low_cpu_mem_usage"
         )
 
 

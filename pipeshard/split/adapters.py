@@ -6,6 +6,7 @@
 No process holds more of the model than its stage, and adapters have the same initial values as in one process.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -52,11 +53,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     drawn = copy(config)
     if isinstance(how, str) and how not in OF_SHAPES:
         drawn.init_lora_weights = False  # `begin` initializes these instead
-    with stand_ins(model):
+    with adding(model, begins_later=by_weights):
         made = put(model, drawn)
-    for wrapper in filter(lambda module: is_of_peft(module, "ModulesToSaveWrapper"), made.modules()):
-        for parameter in wrapper.get_submodule("modules_to_save").parameters():
-            give(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
     for each in made.peft_config.values():
         if by_weights:
             each.init_lora_weights = how
@@ -65,13 +63,47 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
 
 
 @contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Context manager that temporarily replaces meta parameters with CPU tensors of zeros, each expanded from one
-    element. It is needed because peft creates adapters on the weights' device and does not initialize them on meta."""
+def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
+    """Context manager in which peft may add adapters to a model on meta. On exit, new copies of modules
+    (`modules_to_save`) are on meta if they have no other values than the original.
+
+    Raises ConfigurationError if another new parameter has been computed from weights; with `begins_later`, `begin`
+    computes those of LoRA layers again.
+    """
+    known = set(model.parameters())
+    with stand_ins(model, math.nan):
+        yield
+    new = {name: p for name, p in model.named_parameters() if p not in known and _is_nan(p)}
+    copies, later = (
+        {p for module in model.modules() if is_of_peft(module, kind) for p in module.parameters()}
+        for kind in ("ModulesToSaveWrapper", "LoraLayer")
+    )
+    for name, parameter in new.items():
+        if parameter in copies:
+            give(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        elif not (begins_later and parameter in later):
+            raise ConfigurationError(
+                f"the initial values of the adapter parameter {name} depend on weights, but the model is on meta. "
+                f"{WITH_WEIGHTS}"
+            )
+
+
+def _is_nan(parameter: nn.Parameter) -> bool:
+    """Whether the first element, which represents all elements of a stand-in, is NaN."""
+    return not parameter.is_meta and parameter.numel() > 0 and bool(parameter[(0,) * parameter.ndim].float().isnan())
+
+
+@contextmanager
+def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
+    """Context manager that temporarily replaces meta parameters with CPU tensors of `value`, each expanded from one
+    element. It is needed because peft creates adapters on the weights' device and does not initialize them on meta.
+    """
     blank = {parameter: parameter.dtype for parameter in model.parameters() if parameter.is_meta}
     dtypes = blank | {layer.weight: layer.adapter_dtype for _, layer in packed_layers(model)}
     for parameter in blank:
-        give(parameter, torch.zeros((), dtype=dtypes[parameter]).expand(parameter.shape))
+        dtype = dtypes[parameter]
+        element = torch.full((), value if dtype.is_floating_point else 0, dtype=dtype)
+        give(parameter, element.expand(parameter.shape))
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ loop, callbacks, logs, schedules and files are still Trainer's. A gradient accum
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -29,8 +29,9 @@ from pipeshard.data.first_samples import first_samples
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.hf import is_of_peft
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.split.adapters import is_blank, put_adapters
+from pipeshard.split.adapters import adding, is_blank, put_adapters
 from pipeshard.trainer.checkpoint import (
     load_checkpoint_weights,
     load_state,
@@ -454,8 +455,12 @@ class Front:
         _ = pipeline.grid  # refuses GPUs that ranks share, before a Trainer's constructor waits for ranks by NCCL
         refuse_blank_reference(kwargs.get("ref_model") or model, (*args, *kwargs.values()))
         config = kwargs.get("peft_config")
-        if config is None or not isinstance(model, nn.Module) or not is_blank(model):
+        if not isinstance(model, nn.Module) or not is_blank(model):
             super().__init__(*args, **kwargs)
+            return
+        if config is None:  # TRL may add an adapter to those of the model, as a reference
+            with adding(model) if is_of_peft(model, "PeftModel") else nullcontext():
+                super().__init__(*args, **kwargs)
             return
         begin = super().__init__  # the __init__ of a TRL trainer, which adds adapters to the model
 

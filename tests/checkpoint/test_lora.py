@@ -24,6 +24,7 @@ from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine import grad_sync as gradients
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
+from pipeshard.split.adapters import adding
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of
 from tests import zoo
@@ -625,15 +626,15 @@ def test_adapters_of_a_model_on_meta_are_those_of_the_loaded_one(pool: Pool, tmp
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize(("case", "is_in_the_folder"), [("copied head", False), ("copied head", True), ("copies", False)])
+@pytest.mark.parametrize(("case", "is_saved"), [("copied head", False), ("copied head", True), ("copies", False)])
 def test_the_copy_of_a_tied_head_begins_with_the_embedding(
-    pool: Pool, tmp_path: Path, case: str, is_in_the_folder: bool
+    pool: Pool, tmp_path: Path, case: str, is_saved: bool
 ) -> None:
     """`modules_to_save=["lm_head"]` on a tied model on meta: the copy of the head got no values, and the first step
     asked for a load_model that did not help."""
     model: Any = zoo.build("llama-tied")
     model.save_pretrained(tmp_path)
-    if is_in_the_folder:
+    if is_saved:
         state = load_file(tmp_path / "model.safetensors")
         state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
         save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -719,6 +720,30 @@ def test_saved_adapters_that_change_the_base_are_refused_on_meta(tmp_path: Path,
         model = zoo.build("llama")
     with pytest.raises(ConfigurationError, match=f"init_lora_weights='{how}'.*Load the model with its weights before"):
         enable_lora(model, str(tmp_path), None, None)
+
+
+def test_more_adapters_of_a_model_on_meta() -> None:
+    """TRL copies saved adapters to a reference, also on meta: the values of the copies were lost. New ones that peft
+    computes from weights would be those of no weights."""
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    fields: dict[str, Any] = {"target_modules": ATTENTION, "modules_to_save": ["lm_head"], "init_lora_weights": False}
+    model: Any = enable_lora(model, None, LoraConfig(**fields), None)
+    with pytest.raises(UsageError, match="load the model with its weights, and call"):
+        enable_lora(model, None, LoraConfig(**fields), None)
+    with adding(model):
+        model.add_adapter("copies", LoraConfig(**fields))
+    added = {name: parameter.is_meta for name, parameter in model.named_parameters() if ".copies." in name}
+    assert len(added) == 17 and [name for name, blank in added.items() if blank] == [
+        "base_model.model.lm_head.modules_to_save.copies.weight"
+    ]
+    with adding(model):
+        model.add_adapter("given", LoraConfig(**fields))
+        model.get_submodule("base_model.model.lm_head.modules_to_save.given").weight.data.fill_(2)
+    assert model.get_submodule("base_model.model.lm_head.modules_to_save.given").weight[0, 0] == 2
+    for name, value in {"use_dora": True, "trainable_token_indices": [3]}.items():
+        with pytest.raises(ConfigurationError, match="depend on weights, but the model is on meta"), adding(model):
+            model.add_adapter(name, LoraConfig(**fields, **{name: value}))
 
 
 def on_a_blank(fields: dict[str, Any], **arguments: Any) -> None:
