@@ -13,24 +13,24 @@ HEAD = """\
 `make bench` measures everything on this page and writes the page. Each contender is a pair of processes with one thread
 each, connected by gloo, on a machine with two CPU cores. The processes of a contender stay alive until the last round,
 and are stopped (SIGSTOP) while another contender runs. In each round, every contender runs once. The order rotates from
-round to round. Round 0 is the warm-up, which is not timed. All contenders start from the same weights. Their losses are
-compared step by step, and may differ by at most 1e-4.
+round to round. Round 0 is the warm-up, which is not timed. All contenders start from the same weights. The losses of
+all contenders are compared step by step, and may differ by at most 1e-4.
 
 The lists below the tables compare the results with targets. A line ends with "NOT MET" if a target was missed."""
 
 PEERS = """\
 ## Requirements and limitations of the peers
 
-- **torch** requires hand-written stages. It does not support tied weights: the script sums the gradients of both
-  copies. The process ends if a message has a different length than in the first step.
+- **torch** requires hand-written stages. Tied weights are not supported: our script sums the gradients of both copies.
+  The process ends if the length of a message differs from that in the first step.
 - **DeepSpeed** requires a list of layers, each a module with one input. It clips gradients to norm 1.0 by default
   (turned off here with `"gradient_clipping": 0.0`). With `dynamic_shape=False`, a batch of a new length is rejected, or
   read into a buffer that has the length of the first batch.
 - **ColossalAI** 0.5.0 only supports transformers 4.51.3. On a CPU, its communication calls `is_hccl_available`, which
-  only torch's builds for Ascend have, and its GPT-2 sets a CUDA device: both are patched here. Its GPT-2 requires an
-  `attention_mask` in addition to the ids. With sdpa, its GPT-2 attends to future tokens, so all contenders use eager
-  attention for GPT-2. With `enable_metadata_cache=False`, which changing lengths require, it pickles a header for every
-  message."""
+  only torch's builds for Ascend have, and its GPT-2 sets a CUDA device: the benchmark patches both. ColossalAI's GPT-2
+  requires an `attention_mask` in addition to the ids. With sdpa, it attends to future tokens, so all contenders use
+  eager attention for GPT-2. With `enable_metadata_cache=False`, which changing lengths require, ColossalAI pickles a
+  header for every message."""
 
 LEFT, RIGHT = 0.8, 1.2  # limits of the x axis: differences between bars that start at 0 are hard to see
 

@@ -32,15 +32,16 @@ from pipeshard.verify.decide import alone
 from pipeshard.verify.proof import prove
 
 TEXT = """\
-Guards are the checks that pipeshard runs in every step. They check that the following match the trace or have not
+Guards are the checks that pipeshard runs in every step. Guards check that the following match the trace or have not
 changed: the results of units (modules that are never split, such as layers), the values that receive gradients, flags
-of the model, the answers that the model's code gets from a batch, the set of trained parameters and, before an update,
-the gradients and the options of the update. Every call of every guard is timed, including the cost of the clock. Two
-stages run in two processes. The table shows CPU time of the training thread, on the rank whose guards take the larger
-share of a step.
+of the model, the results of conditions that the model's code evaluates on a batch, the set of trained parameters and,
+before an update, the gradients and the options of the update. Every call of every guard is timed, including the cost of
+the clock. Two stages run in two processes. The table shows the CPU time of the training thread, on the rank on which
+guards take the larger share of a step.
 
 The proof is the comparison of `verify` with the unsplit model, for two stages, with all ranks in one process. The table
-shows its CPU time over all threads, and the same time in training steps of the unsplit model on the whole batch."""
+shows the CPU time of the proof over all threads, and how many training steps of the unsplit model on the whole batch
+take the same time."""
 
 Work = tuple[int, int, int, int, int]
 # name: hidden size, layers, sequence length, microbatches, samples per microbatch

@@ -17,8 +17,8 @@ The model is the llama of the first section, with m = 4. Each contender runs as 
 trains on 128 tokens in every step. In every step, the second pair trains on a length that it has not seen before (128
 tokens on average in each round). "Slowdown" is the additional time of the second pair, relative to the first pair in
 the same round. "Minus one process" subtracts the slowdown of the unsplit model, which sends no messages. ColossalAI
-requires `enable_metadata_cache=False` for changing lengths, and DeepSpeed `dynamic_shape=True`. Both use their faster
-setting on the fixed length. torch's schedule has no setting for changing lengths."""
+requires `enable_metadata_cache=False` for changing lengths, and DeepSpeed `dynamic_shape=True`. On the fixed length,
+both use their default setting, which is faster. torch's schedule has no setting for changing lengths."""
 
 OURS = ours("1f1b")
 BAR = 0.03

@@ -21,8 +21,8 @@ Two ranks, each in a separate network namespace, train on the same batches of 16
 split the model; DDP, FSDP2 and ZeRO-3 split the batch between data-parallel replicas. FSDP2 shards the parameters,
 gradients and optimizer states across the replicas. "FSDP2, each microbatch" all-gathers the parameters of a layer for
 every forward and every backward. "FSDP2, once a step" keeps the gathered parameters until the end of the step. DDP and
-both variants of FSDP2 accumulate the gradients of their microbatches and reduce them once per step. ZeRO-3 shards the
-same tensors as FSDP2, and reduces gradients after each microbatch.
+both variants of FSDP2 accumulate the gradients of all microbatches and reduce these gradients once per step. ZeRO-3
+shards the same tensors as FSDP2, and reduces gradients after each microbatch.
 
 The link has no other traffic and adds no latency; `tc tbf` limits its rate. Times are per step: medians over the
 rounds, with quartiles. "Memory" is the largest resident set of a rank during a step, including Python and torch. "Sent"

@@ -13,12 +13,12 @@ from benchmarks.speed.work import Work
 from pipeshard.schedule import SCHEDULES
 
 TEXT = """\
-The activations of this llama take more memory than its parameters. "Peak" is the largest resident memory of a rank
-during a step, minus its resident memory at the start of the step (gradients and activations; the largest value of all
-rounds). "Activations" divides the peak by the memory that the forward of one microbatch leaves allocated on the whole
-stage of this rank, which is measured separately. "Simulated" is the number of activations in the simulation: an
-activation counts from the F of a microbatch to its last B or W. In schedules with two chunks per rank, each half of the
-stage is counted separately. In this section, the allocator returns freed memory to the system at once."""
+The model is a llama whose activations take more memory than its parameters. "Peak" is the largest resident memory of a
+rank during a step, minus its resident memory at the start of the step (gradients and activations; the largest value of
+all rounds). "Activations" is the peak divided by the memory that one microbatch's forward leaves allocated on all
+stages of this rank; this memory is measured separately. "Simulated" is the number of activations in the simulation: the
+activations of a microbatch count from its F to its last B or W. In schedules with two chunks per rank, each chunk is
+counted separately. In this section, the allocator returns freed memory to the system immediately."""
 
 # glibc otherwise keeps freed memory, and the peak of a step would include earlier steps.
 PROMPT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

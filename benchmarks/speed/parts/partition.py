@@ -14,12 +14,12 @@ from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
 from benchmarks.speed.work import Work
 
 TEXT = """\
-The head and the loss of this llama, with 24 layers and a vocabulary of 128k entries, cost about as much as all of its
-layers. The plugin splits it into two stages by each of its partition rules. A unit is a module that is never split,
-such as a layer; "units" is the number of unit calls on each stage. Stage times are medians of the forward and backward
-of one microbatch. "profile" predicts seconds. The other rules predict relative costs, which are scaled to the measured
-sum of both stages.
-The second table compares zbv with a searched schedule (`schedule="auto"`), for the same model."""
+The model is a llama with 24 layers and a vocabulary of 128k entries. Its head and loss take about as much time as all
+of its layers. The plugin splits the model into two stages with each of the plugin's partition rules. A unit is a module
+that is never split, such as a layer; "units" is the number of unit calls on each stage. Stage times are medians of the
+forward and backward of one microbatch. "profile" predicts seconds. The other rules predict relative costs, which are
+scaled so that their sum equals the measured time of both stages. The second table compares zbv with a searched schedule
+(`schedule="auto"`), for the same model."""
 
 RULES = ("uniform", "auto", "profile")
 JUDGED = ("auto", "profile")

@@ -19,10 +19,10 @@ from pipeshard.split.route import Route
 
 TEXT = """\
 Each stage runs the model's own forward. A unit (a module that is never split, such as a layer) that belongs to another
-stage is called, but not computed. This section measures the cost of such a call. The last stage has one layer, of a
-model with few or with many layers. The difference between the times of its two forwards, divided by the difference
-between the numbers of layers, is the cost per unit: the call itself, finding its position in the trace, and a tensor
-that replaces its result."""
+stage is called, but not computed. This section measures the cost of such a call. The last stage has one layer, and the
+model has either few or many layers. The cost per unit is the difference between the stage's forward times for the two
+models, divided by the difference between their numbers of layers. This cost includes the call itself, finding the
+call's position in the trace, and creating a tensor that replaces the unit's result."""
 
 FEW, MANY = 4, 68
 WIDTH = 16

@@ -21,15 +21,15 @@ parts. Times are per step: medians over the rounds, with quartiles. The limit of
 plus the time of the optimizer's step. The simulation uses the F, B and W times of each stage (forward, input gradients,
 weight gradients), measured in the same round. In the simulation, messages, tied weights and Python take no time.
 
-The plot and the column "time / limit" divide the time of a step by the limit of 1F1B as it is published, and as the
-peers run it. "Own limit" is the limit of the schedule that the contender runs. pipeshard's own limit is lower: after
-its last forward, a rank sends each input gradient before it computes the weight gradients of that microbatch
-(`shorten_cooldown`). "One process" is the unsplit model with gradient accumulation. Two copies of it run at the same
-time, one on each core, because two ranks also share memory bandwidth and clock frequency. "Loss error" is the largest
-relative difference from the median loss of all contenders.
+In the plot and in the column "time / limit", the time of a step is divided by the limit of the published 1F1B schedule,
+which the peers run. "Own limit" is the limit of the schedule that the contender itself runs. pipeshard's own limit is
+lower: after its last forward, a rank sends each input gradient before it computes the weight gradients of that
+microbatch (`shorten_cooldown`). "One process" is the unsplit model with gradient accumulation. Two copies of this
+process run at the same time, one on each core, because two ranks also share memory bandwidth and clock frequency. "Loss
+error" is the largest relative difference from the median loss of all contenders.
 
-In the list, the results of pipeshard's 1F1B are geometric means over all tables. The other results compare the fastest
-schedule of pipeshard with the fastest peer."""
+In the list below the tables, the results of pipeshard's 1F1B are geometric means over all tables. The other results
+compare pipeshard's fastest schedule with the fastest peer."""
 
 
 def ours(schedule: str, **options: Any) -> Contender:
