@@ -57,8 +57,10 @@ def boost_model(
     criterion: Criterion | None,
     dataloader: Any,
     kind: type[PipelineModel] = PipelineModel,
+    num_batches: int = 1,
 ) -> tuple[PipelineModel, Criterion | None]:
-    """Split a model; returns this rank's stages and the criterion. An already boosted model is returned unchanged."""
+    """Split a model; returns this rank's stages and the criterion. An already boosted model is returned unchanged. A
+    search for a schedule assumes steps of `num_batches` batches."""
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:
@@ -88,7 +90,7 @@ def boost_model(
         refuse_unsliceable(model)
     asked = config
     if config.schedule == AUTO:
-        config = _searched(config, grid, model, called, sample)
+        config = _searched(config, grid, model, called, sample, num_batches)
     padding = prove_at_boost(config, grid, model, optimizer, called, sample)
     if optimizer is not None and grid.first and not config.lowers:
         _warn_of_16_bits(model)
@@ -117,10 +119,10 @@ def boost_model(
 
 
 def _searched(
-    config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch
+    config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch, num_batches: int
 ) -> PipelineConfig:
     """Search for a schedule and cuts for this model; returns the config with both, the same on every rank."""
-    p, m = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
+    p, of_batch = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
     precision = config.precision if config.lowers else "fp32"
     training = Training(
         "adamw", precision, grid.dp_size, config.zero_stage, config.fsdp, config.tp_size, config.ep_size, config.offload
@@ -131,7 +133,7 @@ def _searched(
     subject = study(model, microbatch, criterion, config.policy, partition, training, *plans)
     costs = gather_objects([tuple(cost) for cost in subject.costs], grid.world)[0]  # rank 0's: measured costs differ
     subject = replace(subject, costs=[Cost(*cost) for cost in costs])
-    candidate, schedule, _ = automatic(subject.on(Devices.parse(p, config.memory_limit)), p, m)
+    candidate, schedule, _ = automatic(subject.on(Devices.parse(p, config.memory_limit)), p, of_batch * num_batches)
     return replace(
         config,
         schedule=schedule,

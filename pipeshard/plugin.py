@@ -209,8 +209,10 @@ class PipelinePlugin:
         criterion: Criterion | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
+        num_batches: int = 1,
     ) -> tuple[PipelineModel, PipelineOptimizer | None, Criterion | None, DataLoader[Any] | None, LRScheduler | None]:
-        """Split the model, keep this rank's stages, and restrict the optimizer to their parameters."""
+        """Split the model, keep this rank's stages, and restrict the optimizer to their parameters. `schedule="auto"`
+        searches for steps of `num_batches` batches."""
         watch_world(self.config.timeout, self.config.watchdog)
         with together_in("booster.boost"):
             name_ranks(self.grid.named)
@@ -218,7 +220,9 @@ class PipelinePlugin:
             if isinstance(model, PipelineModel) and all(own() is not model for own in self._boosted):
                 refuse_other_config(model.pipeline.asked, self.config)
             kind = wrapper(PipelineModel, "ModelWrapper")
-            boosted, criterion = boost_model(self.config, self.grid, model, optimizer, criterion, dataloader, kind)
+            boosted, criterion = boost_model(
+                self.config, self.grid, model, optimizer, criterion, dataloader, kind, num_batches
+            )
             if boosted is not model:
                 boosted.checkpoint_io = self._checkpoint_io
                 boosted.pipeline.policy.replay.randomness.model = len(self._boosted)

@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, T
 
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
+from pipeshard.planner import auto
+from pipeshard.planner.planner import automatic
 from pipeshard.private import tree_leaves
 from pipeshard.trainer import PipelineTrainer, pipelined
 from pipeshard.trainer.refusals import refuse_precision
@@ -73,6 +75,27 @@ def test_replicas_share_a_window(pool: Pool, tmp_path: Path, name: str) -> None:
     options = {"plugin": {"pp_size": 2}, "gradient_accumulation_steps": 2}
     for found in pool.run(run_pipeline, 4, name, str(tmp_path), **options, **EVALUATED):
         assert differences(found, expected) == []
+
+
+def searched(folder: str, plugin: dict[str, Any]) -> tuple[list[dict[str, float]], list[int]]:
+    """What is logged with a searched schedule, and for how many microbatches it was searched."""
+    with (
+        mock.patch.multiple(auto, TRIES=30, ESTIMATES=30),
+        mock.patch("pipeshard.boost.automatic", wraps=automatic) as search,
+    ):
+        found = run_pipeline("causal", folder, plugin={"pp_size": 2, "schedule": "auto", **plugin}, max_steps=2)
+    return found, [call.args[2] for call in search.call_args_list]
+
+
+@pytest.mark.parametrize(("plugin", "m"), [({}, 3), ({"num_microbatches": 6}, 6), ({"microbatch_size": 1}, 6)])
+def test_a_schedule_is_searched_for_the_microbatches_of_a_window(
+    pool: Pool, tmp_path: Path, plugin: dict[str, Any], m: int
+) -> None:
+    """schedule="auto" was searched for the microbatches of one batch, which is one for most: the cuts were those of a
+    step without overlap, and memory_limit held for one microbatch."""
+    expected = run("causal", tmp_path, max_steps=2)
+    for found, microbatches in pool.run(searched, 2, str(tmp_path), plugin):
+        assert differences(found, expected) == [] and microbatches == [m]
 
 
 def launched_in_bf16(folder: str) -> list[list[dict[str, float]]]:

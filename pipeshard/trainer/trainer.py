@@ -146,7 +146,8 @@ class Loop(Trainer):
             changes["compile"] = {name: value for name, value in given.items() if value} or True
         self.pipeline.config = replace(config, **changes)
         try:
-            boosted, *_ = self.pipeline.configure(model, None, objective)
+            window = args.gradient_accumulation_steps
+            boosted, *_ = self.pipeline.configure(model, None, objective, num_batches=window)
         finally:
             self.pipeline.config = config
         boosted.pipeline.criterion = None  # the criterion is only for training
