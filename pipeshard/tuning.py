@@ -59,11 +59,22 @@ def main(kind: str, arguments: Sequence[str]) -> int:
         quiet()
         plan(kind, settings)
     else:
+        refuse_no_rendezvous(settings)
         refuse_earlier_run(settings)
         check_sources(kind, settings)
     for text in remarks(kind, settings):
         click.echo(f"note: {text}", err=True)
     return 0 if settings.dry_run else start(kind, settings, arguments)
+
+
+def refuse_no_rendezvous(settings: Namespace) -> None:
+    """Raise ConfigurationError if each of several machines would wait for the others at its own localhost."""
+    is_given = settings.rdzv_endpoint or {"PET_RDZV_ENDPOINT", "PET_RDZV_BACKEND"} & os.environ.keys()
+    if settings.nnodes > 1 and not is_given:
+        raise ConfigurationError(
+            f"nnodes={settings.nnodes} requires rdzv_endpoint=HOST:PORT, where HOST is one of the machines: set the "
+            "same value on every machine, such as host1:29400"
+        )
 
 
 def refuse_earlier_run(settings: Namespace) -> None:

@@ -539,6 +539,18 @@ def test_ranks_are_shared_by_machines(tmp_path: Path) -> None:
     assert flags[4:] == ["--module", "pipeshard.tuning", "sft", *arguments]
 
 
+def test_several_machines_need_an_address(tmp_path: Path) -> None:
+    """Each machine hosted a rendezvous of its own, on which it waited for the others for ten minutes."""
+    arguments = ["sft", "--nnodes=2", "--config", toy(tmp_path)]
+    with mock.patch("pipeshard.launch.main", return_value=0) as launch, mock.patch.dict(os.environ):
+        refused = said(*arguments)
+        assert refused.exit_code == 1 and not launch.called
+        assert "error: nnodes=2 requires rdzv_endpoint=HOST:PORT" in refused.output
+        assert said(*arguments, "--dry_run").exit_code == 0
+        os.environ["PET_RDZV_ENDPOINT"] = "host:29400"
+        assert said(*arguments).exit_code == 0 and launch.called
+
+
 @pytest.mark.turns
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
 def test_a_recipe_has_a_plan(name: str) -> None:
