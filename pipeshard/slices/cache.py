@@ -23,9 +23,10 @@ from pipeshard.slices.attention import FRESH, Fresh, register
 from pipeshard.slices.states import Slice
 
 
-def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
+def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False, has_whole_mask: bool = False) -> Cache:
     """Create the cache that is passed to the model for a slice. Keys and values of an encoder's output are recomputed
-    for each slice.
+    for each slice. With a mask for all positions so far (`has_whole_mask`), layers that attend to a window also get
+    the keys of all these positions, as without slices.
 
     Raises ConfigurationError if a layer caches anything except keys, values and states, or if the config does not
     define the layers of the cache.
@@ -46,7 +47,9 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
                 "which slices do not support. Use num_slices=1"
             )
         if kind is not DummyLayer:
-            cache.layers[number] = kind(now, number, layer)
+            cache.layers[number] = made = kind(now, number, layer)
+            if has_whole_mask and isinstance(made, Keys):
+                made.window = None
     if {*map(type, cache.layers)} <= {Keys}:  # a decoder may have more such layers than its config declares
         numbers = itertools.count(len(cache.layers))  # not the cache itself: only the GC would free such a cycle
         cache.layer_class_to_replicate = lambda: Keys(now, next(numbers))

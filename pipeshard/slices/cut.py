@@ -159,7 +159,8 @@ class SliceCall:
         assert name is not None
         total, row_dims = self.now.total, dict(zip(self.batch.paths, self.batch.row_dims, strict=True))
         arguments = {path: leaf for path, leaf in self.batch.data.items() if not _is_of_loss(path)}
-        cache = cache_of(model, self.now, any(map(is_of_encoder, arguments)))
+        has_whole_mask = any(_is_whole_mask(path, leaf) for path, leaf in arguments.items())
+        cache = cache_of(model, self.now, any(map(is_of_encoder, arguments)), has_whole_mask)
         for path, leaf in arguments.items():
             arguments[path] = self._part(path, leaf, row_dims.get(path, 0), total, has_keys(cache))
         if has_parameter(model, USES_CACHE):
@@ -173,11 +174,19 @@ class SliceCall:
             return {key: self._part(path, item, row_dim, total, has_keys) for key, item in leaf.items()}
         if not isinstance(leaf, Tensor) or is_of_encoder(path):
             return leaf
-        if is_mask(path) and leaf.ndim == 4:
+        if _is_whole_mask(path, leaf):
             return leaf[:, :, start:end, :end] if leaf.shape[-2] == total else leaf[..., :end]
         if path == MASK and leaf.ndim == 2 and has_keys:
             return leaf[:, :end]
         return _narrowed(path, leaf, row_dim, total, start, end)
+
+
+def _is_whole_mask(path: str, leaf: Any) -> bool:
+    """Whether a leaf is a mask of four dimensions, or contains one. transformers passes it to the attention of every
+    layer unchanged."""
+    if isinstance(leaf, Mapping):
+        return any(_is_whole_mask(path, item) for item in leaf.values())
+    return isinstance(leaf, Tensor) and leaf.ndim == 4 and is_mask(path) and not is_of_encoder(path)
 
 
 def _is_of_loss(path: str) -> bool:
