@@ -22,7 +22,7 @@ from pipeshard.checkpoint.untrusted import load_plain, plain
 from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, explained, summary
 from pipeshard.hf import has_adapters, is_of_peft
 from pipeshard.split.packed import UNWRITTEN, is_quantized
 
@@ -196,9 +196,15 @@ class PipelineCheckpointIO:
         with together(self.grid.world):
             kind, advice = "the state of an LR scheduler", "pass a file that booster.save_lr_scheduler wrote"
             state = load_plain(Path(checkpoint), kind, advice)
-            if not isinstance(state, dict) or "last_epoch" not in state:
-                raise CheckpointError(f"{checkpoint} is not {kind} (it has no last_epoch): {advice}")
-            lr_scheduler.load_state_dict(state)
+            name = type(lr_scheduler).__name__
+            if not isinstance(state, dict) or state.keys().isdisjoint(lr_scheduler.state_dict()):
+                raise CheckpointError(f"{checkpoint} is not {kind} (it has nothing of the state of a {name}): {advice}")
+            with explained(
+                lambda error: CheckpointError(
+                    f"{checkpoint} is not the state of this {name} ({summary(error)}): {advice} for the same scheduler"
+                )
+            ):
+                lr_scheduler.load_state_dict(state)
 
     @together_in("save_optimizer")
     def save_optimizer(

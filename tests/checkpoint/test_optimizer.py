@@ -490,3 +490,38 @@ def test_learning_rate_schedules(pool: Pool, tmp_path: Path) -> None:
     for what, message in zip(expected, ranks[0], strict=True):
         assert what in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["list0.pt", "list1.pt", "schedule.pt"]
+
+
+def chains(folder: Path) -> list[str]:
+    """A chain of schedulers is saved and loaded; what is said of a file of another chain, and of one of none."""
+
+    def chain(count: int = 2) -> Any:
+        sgd = optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        parts = [optim.lr_scheduler.LinearLR(sgd, 0.1, 1.0, 3), optim.lr_scheduler.ExponentialLR(sgd, 0.9)]
+        return optim.lr_scheduler.ChainedScheduler(parts[:count])
+
+    booster = Booster(plugin=PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=1))
+    one, other = chain(), chain()
+    for _ in range(4):
+        one.step()
+    booster.save_lr_scheduler(one, f"{folder}/chain.pt")
+    booster.load_lr_scheduler(other, f"{folder}/chain.pt")
+    assert other.state_dict() == one.state_dict() != chain().state_dict()
+    if dist.get_rank() == 0:
+        torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    dist.barrier()
+    said = []
+    for into, name in ((chain(1), "chain.pt"), (other, "optimizer.pt")):
+        with pytest.raises(CheckpointError) as caught:
+            booster.load_lr_scheduler(into, f"{folder}/{name}")
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.local
+def test_schedulers_without_an_epoch(pool: Pool, tmp_path: Path) -> None:
+    """The file that `save_lr_scheduler` wrote of a ChainedScheduler was refused when the run was resumed: it had no
+    last_epoch."""
+    for longer, none in pool.run(chains, 2, tmp_path):
+        assert "chain.pt is not the state of this ChainedScheduler (IndexError" in longer
+        assert "optimizer.pt is not the state of an LR scheduler (it has nothing of the state of a Chained" in none
