@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, jo
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
+from pipeshard.graph.taint import storage_of
 from pipeshard.hf import enable_caches, is_of_custom_code, without_adapters
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
@@ -95,7 +96,7 @@ class FolderSave(Save):
         with together(pipeline.group):
             if folder.is_file():
                 raise CheckpointError(f"{folder} is a file, but shard=True writes a folder: pass another path")
-            state = {name: _ready(tensor, snapshot) for name, tensor in revert(module, tensors).items()}
+            state = _ready(revert(module, tensors), snapshot)
             split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)
             own = [names for names in split.filename_to_tensors.values() if names]
             if pipeline.rank == 0:
@@ -205,7 +206,8 @@ class FileSave(Save):
             if target.is_dir():
                 raise CheckpointError(f"{target} is a folder, but shard=False writes a file: pass shard=True")
             target.parent.mkdir(parents=True, exist_ok=True)
-            state = {name: _ready(tensor, snapshot).contiguous() for name, tensor in revert(module, tensors).items()}
+            ready = _ready(revert(module, tensors), snapshot)
+            state = {name: tensor.contiguous() for name, tensor in ready.items()}
         token, *_ = gather_objects(os.urandom(4).hex(), pipeline.group)
         saved = saved_names(module)
         also = {name: saved[first] for name, first in first_names(module).items() if saved[first] != name}
@@ -259,10 +261,23 @@ def _is_untied(module: nn.Module) -> bool:
     return head is not None and head is not getattr(module.get_input_embeddings(), "weight", None)
 
 
-def _ready(tensor: Tensor, snapshot: bool) -> Tensor:
-    """The tensor on the CPU; with `snapshot`, a copy that training does not change."""
-    there = tensor.to("cpu")
-    return there.clone(memory_format=torch.contiguous_format) if snapshot and there is tensor else there
+def _ready(state: Mapping[str, Tensor], snapshot: bool) -> dict[str, Tensor]:
+    """The tensors on the CPU, of which no two overlap, since safetensors refuses these (such as the mask of all
+    layers); with `snapshot`, copies that training does not change."""
+    ready: dict[str, Tensor] = {}
+    spans: dict[int, list[range]] = {}  # the addresses that are in use, by storage
+    for name, tensor in state.items():
+        there = tensor.to("cpu")
+        used = range(there.data_ptr(), there.data_ptr() + there.nbytes)
+        others = spans.setdefault(storage_of(there), [])
+        # Tensors that are not contiguous are copied one at a time when they are written.
+        overlaps = there.is_contiguous() and any(one.start < used.stop and used.start < one.stop for one in others)
+        if overlaps or (snapshot and there is tensor):
+            there = there.clone(memory_format=torch.contiguous_format)
+        elif there.is_contiguous():
+            others.append(used)
+        ready[name] = there
+    return ready
 
 
 def _generation(folder: Path) -> str:

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeshard import PipelinePlugin
+from pipeshard import PipelinePlugin, save_training_state
 from pipeshard.checkpoint import files, safetensors_files
 from pipeshard.checkpoint import save as saving
 from pipeshard.checkpoint.files import Save
@@ -187,6 +187,39 @@ def test_extra_states(pool: Pool, tmp_path: Path) -> None:
     save in an AttributeError."""
     for message in pool.run(extra_states, 2, str(tmp_path / "saved")):
         assert "state_dict of Limits contains layers.0._extra_state, a dict, but" in message
+
+
+MASK = torch.ones(8, 8).tril()
+
+
+class Masked(nn.Linear):
+    """A layer whose buffers are one mask of all layers, and a part of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("mask", MASK)
+        self.register_buffer("part", MASK[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.mask, self.bias) + self.part.sum()
+
+
+def shared_buffers(place: Path) -> list[set[str]]:
+    """The names of layers' buffers that a save of each kind wrote."""
+    data = {"ids": torch.arange(24).view(4, 6) % 11, "labels": torch.arange(24).view(4, 6) % 11}
+    split = Split(type("Masks", (Net,), {"block": Masked})(), 2, data, num_microbatches=2)
+    split.booster.save_model(split.model, str(place / "folder"), shard=True)
+    split.booster.save_model(split.model, str(place / "one.pt"))
+    save_training_state(place / "state", 1, split.model)
+    split.booster.load_model(split.model, str(place / "folder"))
+    states = tensors_of(place / "folder"), torch.load(place / "one.pt"), tensors_of(place / "state/step-00000001/model")
+    return [{name for name, value in state.items() if torch.equal(value, MASK[: len(value)])} for state in states]
+
+
+def test_a_buffer_of_several_layers_is_saved(pool: Pool, tmp_path: Path) -> None:
+    """On the CPU no save of a model with one mask of all layers worked: the disk was full, it said."""
+    expected = {f"layers.{k}.{name}" for k in range(5) for name in ("mask", "part")}
+    assert pool.run(shared_buffers, 2, tmp_path) == [[expected] * 3] * 2
 
 
 class Terminal(io.StringIO):
