@@ -482,6 +482,7 @@ def test_a_run_without_a_prompt_names_its_folder_too(capsys: pytest.CaptureFixtu
     with (
         mock.patch.object(tuning, "rows", return_value=(data, None)),
         mock.patch.object(tuning, "model_of"),
+        mock.patch("pipeshard.distributed.mesh.backend_here", return_value=None),  # this process has no launcher
         mock.patch("pipeshard.plugin.PipelinePlugin"),
         mock.patch("pipeshard.trainer.pipelined"),
     ):
