@@ -59,7 +59,7 @@ def boost_model(
     kind: type[PipelineModel] = PipelineModel,
     num_batches: int = 1,
 ) -> tuple[PipelineModel, Criterion | None]:
-    """Split a model; returns this rank's stages and the criterion. An already boosted model is returned unchanged. A
+    """Split a model. Returns this rank's stages and the criterion. An already boosted model is returned unchanged. A
     search for a schedule assumes steps of `num_batches` batches."""
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
@@ -121,7 +121,7 @@ def boost_model(
 def _searched(
     config: PipelineConfig, grid: Grid, model: nn.Module, criterion: Criterion | None, sample: Batch, num_batches: int
 ) -> PipelineConfig:
-    """Search for a schedule and cuts for this model; returns the config with both, the same on every rank."""
+    """Search for a schedule and cuts for this model. Returns the config with both; it is the same on every rank."""
     p, of_batch = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
     precision = config.precision if config.lowers else "fp32"
     training = Training(
@@ -144,8 +144,8 @@ def _searched(
 
 
 def _texts(model: nn.Module) -> dict[str, list[str]]:
-    """The lines that ranks compare, by title: the model's class, and its parameters' shapes, dtypes and
-    requires_grad."""
+    """The lines that ranks compare, by title: the class of the model, and the shape, dtype and requires_grad of each
+    parameter."""
     named = list(model.named_parameters())
     return {
         "the model's class": [type(model).__qualname__],
@@ -170,7 +170,7 @@ def _warn_of_16_bits(model: nn.Module) -> None:
 
 
 def _warn_of_uneven(policy: Policy) -> None:
-    """Warn if one stage holds so much of the model that the split hardly saves memory."""
+    """Warn if one stage holds so much of the model that the split saves little memory."""
     sizes = [parameter.numel() * parameter.element_size() for parameter in policy.model.parameters()]
     shares = policy.shares()
     if sum(sizes) < LARGE or max(shares) <= UNEVEN:

@@ -366,7 +366,7 @@ def launch(arguments: tuple[str, ...]) -> None:
 
 
 def _trains(kind: str, what: str) -> click.Command:
-    """The command that trains with a TRL Trainer; TRL's parser reads the arguments."""
+    """The command that trains with a TRL Trainer. TRL's parser reads the arguments."""
 
     def run(arguments: tuple[str, ...]) -> None:
         from pipeshard.tuning import main as train

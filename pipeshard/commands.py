@@ -28,8 +28,8 @@ WIDTH = 80
 
 
 def show(plan: Plan, console: Console | None = None, slices: bool = False) -> None:
-    """Print a plan: its stages, schedules and recommendation; with `slices`, also the effect of the number of
-    slices."""
+    """Print a plan: the stages, the schedules and the recommendation. With `slices`, also print the effect of the
+    number of slices."""
     console = console or Console(width=WIDTH, highlight=False)
     for part in render(plan, slices):
         console.print(part)
@@ -64,7 +64,7 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
 
 
 def _memory(plan: Plan) -> Table:
-    """One row per stage, all sizes in the unit of the largest total; columns of zeros are omitted."""
+    """One row per stage. All sizes are in the unit of the largest total. Columns of zeros are omitted."""
     size = _unit(max(stage.memory.total for stage in plan.stages))
     parts = {"weights": "parameters", "grads": "gradients", "fp32": "values", "optim.": "optimizer"}
     rest = {"temp.": "temporary", "absent": "absent", "update": "update"}
@@ -84,7 +84,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    """One row per stage: its units, times and messages; all sizes are in the unit of the largest message."""
+    """One row per stage: the stage's units, times and messages. All sizes are in the unit of the largest message."""
     crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
     table = _table(f"Times of the stages in {_TIMES[plan.unit]}, messages in {crossing}")
     table.add_column("stage", justify="right", no_wrap=True)
@@ -171,7 +171,8 @@ CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # exit codes of the co
 
 
 def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> Proven:
-    """Run a training script up to its booster.boost, in one process that replaces all ranks; returns the proof."""
+    """Run a training script up to its call of booster.boost, in one process that replaces all ranks. Returns the
+    proof."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -196,7 +197,7 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
 def prove_model(
     source: str, fields: Sequence[str], seq_len: int, dtype: str, make_booster: Callable[[Any], Any]
 ) -> Proven:
-    """Boost a model with random weights (see `planner.models.build`) with `make_booster(batch)`; returns the proof."""
+    """Boost a model with random weights (see `planner.models.build`) using `make_booster(batch)`. Returns the proof."""
     model = build(source, fields, dtype)
     data = drawn_batch(model, 10, seq_len)
     store = dist.HashStore()  # type: ignore[attr-defined]  # a FileStore's file would be gone when the watchdog ends
@@ -212,7 +213,7 @@ def prove_model(
 
 
 def drawn_batch(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
-    """A batch of random samples; if labels are per token, the samples have different numbers of valid labels."""
+    """A batch of random samples. If labels are per token, the samples have different numbers of valid labels."""
     config = config_of(model)
     generator = torch.Generator().manual_seed(0)
     text = text_config(model)

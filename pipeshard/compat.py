@@ -99,11 +99,11 @@ class PipelineStageManager:
         return dist.get_rank()
 
     def get_prev_rank(self) -> int:
-        """The world rank of the previous stage; on the first stage, the rank of the last stage."""
+        """The world rank of the previous stage. On the first stage, this is the rank of the last stage."""
         return self.prev_rank
 
     def get_next_rank(self) -> int:
-        """The world rank of the next stage; on the last stage, the rank of the first stage."""
+        """The world rank of the next stage. On the last stage, this is the rank of the first stage."""
         return self.next_rank
 
     def get_p2p_process_group(self) -> dist.ProcessGroup | None:
@@ -131,8 +131,8 @@ class PipelineStageManager:
     ) -> list[int]:
         """The number of layers of each of the p·v virtual stages, in the model's order.
 
-        If the layers do not divide evenly, the middle stages have one more layer, since the first and the last stage
-        also hold the embedding and the head.
+        If the layers do not divide evenly, stages in the middle have one more layer, since the first stage also holds
+        the embedding, and the last stage the head.
 
         Raises:
             ConfigurationError: if `num_layers` is not the sum of `num_layers_per_stage`.
@@ -157,7 +157,8 @@ class PipelineStageManager:
         num_model_chunks: RankOrOwn = None,
         num_stages: RankOrOwn = None,
     ) -> list[int] | list[list[int]]:
-        """Return the range [first, end) of a stage's layers; with several chunks, a list of such ranges, one per chunk.
+        """Return the range [first, end) of a stage's layers or, with several chunks, a list of such ranges, one per
+        chunk.
 
         Args:
             layers_per_stage: the number of layers of each of the p·v virtual stages, as from `distribute_layers`.
@@ -246,7 +247,8 @@ PLUGIN_ATTRIBUTES = {
 
 
 class ForeignAttributeError(UsageError, AttributeError):
-    """An attribute of ColossalAI's plugins that pipeshard lacks; an AttributeError, so that `hasattr` returns False."""
+    """An attribute of ColossalAI's plugins that pipeshard lacks. This is an AttributeError, so that `hasattr` returns
+    False."""
 
 
 def refuse_positional(values: Collection[Any]) -> None:
@@ -295,7 +297,8 @@ BASE, INTERFACE = "colossalai.booster.plugin.pp_plugin_base", "colossalai.interf
 
 
 def import_booster() -> None:
-    """Import ColossalAI's Booster, if it is installed, without its warnings about missing optional packages."""
+    """Import ColossalAI's Booster, if ColossalAI is installed, without ColossalAI's warnings about missing optional
+    packages."""
     with warnings.catch_warnings(), suppress(ImportError):
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable

@@ -60,7 +60,7 @@ class Settled(NamedTuple):
 class PipelineConfig:
     """The arguments of PipelinePlugin. All except `dry_run_input` and `timeout` must be the same on every rank.
 
-    Fields that depend on other fields are resolved: `num_model_chunks` is the number that the schedule uses,
+    Fields that depend on other settings are resolved: `num_model_chunks` is the number that the schedule uses,
     `num_microbatches` is 1 with pp_size=1 if no microbatch size is set, and `verify` is False if PIPESHARD_VERIFY=0
     disables "auto".
 
@@ -73,12 +73,12 @@ class PipelineConfig:
             for a PipelineTrainer, all three arguments may be omitted.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
             gradients of linear and embedding layers are computed separately, when a stage would otherwise wait.
-            Alternatively, a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one: the program runs
-            as given, with messages added. "auto" searches for the cuts, the chunks of each rank and the order of all
-            actions that minimize this model's step time within `memory_limit`, using the costs of partition="auto" or
-            "profile".
-        memory_limit: the memory per rank for schedule="auto", such as "80GB", including AdamW's states; by default the
-            memory that "1f1b" needs on its fullest rank.
+            Alternatively, a `pipeshard.schedule.Program`, or a function of (p, m, v) that returns a Program. This
+            Program runs unchanged, except that messages are added. "auto" searches for the cuts, the chunks of each
+            rank and the order of all actions that minimize this model's step time within `memory_limit`, using the
+            costs of partition="auto" or "profile".
+        memory_limit: the memory per rank for schedule="auto", such as "80GB", including AdamW's states. By default, the
+            most memory that a rank needs with "1f1b".
         num_slices: the number of slices into which each microbatch is split along its sequence in training, so that
             stages wait less for long sequences. "auto" uses the smallest power of two that nearly minimizes the step
             time, with at least 256 positions per slice. Requires a transformers decoder with a cache, and "1f1b",
@@ -92,22 +92,22 @@ class PipelineConfig:
             the units to cut after.
         policy: a Policy class for this model; by default the class registered for the model.
         init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
-            initialized. True uses the architecture's own rule, False leaves it to `booster.load_model`; a function is
-            called as `fn(module)` or `fn(module, name)` for every module with such tensors. The values depend only on
-            the first stage's seed (`torch.manual_seed`) and on names, not on `pp_size`.
+            initialized. True uses the architecture's own rule. With False, `booster.load_model` must load their values.
+            A function is called as `fn(module)` or `fn(module, name)` for every module with meta tensors. The values
+            depend only on the first stage's seed (`torch.manual_seed`) and on names, not on `pp_size`.
         dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates one of `size`
             samples; by default the first samples of the dataloader.
-        shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")],
-            before the model is cut; the values of the first name are kept.
+        shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")], before the
+            model is cut. The values of a group's first parameter are kept.
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 disables
             clipping.
-        loss_reduction: "token" gives the loss of the whole batch, the mean over its valid labels; "batch" does this for
-            each replica's batch separately, and averages the replicas' losses, as DistributedDataParallel does;
-            "microbatch" is the unweighted mean of the microbatches' losses.
+        loss_reduction: "token" gives the loss of the whole batch, the mean over its valid labels. "batch" computes this
+            mean for each replica's batch separately, and averages the replicas' losses, as DistributedDataParallel
+            does. "microbatch" is the unweighted mean of the microbatches' losses.
         dp_size: the number of replicas; by default as many as the world size allows.
         tp_size: the number of ranks that shard each stage, using the architecture's own `tp_plan` (transformers 5) or
-            its policy's plan.
-        tp_plan: a custom plan: a dict from module names, with * for numbers, to "colwise", "rowwise" or another style.
+            the plan of the model's policy.
+        tp_plan: a custom plan: a dict of "colwise", "rowwise" or another style by module name, with * for numbers.
         ep_size: the number of ranks that shard the experts of each stage, using the architecture's own `ep_plan`. Not
             supported with `tp_size`.
         ep_plan: a custom plan: a dict with "ep_dispatch_experts" for expert modules, and "grouped_gemm" for their
@@ -115,26 +115,27 @@ class PipelineConfig:
         zero_stage: 1 shards the optimizer state across the replicas, without splitting any parameter's state.
         fsdp: True shards the parameters, gradients and optimizer state of each held unit across the replicas, with
             torch's `fully_shard`; parameters are gathered once per step.
-        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16", parameters are 16-bit, while
-            gradients are accumulated and updates applied in fp32. "fp16" scales the loss, and all ranks skip a step if
-            a gradient overflowed.
+        precision: "fp32" leaves the model in its own dtype. With "bf16" or "fp16", parameters are 16-bit, but gradients
+            are accumulated and updates are applied in fp32. "fp16" scales the loss, and all ranks skip a step if a
+            gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast with `precision`.
         initial_scale: the initial loss scale, with "fp16".
-        compile: True, or a dict of torch.compile options: each held unit is compiled separately; units of one class are
+        compile: True, or a dict of torch.compile options: each held unit is compiled separately. Units of one class are
             compiled only once. Not supported with schedules that split the backward.
-        batch_dims: a dict from paths of batch leaves to the batch dimension, if it is not the first (time-major
+        batch_dims: a dict that maps paths of batch leaves to the batch dimension, if it is not the first (time-major
             inputs), or to None for a leaf that every microbatch receives unsplit. An ambiguous leaf is an error.
-        recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
-            stage's units in [0, 1] (repeated layers first), or a list of shares, one per stage (p·v).
+        recompute: the units that keep no activations and run again in the backward pass: True (all), a fraction of each
+            stage's units in [0, 1] (repeated layers first), or a list of fractions, one per stage (p·v).
         offload: "activations" keeps the activations of at most two microbatches on a rank's GPU, and copies all other
-            activations to the host until their backward. "optimizer" keeps the optimizer's states, and the values that
-            it updates, on the host: gradients are copied there for the optimizer's step, which runs on the CPU, and the
-            updated values are copied back. "both" does both. On a CPU, nothing is copied.
+            activations to the host until their backward. "optimizer" keeps the optimizer's states and the master
+            weights on the host. Gradients are copied to the host for the optimizer's step, which runs on the CPU, and
+            the updated values are copied back. "both" does both. On a CPU, nothing is copied.
         activation_checkpoint_interval: k > 0 recomputes every k-th unit call of the model, instead of `recompute`.
-        timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long outside a
-            step) before all ranks abort with a table of each rank's current activity, or None for no limit. "adaptive"
-            is 20 times the longest action so far, and at least 30 seconds. A dict sets separate values for a "step",
-            for any "other" call (a save, a load, a boost), and for waits of the script itself "between" two calls.
+        timeout: the seconds that one action of a step, or one wait for another rank, may take (three times as long
+            outside a step), or None for no limit. After this time, all ranks abort with a table of each rank's current
+            activity. "adaptive" is 20 times the longest action so far, and at least 30 seconds. A dict sets separate
+            values for a "step", for any "other" call (a save, a load, a boost), and for the script's own waits
+            "between" two calls.
         watchdog: False disables the mechanisms that stop all ranks together: two threads, a small process,
             faulthandler, and hooks for `atexit`, exceptions, `sys.exit` and SIGTERM (if it has no handler). Failures
             then appear as the backend's errors.
@@ -143,8 +144,8 @@ class PipelineConfig:
             may overflow.
         verify: prove, before the model is cut, that it trains the same when split: in the first process, all stages and
             the unsplit model take two steps on samples of the batch that is used for tracing. "auto" does this for
-            models that docs/parity.md does not list, if the proof takes less than 5 seconds and a tenth of the free
-            memory. A large model is represented by a smaller copy. A difference raises VerificationError.
+            models that docs/parity.md does not list, if the proof takes less than 5 seconds and less than a tenth of
+            the free memory. A large model is represented by a smaller copy. A difference raises VerificationError.
         deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
             instead of once per microbatch. Not supported with `compile`.
 
@@ -215,12 +216,13 @@ class PipelineConfig:
 
     @property
     def is_v(self) -> bool:
-        """Whether the stages form a V: from the first rank to the last, and back."""
+        """Whether the stages form a V, from the first rank to the last rank and back."""
         return self.schedule in IN_A_V or (self.num_model_chunks == 2 and is_v(self.placement, self.pp_size))
 
     @property
     def cut(self) -> tuple[int | None, int | None]:
-        """(num_microbatches, microbatch_size), at most one of which is set; both are None with `microbatch_tokens`."""
+        """(num_microbatches, microbatch_size). At most one of the two is set; with `microbatch_tokens`, both are
+        None."""
         return self.num_microbatches, self.microbatch_size
 
     @property
@@ -246,7 +248,7 @@ class PipelineConfig:
 
     @property
     def lowers(self) -> bool:
-        """Whether parameters are cast to 16 bits, with additional fp32 values."""
+        """Whether parameters are cast to 16 bits, with fp32 master weights."""
         return self.precision != "fp32" and not self.autocast
 
     def offloads(self, what: str) -> bool:
@@ -260,7 +262,7 @@ class PipelineConfig:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether microbatches are built by their number of tokens, with excess padding removed."""
+        """Whether microbatches are formed by number of tokens, with excess padding removed."""
         return self.microbatch_tokens is not None
 
     def slices_of(self, totals: Sequence[int]) -> int:
@@ -275,13 +277,13 @@ class PipelineConfig:
 
     @property
     def defers(self) -> bool:
-        """Whether weight gradients may be computed separately even if the schedule does not require it: not for
-        compiled units, or with tensor or expert parallelism."""
+        """Whether weight gradients may be computed separately even if the schedule does not require this. False for
+        compiled units, and with tensor or expert parallelism."""
         return not (self.compile or self.slices_of_stage > 1)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage; before a search, one stage per rank."""
+        """The pipeline rank of each stage. Before a search, each rank has one stage."""
         if self.schedule == AUTO:
             return tuple(range(self.pp_size))
         return self.program().placement
@@ -292,7 +294,7 @@ class PipelineConfig:
         return Recompute.of(self.recompute, self.activation_checkpoint_interval, self.num_stages)
 
     def program(self, num_microbatches: int = 1, num_slices: int = 1) -> Program:
-        """The program of a training step, without messages; raises ConfigurationError if the schedule does not support
+        """The program of a training step, without messages. Raises ConfigurationError if the schedule does not support
         these numbers."""
         if num_slices > 1:
             program = sliced(str(self.schedule), self.pp_size, num_microbatches, num_slices)
@@ -448,7 +450,8 @@ class PipelineConfig:
 
 
 def check_plan(name: str, plan: Any) -> None:
-    """Raise ConfigurationError unless a tensor- or expert-parallel plan is None or a dict of styles by module name."""
+    """Raise ConfigurationError unless a tensor- or expert-parallel plan is None or a dict that maps module names to
+    styles."""
     if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
         raise ConfigurationError(f"{name} must be a dict from module names to styles, got {plan!r}")
 

@@ -1,9 +1,10 @@
 """Dataloader: gives every stage of a replica the same batches, in an order that can be resumed at any batch.
 
-All stages of a replica must read the same batches, and the replicas together the batches that one process would read.
-torch's DataLoader takes its order from a global generator and does not save its position; DistributedSampler
-distributes single samples, so the batches depend on the number of replicas. Here, the order depends only on the seed
-and the epoch, `Share` divides the samples of each step among the replicas, and the loader counts the batches taken.
+All stages of a replica must read the same batches, and the replicas together must read the batches that one process
+would read. torch's DataLoader takes its order from a global generator and does not save its position.
+DistributedSampler distributes single samples, so the batches depend on the number of replicas. Here, the order depends
+only on the seed and the epoch. `Share` divides the samples of each step among the replicas, and the loader counts the
+batches that were taken.
 """
 
 import logging
@@ -31,7 +32,7 @@ logger = logging.getLogger("pipeshard")
 
 
 class Batches(Iterator[Any]):
-    """An iterator over one epoch's batches that counts them in `place`. It holds no reference to the loader (see
+    """An iterator over one epoch's batches that counts the batches in `place`. It holds no reference to the loader (see
     LoaderPlace)."""
 
     def __init__(
@@ -52,7 +53,7 @@ class Batches(Iterator[Any]):
         return self.number == self.place.iterators
 
     def is_over(self) -> bool:
-        """Whether no batch is left; may load the next batch to find out."""
+        """Whether no batch is left. This may load the next batch."""
         return self.batches.is_over()
 
     def __next__(self) -> Any:
@@ -83,26 +84,26 @@ class ResumableDataLoader(DataLoader[Any]):
     """A DataLoader whose order depends only on the seed and the epoch, and whose position can be saved.
 
     With `num_replicas` n, the replicas together read `batch_size` x n consecutive samples of that order per step, and
-    this loader loads block `replica` of the n blocks. Concatenated, the replicas' batches equal the batches of one
-    process with n times the batch size. If fewer samples are left for the last step, they are divided evenly; the first
-    replicas read one more if necessary. If fewer samples than replicas are left, they are omitted with a warning; with
-    `drop_last`, an incomplete last step is always omitted. Every replica therefore has the same number of batches. Your
-    own `sampler` defines the order for all replicas. From a `batch_sampler`, or with batch_size=None, each replica
-    loads every n-th batch. Every replica reads all of a stream (an IterableDataset) and keeps its own share; with
-    workers, each worker does so with its copy of the stream.
+    this loader loads block `replica` of the n blocks. If concatenated, the replicas' batches equal the batches of one
+    process with n times the batch size. If fewer samples are left for the last step, they are divided evenly, and the
+    first replicas read one sample more if necessary. If fewer samples than replicas are left, these samples are omitted
+    with a warning. With `drop_last`, an incomplete last step is always omitted. Every replica therefore has the same
+    number of batches. Your own `sampler` defines the order for all replicas. From a `batch_sampler`, or with
+    batch_size=None, each replica loads every n-th batch. Every replica reads all of a stream (an IterableDataset) and
+    keeps its own share. With workers, each worker reads all of its copy of the stream, and keeps the replica's share.
 
     `epoch` counts from 0, `batches` is the number of batches that the training loop has taken in this epoch (workers
     may have loaded more), and `remaining` the number that it can still take. After `load_state_dict(...)`, the loader
-    continues with the next batch. It loads no earlier batches, except from an IterableDataset, which must be read up to
-    that position.
+    continues with the next batch. It does not load earlier batches again, except from an IterableDataset, which must be
+    read up to the saved position.
 
-    Every random generator that a sampler holds, however deeply samplers are nested, is seeded before each epoch. While
-    samplers run, the process's generators are also seeded. `set_epoch` is called on every sampler (and dataset) that
-    has it. State that a sampler keeps from one epoch to the next is saved with the position: its `state_dict()` or,
-    without one, its changed attributes with plain values. The random numbers of the dataset and the collator depend
-    only on seed, epoch, batch and replica, with any number of workers; those of a stream depend on seed, epoch, worker
-    and the position in the stream. Loading a batch does not change the state of the process's generators.
-    `dataloader.sampler` has `set_epoch` and `set_start_index`.
+    Before each epoch, every random generator of a sampler is seeded, including those of nested samplers. While samplers
+    run, the process's generators are also seeded. `set_epoch` is called on every sampler (and dataset) that defines
+    this method. The state that a sampler keeps from one epoch to the next is saved with the position: the sampler's
+    `state_dict()` or, without one, its changed attributes with plain values. The random numbers of the dataset and the
+    collator depend only on seed, epoch, batch and replica, with any number of workers. The random numbers of a stream
+    depend on seed, epoch, worker and the position in the stream. Loading a batch does not change the state of the
+    process's generators. `dataloader.sampler` has `set_epoch` and `set_start_index`.
 
     Args:
         batch_size: the number of samples in one replica's batch.
@@ -179,12 +180,12 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int:
-        """The number of batches left in the newest iterator or, before the first is created, in an epoch."""
+        """The number of batches left in the newest iterator or, before the first iterator is created, in an epoch."""
         return len(self) - self.batches
 
     def __len__(self) -> int:
-        """The number of batches of an epoch. For a stream with several workers, the number is an estimate that assumes
-        equal parts, until one epoch has been read completely."""
+        """The number of batches of an epoch. For a stream with several workers, the number is an estimate until one
+        epoch has been read completely: all workers are assumed to have equally many samples."""
         if self._sampler is not None:
             return super().__len__()
         samples, workers = len(self.dataset), max(1, self.num_workers)  # type: ignore[arg-type]
@@ -260,7 +261,7 @@ class ResumableDataLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch, the same on every replica: numbers, and the states that samplers keep.
 
-        If the length is unknown, this may load the next batch to find out whether the epoch is over.
+        If the length is unknown, this method may load the next batch, to determine whether the epoch is over.
         """
         ended = self._has_ended()
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)

@@ -70,11 +70,11 @@ class PreemptibleJob:
         lr_scheduler: LRScheduler | None = None,
         dataloader: Any = None,
     ) -> int:
-        """Load the newest state into the objects that `booster.boost` returned; returns the number of completed steps,
-        0 for a new job.
+        """Load the newest state into the objects that `booster.boost` returned. Returns the number of completed steps,
+        which is 0 for a new job.
 
         Raises CheckpointError, on every rank, for a state that does not match these objects, and for a directory that
-        contains steps, but no complete one. (A save that was killed before it completed its step leaves no step.)
+        contains saved steps, but no complete one. (A save that was killed leaves no step.)
         """
         self._parts = (model, optimizer, lr_scheduler, dataloader)
         if getattr(dataloader, "num_workers", 0):
@@ -130,9 +130,9 @@ class PreemptibleJob:
 class ElasticJob(PreemptibleJob):
     """One run of a job: `pipeshard launch` restarts the script whenever ranks leave or join, until the script ends.
 
-    The job initializes the process group (gloo, and NCCL if there is a GPU) unless the script has done so, and chooses
-    the layout with the most stages that the ranks allow. If a rank receives a termination signal, the state is saved,
-    and the remaining ranks continue.
+    The job initializes the process group (gloo, and NCCL if there is a GPU) unless the script has already initialized
+    it. It chooses the layout with the most stages that the ranks allow. If a rank receives a termination signal, the
+    state is saved, and the remaining ranks continue.
 
         job = ElasticJob("state", pp_size=4, global_batch=16)
         plugin = PipelinePlugin(**job.layout.arguments)
@@ -179,9 +179,10 @@ class ElasticJob(PreemptibleJob):
 
 @dataclass(frozen=True)
 class Deaf:
-    """A DataLoader `worker_init_fn` that makes workers ignore SIGTERM, which an agent also sends to them.
+    """A DataLoader `worker_init_fn` that makes workers ignore SIGTERM, since an agent sends this signal to workers,
+    too.
 
-    `resume` installs it in its dataloader: if a worker exited, the step and therefore the save would fail.
+    `resume` installs this function in the dataloader: if a worker exited, the step and therefore the save would fail.
     """
 
     then: Callable[[int], None] | None = None
@@ -211,7 +212,7 @@ def _join(timeout: float) -> None:
 
 
 def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
-    """Return rank 0's choice of a layout (measured profiles differ between ranks), or raise an error, on every rank."""
+    """On every rank, return rank 0's choice of a layout (measured profiles differ between ranks), or raise an error."""
     chosen: Any = None
     if dist.get_rank() == 0:
         try:

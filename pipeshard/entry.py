@@ -46,11 +46,11 @@ def initialize(
         arguments: without a plugin, the arguments of PipelinePlugin (`pipeshard.config.PipelineConfig`); `pp_size` is
             required.
 
-    Initializes the process group from torchrun's environment, unless the script has done so. With pp_size=1, a process
-    without a launcher creates its own group, so this also works in a notebook.
+    Initializes the process group from torchrun's environment, unless the script has already initialized it. With
+    pp_size=1, a process without a launcher creates its own group, so `initialize` also works in a notebook.
 
-    Raises ConfigurationError for invalid arguments and for a process that torchrun has not started, and the errors of
-    splitting the model: TraceError, PartitionError, CheckpointError, BatchError.
+    Raises ConfigurationError for invalid arguments and for a process that torchrun has not started. Raises TraceError,
+    PartitionError, CheckpointError or BatchError if the model cannot be split.
     """
     if plugin is not None and arguments:
         raise ConfigurationError(
@@ -69,8 +69,8 @@ def initialize(
 
 
 def join() -> None:
-    """Initialize the process group from torchrun's environment, unless it exists. The backend is NCCL if this host has
-    a GPU for each of its processes, otherwise gloo."""
+    """Initialize the process group from torchrun's environment, unless a group exists. The backend is NCCL if this host
+    has a GPU for each of its processes, otherwise gloo."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -89,8 +89,8 @@ class Engine:
     Attributes:
         plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and more.
         checkpoint_io: saves and loads checkpoints.
-        model: the model that the last `boost` returned, or None before the first. Iterating over the engine yields this
-            and the next four attributes.
+        model: the model that the last `boost` returned, or None before the first call. Iterating over the engine yields
+            this and the next four attributes.
         optimizer: the optimizer of this process's part of the model.
         criterion: the given criterion, or the criterion in the model's hints.
         dataloader: the given dataloader.
@@ -156,7 +156,7 @@ class Engine:
     ) -> dict[str, Any]:
         """Run one batch of `data_iter`; see `PipelinePlugin.execute_pipeline` for the result.
 
-        Without a `model`, it uses the engine's own model, criterion and optimizer, and trains, except under
+        Without a `model`, the method uses the engine's own model, criterion and optimizer, and trains, except under
         `torch.no_grad()`. With a `model`, it behaves like Booster's method: it trains if an `optimizer` is given.
         """
         if model is None:
@@ -169,7 +169,8 @@ class Engine:
         )
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
-        """Run the backward of a loss from `model(...)`, which requires one process with the whole model (pp_size=1)."""
+        """Run the backward of a loss from `model(...)`. This requires that one process holds the whole model
+        (pp_size=1)."""
         optimizer.backward(loss)
 
     def no_sync(

@@ -27,7 +27,7 @@ class BatchError(PipeshardError, ValueError):
 
 
 class UsageError(PipeshardError, RuntimeError):
-    """A call that a split model does not support, or that comes at the wrong time."""
+    """A call that a split model does not support, or does not support at this time."""
 
 
 class CheckpointError(PipeshardError, RuntimeError):
@@ -35,7 +35,7 @@ class CheckpointError(PipeshardError, RuntimeError):
 
 
 class RankError(PipeshardError, RuntimeError):
-    """Another rank failed, so this rank cannot continue; `fault`, if set, describes which rank failed, where and
+    """Another rank failed, so this rank cannot continue. If `fault` is set, it describes which rank failed, where and
     why."""
 
     def __init__(self, message: str, fault: Any = None) -> None:
@@ -64,7 +64,7 @@ class DeadlockError(PipeshardError, RuntimeError):
 
 
 def of_all(error: Exception) -> Exception:
-    """Mark and return an error that every rank raises together, so that no rank reports it to the others."""
+    """Mark an error that all ranks raise together, so that no rank reports it to the other ranks. Returns the error."""
     error.__dict__["pipeshard_of_all"] = True
     return error
 
@@ -80,8 +80,8 @@ def summary(error: BaseException) -> str:
 
 @contextmanager
 def explained(explain: Callable[[Exception], Exception], but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Context manager around third-party code that replaces an exception with the result of `explain`, except for
-    exceptions of the classes in `but`."""
+    """Context manager around third-party code that replaces an exception with the result of `explain`. Exceptions of
+    the classes in `but` are not replaced."""
     try:
         yield
     except but:
@@ -91,17 +91,17 @@ def explained(explain: Callable[[Exception], Exception], but: tuple[type[Excepti
 
 
 def listed(problems: Sequence[str], shown: int = 8) -> str:
-    """Join the first `shown` problems in one line, followed by the number of the remaining ones."""
+    """Join the first `shown` problems in one line, followed by the number of the remaining problems."""
     more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
     return "; ".join(problems[:shown]) + more
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """A suggestion for an unknown name: the closest known names, or all of them."""
+    """A suggestion for an unknown name: the closest known names, or all known names."""
     close = get_close_matches(name, known, n=3)
     return f"did you mean {' or '.join(close)}?" if close else f"the known names are {', '.join(known) or 'none'}"
 
 
 def unknown(who: str, name: str, model: str, known: Collection[str], what: str = "units") -> str:
-    """The message for an argument `who` with a name that the model does not have."""
+    """The error message for an unknown name: the argument `who` contains a `name` that the `model` does not have."""
     return f"{who} names {name}, which is not one of the {what} of {model}: {hint(name, known)}"

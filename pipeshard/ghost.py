@@ -1,8 +1,9 @@
 """Ghost: the placeholder for a parameter on a stage that does not hold it.
 
 The module tree of a model is the same on every stage, so optimizers, hooks and user code encounter parameters that the
-stage does not hold. Meta tensors would compute results without values, and fail far from the cause. A Ghost has a
-shape, dtype and device, allocates one element, and raises an error with its name if its values are read.
+stage does not hold. Meta tensors would compute results without values, and fail far from the cause. A Ghost has the
+parameter's shape, dtype and device, allocates one element, and raises an error with the parameter's name if its values
+are read.
 """
 
 from collections import OrderedDict
@@ -56,7 +57,7 @@ _inside = 0
 
 @contextmanager
 def inside_pipeshard() -> Iterator[None]:
-    """Context manager for pipeshard's own use of a model: glue runs on every stage, and may read ghosts.
+    """Context manager for pipeshard's own use of a model: glue runs on every stage, and may read Ghosts.
 
     Inference mode becomes no_grad: autograd cannot use tensors that were created in inference mode, and some tensors
     (buffers, weights) are kept from one step to the next.
@@ -76,13 +77,13 @@ def inside_pipeshard() -> Iterator[None]:
 class Ghost(nn.Parameter):
     """A released parameter: it keeps its names, shape, dtype and device, but is frozen and has no values.
 
-    Reading or writing its values, copying or pickling it raises a UsageError with its `label`. Under
-    `inside_pipeshard`, glue may use it as long as no result depends on it: its values read as NaN, and writes are
+    If a Ghost's values are read or written, or if a Ghost is copied or pickled, a UsageError with its `label` is
+    raised. Under `inside_pipeshard`, glue may use a Ghost if no result depends on it: reads return NaN, and writes are
     discarded.
 
     Attributes:
         pipeshard_trainable: whether the parameter is trained, on the stages that hold it.
-        label: its name, and the stages that hold it.
+        label: the parameter's name, and the stages that hold the parameter.
     """
 
     pipeshard_trainable: bool
@@ -143,7 +144,8 @@ LOOP = (
 
 
 def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
-    """The error for `what`, which needs values that this rank does not hold; `before` precedes the advice."""
+    """The error for the operation `what`, which needs values that this rank does not hold. The text `before` precedes
+    the advice."""
     advice = before + (
         "Save the model with booster.save_model(model, folder, shard=True) or trainer.save_model(folder), or adapters "
         "with booster.save_lora_as_pretrained(model, folder). Load it with booster.load_model(model, folder). Get the "
@@ -202,7 +204,7 @@ def _ghosts(values: Iterable[Any]) -> Iterator[Ghost]:
 
 
 def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    """Run an in-place function on the targets that are not ghosts. Raises UsageError if it writes a ghost to a
+    """Run an in-place function on the targets that are not Ghosts. Raises UsageError if it writes a Ghost's values to a
     parameter."""
     targets = kwargs.get("out", next(iter((*args, *kwargs.values()))))
     if isinstance(targets, Ghost):

@@ -2,8 +2,8 @@
 
 A trace finds most facts that a pipeline needs about a model, but not the meaning of values: which leaf contains labels,
 which token represents an image, which leaves have the decoder's positions. transformers expresses these meanings only
-by names. All of these names are here and nowhere else, and no name belongs to a single architecture. `tests/test_hf.py`
-tests each name against transformers and peft: if a release renames something, these tests fail.
+by names. All of these names are in this module and nowhere else, and no name belongs to a single architecture.
+`tests/test_hf.py` tests each name against transformers and peft: if a release renames something, these tests fail.
 """
 
 import inspect
@@ -83,7 +83,7 @@ def is_mask(path: str) -> bool:
 
 
 def is_of_decoder(path: str, encoder_decoder: bool) -> bool:
-    """Whether a leaf has the decoder's positions; with `encoder_decoder`, labels also do."""
+    """Whether a leaf has the decoder's positions. With `encoder_decoder`, labels also have them."""
     return path.startswith("decoder_") or (encoder_decoder and path.endswith(LABELS))
 
 
@@ -103,12 +103,12 @@ def media_kind(path: str) -> str | None:
 
 
 def config_of(model: nn.Module) -> Any:
-    """The model's config, or None if it has none."""
+    """The model's config, or None if the model has none."""
     return getattr(model, "config", None)
 
 
 def text_config(model: nn.Module) -> Any:
-    """The text part of the model's config; for a plain language model, the whole config."""
+    """The text part of the model's config. For a plain language model, this is the whole config."""
     config = config_of(model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -160,9 +160,9 @@ def has_label_per_sample(model: nn.Module) -> bool:
 
 
 def disable_caches(model: nn.Module) -> list[Any]:
-    """Turn key-value caches off in every (sub-)config in which they are on, and return these configs.
+    """Turn off key-value caches in every (sub-)config in which they are on, and return these configs.
 
-    Caches are for generation. Units that fill caches would pass values between stages that pipeshard does not send.
+    Caches are for generation. If units filled caches, values would pass between stages that pipeshard does not send.
     """
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     parts = [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
@@ -179,13 +179,13 @@ def enable_caches(configs: Iterable[Any]) -> None:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether this is a transformers cache, with keys and values, or other states, of each layer."""
+    """Whether this is a transformers cache, with the keys and values (or other states) of each layer."""
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
 def stops_by_clock(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of `generate` stops after a time: by its argument, by a generation config, or by transformers'
-    criterion."""
+    """Whether a call of `generate` stops after a time limit, set by an argument, a generation config, or a stopping
+    criterion of transformers."""
     criteria = kwargs.get("stopping_criteria") or ()
     given = (getattr(model, "generation_config", None), *args, kwargs.get("generation_config"), *criteria)
     return any(limit is not None for limit in (kwargs.get(TIME), *(getattr(one, TIME, None) for one in given)))
@@ -236,7 +236,7 @@ def rope_limit(module: nn.Module) -> int | None:
 
 
 def adds_noise(module: nn.Module) -> bool:
-    """Whether NEFTune adds noise to the results of this embedding, with a scale that depends on their length."""
+    """Whether NEFTune adds noise to the results of this embedding, with a scale that depends on the sequence length."""
     return module.training and NOISE in vars(module) and bool(module._forward_hooks)
 
 
@@ -256,14 +256,14 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
-    """The prefix of the base model's names in `model`, and the base model (for a PeftModel, the model it wraps)."""
+    """The prefix of the base model's names in `model`, and the base model (for a PeftModel, the wrapped model)."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     path = next(name for name, module in model.named_modules() if module is base)
     return f"{path}." if path else "", base
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """The forward argument that takes a cache with one entry per layer, or None without such an argument."""
+    """The name of the forward argument for a cache with one entry per layer, or None without such an argument."""
     return next((name for name in LAYER_CACHES if has_parameter(model, name)), None)
 
 
@@ -285,7 +285,8 @@ def is_of_custom_code(model: nn.Module) -> bool:
 
 
 def has_known_loss(model: nn.Module) -> bool:
-    """Whether the model computes one of transformers' own losses: `model.loss_function` may be set to another."""
+    """Whether the model computes one of transformers' own losses. It does not if the user has set `model.loss_function`
+    to another function."""
     own = (vars(module).get("_loss_function") for module in model.modules())
     return is_of_transformers(model) and all(
         loss is None or getattr(loss, "__module__", "").startswith("transformers.") for loss in own

@@ -64,8 +64,8 @@ flags (torchrun's; torchrun --help lists all):
 
 
 def main(arguments: Sequence[str] | None = None, at_signal: Callable[[], None] | None = None) -> int:
-    """Run one agent until the job is done, its workers have failed permanently, or a signal ends it; returns the exit
-    status. After a signal, this process exits at once; `at_signal` is called before."""
+    """Run one agent until the job is done, its workers have failed permanently, or a signal ends it. Returns the exit
+    status. After a signal, `at_signal` is called, and this process exits at once."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
     if not args.module and not args.no_python and (why := unable(args.training_script)):
         logger.error("error: %s", why)
@@ -76,15 +76,15 @@ def main(arguments: Sequence[str] | None = None, at_signal: Callable[[], None] |
 
 
 def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
-    """Run the calling script, or `program`, as `ranks` processes on this machine, with RANK set in each process;
-    returns the exit status. With `quiet`, libraries show no progress bars and no warnings on the ranks."""
+    """Run the calling script, or `program`, as `ranks` processes on this machine, with RANK set in each process.
+    Returns the exit status. With `quiet`, libraries show no progress bars and no warnings on the ranks."""
     for name, value in {"OMP_NUM_THREADS": threads(ranks), **(QUIET if quiet else {})}.items():
         os.environ.setdefault(name, value)
     return main([f"--nproc-per-node={ranks}", "--max-restarts=0", *(program or sys.argv)])
 
 
 def threads(ranks: int) -> str:
-    """The value of OMP_NUM_THREADS that divides this machine's cores evenly among this number of ranks."""
+    """The value of OMP_NUM_THREADS that divides this machine's cores evenly among `ranks` ranks."""
     return str(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
@@ -154,7 +154,7 @@ def count(text: str) -> int:
 
 
 def unable(script: str) -> str | None:
-    """The reason why this script cannot be started, or None if it can."""
+    """The reason why this script cannot be started, or None if it can be started."""
     try:
         compile(Path(script).read_bytes(), script, "exec")
     except OSError as error:
@@ -177,7 +177,7 @@ def _exit_text(code: int) -> str:
 
 
 def _clean_up() -> None:
-    """Kill the processes that torch left running because a second Ctrl-C interrupted it."""
+    """Kill the processes that torch left running because a second Ctrl-C interrupted torch."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     workers = psutil.Process().children(recursive=True)
@@ -197,8 +197,8 @@ def _leave_process(folder: Path, status: int) -> NoReturn:
 
 
 def _end_if_in_vain(folder: Path) -> list[str]:
-    """Start a thread that terminates this agent if attempts keep ending with the same error. Returns a list, to which
-    the thread then adds the class of the error."""
+    """Start a thread that terminates this agent if attempts keep ending with the same error. Returns a list. The thread
+    adds the class of the error to this list before it terminates the agent."""
     found: list[str] = []
 
     def look() -> None:
@@ -232,10 +232,11 @@ def _forward(number: signal.Signals) -> None:
 
 
 def _end_if_stuck(endpoint: str) -> None:
-    """Start a thread that ends this agent if all of its workers have exited and the agent has not noticed for a while.
+    """Start a thread that ends this agent if all of its workers have exited and the agent does not detect this for a
+    while.
 
-    The agent polls the rendezvous store. If its machine has lost the connection, it waits for an answer until the
-    kernel closes the connection, a quarter of an hour later.
+    The agent polls the rendezvous store. If its machine has lost the connection, the agent waits for an answer until
+    the kernel closes the connection, after a quarter of an hour.
     """
 
     def look() -> None:

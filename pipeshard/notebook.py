@@ -1,7 +1,7 @@
 """Notebook: runs a function of a notebook on ranks that a cell starts.
 
-The ranks are new processes, and the function is copied to each. Forks of the notebook's process could not train, since
-neither autograd nor CUDA works in a fork of a process that has used it.
+The ranks are new processes, and the function is copied to each. Forks of the notebook's process could not train:
+autograd and CUDA do not work in a fork if the parent process has used them.
 """
 
 import os
@@ -23,7 +23,7 @@ CALL, ERROR = "call", ".error"  # the file with the function, and the suffix of 
 
 
 def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
-    """Run `fn(*args)` on `ranks` processes of this machine; returns the list of the ranks' results.
+    """Run `fn(*args)` on `ranks` processes of this machine. Returns the list of the ranks' results.
 
         losses = pipeshard.notebook_launch(train, 2)[0]
 
@@ -66,7 +66,7 @@ def _uncopied(fn: Any, error: Exception) -> ConfigurationError:
 
 
 def _run_agent(folder: Path, ranks: int) -> int:
-    """Run the ranks and forward their output until all have exited; returns the exit status of their agent."""
+    """Run the ranks and forward their output until all ranks have exited. Returns the exit status of their agent."""
     command = [sys.executable, "-m", "pipeshard.launch", f"--nproc-per-node={ranks}", "--max-restarts=0"]
     path = os.pathsep.join(filter(None, sys.path))
     environment = {"OMP_NUM_THREADS": threads(ranks)} | os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}

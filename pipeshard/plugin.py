@@ -73,7 +73,7 @@ class PipelinePlugin:
         config: the arguments as a PipelineConfig. Each of its fields is also an attribute of the plugin.
         grid: this process's position and the process groups. If you use it before `booster.boost`, do so on every rank.
 
-    Raises ConfigurationError for invalid arguments; `booster.boost` raises it if they differ between ranks.
+    Raises ConfigurationError for invalid arguments. `booster.boost` raises it if arguments differ between ranks.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class PipelinePlugin:
 
     @cached_property
     def stage_manager(self) -> PipelineStageManager:
-        """The PipelineStageManager. With schedule="auto", it assumes one stage per rank until a model is boosted."""
+        """The PipelineStageManager. With schedule="auto", the manager assumes one stage per rank until a model is
+        boosted."""
         boosted = self._boosted[-1]() if self._boosted else None
         config = self.config if boosted is None else boosted.pipeline.config
         chunks = config.num_model_chunks
@@ -171,7 +172,8 @@ class PipelinePlugin:
     control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> PipelineCheckpointIO:
-        """The checkpoint IO of this plugin, always the same object, since it tracks the background save."""
+        """The checkpoint IO of this plugin. Returns the same object in every call, since it tracks the background
+        save."""
         return self._checkpoint_io
 
     def supported_devices(self) -> list[str]:
@@ -195,10 +197,10 @@ class PipelinePlugin:
         """Build the model of a Hugging Face folder without its weights. `booster.boost` and `pipeshard.initialize` load
         the weights of each stage.
 
-        `auto_class` is an AutoModelFor... or a model class; `options` are fields of its config (and `dtype`), as in its
-        own `from_pretrained`. Weights that the folder lacks are initialized. `gguf_file` names a GGUF file in the
-        folder. The model is in evaluation mode. Raises CheckpointError for a folder without a config,
-        ConfigurationError for an option that the config does not have.
+        `auto_class` is an AutoModelFor... or a model class. `options` are fields of the model's config (and `dtype`),
+        as in the `from_pretrained` of `auto_class`. Weights that the folder lacks are initialized. `gguf_file` names a
+        GGUF file in the folder. The model is in evaluation mode. Raises CheckpointError for a folder without a config,
+        and ConfigurationError for an option that the config does not have.
         """
         return blank_model(auto_class, model_folder(Path(path), gguf_file, options), gguf_file, options)
 
@@ -242,13 +244,14 @@ class PipelinePlugin:
         num_batches: int = 1,
         weight: float = 1.0,
     ) -> dict[str, Any]:
-        """Run one batch of `data_iter` through the pipeline. Call it on every rank; ranks of a replica pass the same
-        batch.
+        """Run one batch of `data_iter` through the pipeline. Call it on every rank. Ranks of a replica must pass the
+        same batch.
 
-        Runs forward and backward if gradients are enabled and an optimizer is given; the gradients are then complete,
-        including ties. Otherwise (under `torch.no_grad()`, or without an optimizer) runs only the forward. Returns a
-        dict with "loss", a tensor with the same value on every rank (None with return_loss=False), and "outputs", which
-        is None except on the last stage. `return_outputs` selects the outputs, and no other outputs are kept:
+        Runs forward and backward if gradients are enabled and an optimizer is given. The gradients are then complete,
+        including the gradients of ties. Otherwise (under `torch.no_grad()`, or without an optimizer) runs only the
+        forward. Returns a dict with "loss", a tensor with the same value on every rank (None with return_loss=False),
+        and "outputs", which is None except on the last stage. `return_outputs` selects the outputs, and no other
+        outputs are kept:
 
         - True: the model's output for the whole batch.
         - The name of a field, or a list of names: an output with only these fields.
@@ -257,8 +260,8 @@ class PipelinePlugin:
           of its results, one per microbatch, in order.
 
         With `num_batches` k, the next k batches are run as one step, so the pipeline fills once. Loss and gradients are
-        the sums over the k batches, multiplied by `weight`. The loss of each batch is computed separately, and shapes
-        may differ.
+        the sums over the k batches, multiplied by `weight`. The loss of each batch is computed separately, and the
+        batches may have different shapes.
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
         train = torch.is_grad_enabled() and optimizer is not None
@@ -269,8 +272,8 @@ class PipelinePlugin:
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Context manager in which this model's gradients are not reduced. The first step after it, or `sync_grads`,
-        sums the accumulated gradients over the replicas and over the ranks that hold a tied parameter."""
+        """Context manager in which this model's gradients are not reduced. The first step after the context, or
+        `sync_grads`, sums the accumulated gradients over the replicas and over the ranks that hold a tied parameter."""
         pipeline = self._pipeline_of(model, "no_sync")
         before, pipeline.synchronizes = pipeline.synchronizes, False
         try:
@@ -283,7 +286,7 @@ class PipelinePlugin:
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
-        """The pipeline of a boosted model; None selects the only model that this plugin has boosted."""
+        """The pipeline of a boosted model. If `model` is None, this is the only model that the plugin has boosted."""
         if model is None and call != "execute_pipeline":
             if len(self._boosted) > 1:
                 raise UsageError(f"{call} is ambiguous with {len(self._boosted)} models: pass the model, {call}(model)")
@@ -305,10 +308,10 @@ class PipelinePlugin:
     ) -> ResumableDataLoader:
         """A DataLoader that gives every stage the same batches, in an order that depends only on `seed` and the epoch.
 
-        It tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves the position.
-        `options` are DataLoader's own arguments (drop_last, num_workers, collate_fn, batch_sampler, ...), and may be
-        combined as in DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1; pipeshard divides its
-        order among the replicas.
+        The DataLoader tracks its position, also within an epoch, and `save_training_state(..., dataloader=...)` saves
+        this position. `options` are DataLoader's own arguments (drop_last, num_workers, collate_fn, batch_sampler,
+        ...), and may be combined as in DataLoader. A `distributed_sampler_cls` is constructed with num_replicas=1, and
+        pipeshard divides the sampler's order among the replicas.
         """
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
@@ -319,8 +322,8 @@ class PipelinePlugin:
         )
 
     def recording(self, model: nn.Module | None = None) -> Recording:
-        """The times of each rank's actions in this model's last step, and the ranks that each rank waited for. Call it
-        on every rank.
+        """The times of each rank's actions in this model's last step, and of its waits for other ranks. Call it on
+        every rank.
 
         `plugin.recording().summary()` is one line about the step; `draw(path)` draws the step above its simulation. On
         a GPU, the times are measured with GPU events.

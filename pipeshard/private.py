@@ -1,7 +1,7 @@
 """Private: torch's private names that pipeshard needs.
 
-A release of torch may rename them silently. Private functions and classes are therefore imported only here, under
-public names, and private attributes are listed in `ATTRIBUTES`, by class. `tests/test_private.py` tests the behavior
+A release of torch may silently rename such a name. Private functions and classes are therefore imported only here,
+under public names. Private attributes are listed in `ATTRIBUTES`, by class. `tests/test_private.py` tests the behavior
 that pipeshard relies on, and rejects any other private name in the package: an upgrade of torch breaks at most one
 file.
 """
@@ -57,7 +57,7 @@ flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_c
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that receives every operator; code that runs in it is not compiled."""
+    """A dispatch mode that receives every operator. Code that runs in the mode is not compiled."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -65,8 +65,8 @@ class DispatchMode(TorchDispatchMode):
 
 
 def enter_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
-    """Enter modes below the active modes; the active modes may then be exited before or after the new modes. The new
-    modes do not affect code that is compiled meanwhile."""
+    """Enter modes below the active modes. The active modes may then be exited before or after the new modes. The new
+    modes do not affect code that is compiled while they are active."""
     for mode in modes:
         _rearrange(mode, is_entered=True)
 
@@ -203,8 +203,9 @@ _PATCH = "colossalai._analyzer._subclasses._meta_registration"
 
 
 def restore_meta_kernels() -> None:
-    """Remove the meta kernels that ColossalAI registers when it is imported. They were written for torch 1.12: with
-    them, `.item()` on meta returns 0 instead of raising an error, and convolutions and norms have outdated shapes."""
+    """Remove the meta kernels that ColossalAI registers when it is imported. These kernels were written for torch 1.12:
+    with them, `.item()` on meta returns 0 instead of raising an error, and the results of convolutions and norms have
+    outdated shapes."""
     library = getattr(sys.modules.get(_PATCH), "meta_lib", None)
     if library is not None and library._op_impls:
         library._destroy()

@@ -99,7 +99,7 @@ ADVICE = {
 
 @collector_paused()
 def read(kind: str, arguments: Sequence[str]) -> Namespace:
-    """Read the settings from the file that --config names and from options, which override the file.
+    """Read the settings from the --config file and from options. Options override the file.
 
     Raises ConfigurationError for an unknown setting, an invalid value, and a missing file or package.
     """
@@ -134,7 +134,7 @@ def groups_of(kind: str) -> list[type]:
 
 
 def trl() -> Any:
-    """The trl module, imported on first use since that takes seconds."""
+    """The trl module, imported on first use since the import takes seconds."""
     return import_module("trl")
 
 
@@ -145,7 +145,7 @@ def of_trl(kind: str, what: str) -> Any:
 
 def parser_of(kind: str, groups: Sequence[type]) -> Any:
     class Parser(trl().TrlParser):  # type: ignore[misc]
-        """TRL's parser, except that settings remain a Namespace, since TrainingArguments would initialize a device."""
+        """TRL's parser, except that the settings remain a Namespace: TrainingArguments would initialize a device."""
 
         def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
             return self.parse_known_args(args)
@@ -221,7 +221,8 @@ def checked_config(settings: Namespace) -> None:
 
 
 def refuse_frozen_head(settings: Namespace) -> None:
-    """Raise ConfigurationError for adapters of a reward model whose new head would be neither trained nor saved."""
+    """Raise ConfigurationError for adapters of a reward model if the model's new head would be neither trained nor
+    saved."""
     if settings.use_peft and settings.lora_task_type != "SEQ_CLS" and not settings.lora_modules_to_save:
         raise ConfigurationError(
             f"with lora_task_type={settings.lora_task_type}, the head of the reward model would keep its initial "
@@ -354,7 +355,7 @@ def unreadable_data(path: Path, error: BaseException) -> ConfigurationError:
 
 
 def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
-    """Raise ConfigurationError for data whose columns TRL cannot train on, or whose messages are not chats."""
+    """Raise ConfigurationError for data with columns that TRL cannot train on, or with messages that are not chats."""
     if settings.dataset_streaming or (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return
     has, start, name = data.column_names, data[:100], settings.dataset_name
@@ -380,7 +381,7 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
 
 
 def config_of(settings: Namespace) -> list[str]:
-    """The folder of the model's config as a list, or the model type and fields in `model_config`."""
+    """The folder of the model's config, as a list with one entry, or the model type and fields in `model_config`."""
     from huggingface_hub import hf_hub_download
 
     name = named(settings, "model_name_or_path")
@@ -393,7 +394,7 @@ def config_of(settings: Namespace) -> list[str]:
 
 
 def model_of(kind: str, settings: Namespace) -> Any:
-    """The model without weights; each stage loads its own weights, so no rank holds the whole model."""
+    """The model without weights. Each stage loads its own weights later, so no rank holds the whole model."""
     import transformers
 
     from pipeshard.plugin import PipelinePlugin

@@ -1,7 +1,7 @@
 """Script: runs a training script for `pipeshard launch`, so that an error that several ranks raise is printed once.
 
 `python -m pipeshard.script train.py ...` is like `python train.py ...`, except for the output of an error. The module
-imports little, so it also works for a script whose first import fails.
+imports little, so it also works if the script's first import fails.
 """
 
 import builtins
@@ -24,7 +24,7 @@ _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?|^pipeshard: this is rank .*$"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script as `__main__`; `arguments` are its path and its own arguments."""
+    """Run a script as `__main__`. `arguments` are the script's path and its own arguments."""
     path = Path.cwd() / arguments[0]
     sys.argv[:] = arguments
     sys.path[0] = str(path.resolve().parent)
@@ -64,7 +64,8 @@ def _is_default(hook: Any) -> bool:
 
 
 def notes() -> Path | None:
-    """The folder in which ranks record errors; with torchrun, one per stderr file. None if no folder is available."""
+    """The folder in which ranks record errors (with torchrun, one folder per stderr file), or None if no folder is
+    available."""
     if FOLDER in os.environ or not os.environ.get(TORCHRUN):
         return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
     try:
@@ -77,7 +78,8 @@ def notes() -> Path | None:
 
 
 def note(folder: Path, kind: str, text: str) -> bool:
-    """Record an error; returns whether this rank is the first to do so. Each rank adds a byte to the error's file."""
+    """Record an error. Returns whether this rank is the first to record it. Each rank adds a byte to the error's
+    file."""
     digest = hashlib.blake2b(_DIFFERS.sub("", text).encode(), digest_size=8).hexdigest()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
@@ -91,8 +93,8 @@ def note(folder: Path, kind: str, text: str) -> bool:
 
 
 def endless(folder: Path, attempts: int, seconds: float) -> str | None:
-    """The class of the error with which the last `attempts` attempts ended, each within `seconds` of the previous one,
-    otherwise None. Errors that another rank caused do not count."""
+    """If the last `attempts` attempts all ended with the same error, each within `seconds` of the previous attempt, the
+    class of this error, otherwise None. Errors that another rank caused do not count."""
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
         attempt, kind, digest = file.name.split("-")

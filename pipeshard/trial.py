@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a model (see `planner.models.build`) with random data; each rank calls `make_booster(batch)`."""
+    """A run of a model (see `planner.models.build`) with random data. Each rank calls `make_booster(batch)`."""
 
     source: str
     fields: Sequence[str]
@@ -39,7 +39,7 @@ class Trial:
     steps: int = 3
 
     def run(self) -> "Recording":
-        """Run the steps on `pp_size` processes; raises ConfigurationError with the error of a process that failed."""
+        """Run the steps on `pp_size` processes. Raises ConfigurationError with the error of a process that failed."""
         from pipeshard.engine.recording import Recording
 
         with tempfile.TemporaryDirectory() as folder:
@@ -83,8 +83,8 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
 
 
 def demo(pp_size: int, steps: int) -> list[str]:
-    """Train a llama with 8 layers and 0.5 million random parameters on `pp_size` processes, and unsplit in one process;
-    returns one line per step with both losses.
+    """Train a llama with 8 layers and 0.5 million random parameters on `pp_size` processes, and unsplit in one process.
+    Returns one line per step with both losses.
 
     Raises VerificationError if the losses differ.
     """

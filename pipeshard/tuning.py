@@ -49,7 +49,7 @@ NEW_TOKENS = 64  # maximum length of the answer
 
 
 def main(kind: str, arguments: Sequence[str]) -> int:
-    """Run a command: plan, start this machine's ranks, or train as one of them; returns the exit status."""
+    """Run a command: plan, start this machine's ranks, or train as one of these ranks. Returns the exit status."""
     settings = read(kind, arguments)
     if not settings.dry_run and "RANK" in os.environ:
         quiet()
@@ -88,7 +88,7 @@ def refuse_earlier_run(settings: Namespace) -> None:
 
 
 def check_sources(kind: str, settings: Namespace) -> None:
-    """Download the model and the data if this machine lacks them, once for all of its ranks, and check both."""
+    """Download the model and the data if this machine lacks them, once for all ranks of the machine, and check both."""
     import datasets
 
     folder = folder_of(settings)
@@ -183,16 +183,16 @@ def planned(settings: Namespace) -> Any:
 
 
 def microbatches(settings: Namespace, rows_each: int = 1) -> tuple[int, int]:
-    """The number of microbatches per step, and the number of rows in the largest one. A batch has at most as many
-    microbatches as rows, of which each sample has `rows_each`."""
+    """The number of microbatches per step, and the number of rows in the largest microbatch. A batch has at most as
+    many microbatches as rows. Each sample has `rows_each` rows."""
     window, samples = settings.gradient_accumulation_steps, settings.per_device_train_batch_size * rows_each
     of_batch = max(1, min((settings.microbatches or window) // window, samples))
     return of_batch * window, math.ceil(samples / of_batch)
 
 
 def planned_optimizer(settings: Namespace) -> str:
-    """The planner's optimizer for `optim`. The states of an optimizer that the planner does not know count as AdamW's,
-    an upper bound. Raises ConfigurationError for optimizers with more states."""
+    """The planner's optimizer for `optim`. For an optimizer that is unknown to the planner, AdamW's states are assumed
+    as an upper bound. Raises ConfigurationError for optimizers with more states than AdamW."""
     from pipeshard.planner.memory import IN_8_BITS, OPTIMIZERS
 
     name = plain_name(settings.optim)
@@ -205,12 +205,12 @@ def planned_optimizer(settings: Namespace) -> str:
 
 
 def plain_name(optim: str) -> str:
-    """The name of a Trainer's optimizer without the parts that name its implementation."""
+    """The name of a Trainer's optimizer without the parts that identify the implementation."""
     return re.sub("^paged_|_bnb|_torch", "", str(optim))
 
 
 def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-    """Raise PartitionError if some rank exceeds its limit in each of `choices`, lists with the memory of each rank."""
+    """Raise PartitionError if in each of `choices` (lists with the memory of each rank) some rank exceeds its limit."""
     from pipeshard.planner.memory import format_bytes
 
     excess = min(([size - limit for size, limit in zip(sizes, limits, strict=True)] for sizes in choices), key=max)
@@ -262,7 +262,8 @@ def fuse_head(model: Any) -> None:
 @contextmanager
 def folding_once() -> Iterator[None]:
     """Context manager in which TRL's chunked loss runs its operators only for the first tile of each shape. A plan does
-    not need the values, the other tiles take the same memory, and 64k tokens have 64 tiles of 134 million elements."""
+    not need the values, and the other tiles take the same memory. With 64k tokens, there are 64 tiles of 134 million
+    elements."""
     kernels = sys.modules.get(TILES)  # imported by trl.trainer.utils in versions that have this module
     if not hasattr(kernels, FOLD):
         yield
@@ -285,7 +286,7 @@ def folding_once() -> Iterator[None]:
 
 
 def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
-    """Run this command on this machine's ranks, as `pipeshard launch` does; returns the exit status."""
+    """Run this command on this machine's ranks, as `pipeshard launch` does. Returns the exit status."""
     from pipeshard.launch import main as launch
     from pipeshard.launch import threads
 
@@ -367,7 +368,7 @@ def train(kind: str, settings: Namespace) -> None:
 
 
 def line(restarts: bool) -> Any:
-    """A callback that prints one line per log and for the last step; on a terminal, each line replaces the previous
+    """A callback that prints one line per log and for the last step. On a terminal, each line replaces the previous
     one. If the run `restarts`, it first prints the step to resume from."""
     from transformers import TrainerCallback
 
@@ -383,7 +384,7 @@ def line(restarts: bool) -> Any:
             self.loss: Any = 0.0
 
         def watching(self, step: Callable[..., Any]) -> Callable[..., Any]:
-            """Wrap the Trainer's training_step, to sum the losses of the batches of one optimizer step."""
+            """Wrap the Trainer's training_step, to sum the losses of all batches of an optimizer step."""
 
             def watched(*args: Any, **kwargs: Any) -> Any:
                 loss = step(*args, **kwargs)
@@ -438,7 +439,7 @@ def question(row: Mapping[str, Any], text_field: str) -> Any:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command as one rank; returns the exit status. Only one rank prints an error in the settings, as one
+    """Run a command as one rank. Returns the exit status. An error in the settings is printed by only one rank, in one
     line."""
     fold()
     try:

@@ -17,7 +17,8 @@ FOR_CRITERION = "criterion."  # prefix of inputs that only the criterion receive
 
 
 class Span(NamedTuple):
-    """A range of a batch's positions: the first one, their number, and the `total` number of positions in the batch."""
+    """A range of a batch's positions: the first position, the number of positions, and their `total` number in the
+    batch."""
 
     start: int
     length: int
@@ -36,13 +37,13 @@ class Batch:
     """One batch as a flat list of leaves.
 
     `data` is the model's input: a mapping is passed as keyword arguments, a tuple or list as positional ones,
-    anything else as a single argument. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that
-    counts them (for a list with one entry per sample: 0), or None for a leaf that every microbatch receives in full (a
-    scalar, a (1, 1, s, s) mask, a string, ...). Some leaves have a dimension 0 (or last dimension) that counts
-    something other than samples: for these, `owners` maps the path to the number of entries of each sample, or to () if
-    unknown. The model is called with the first `taken` positional entries (None: all); a criterion receives all
-    entries. `entry` names the module that is called with the batch, or "" for the model itself. `place` is the position
-    of a microbatch in its batch, unless the microbatch has consecutive samples with all their positions.
+    anything else as a single argument. `rows` is the number of samples. `row_dims[k]` is the dimension of leaf k that
+    counts the samples (for a list with one entry per sample: 0), or None for a leaf that every microbatch receives in
+    full (a scalar, a (1, 1, s, s) mask, a string, ...). In some leaves, dimension 0 (or the last dimension) counts
+    something other than samples. `owners` maps the path of such a leaf to the number of entries of each sample, or to
+    () if unknown. The model is called with the first `taken` positional entries (None: all). A criterion receives all
+    entries. `entry` names the module that is called with the batch, or "" for the model itself. For a microbatch,
+    `place` is its part of the batch, unless the microbatch has consecutive samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -64,8 +65,8 @@ class Batch:
         lists: dict[str, bool] | None = None,
     ) -> Self:
         """Create a Batch from the result of a dataloader. `main_input` names the tensor whose dimension 0 counts the
-        samples; `declared` has the batch dimensions that the user has declared, by path. `lists` records which lists of
-        tensors have one entry per sample, as far as known, and is updated.
+        samples; `declared` has the batch dimensions that the user has declared, by path. `lists` records by path which
+        lists of tensors have one entry per sample, if known, and is updated.
 
         Raises BatchError if the batch has no tensor, or if a declared dimension does not count the samples.
         """
@@ -106,7 +107,7 @@ class Batch:
 
     @property
     def others(self) -> tuple[tuple[str, str], ...]:
-        """The leaves that are not tensors, as (path, text); the text shows if a list has one entry per sample."""
+        """The leaves that are not tensors, as (path, text). The text shows whether a list has one entry per sample."""
         return tuple(
             (path, "one entry per sample" if is_entries(leaf, dim) else text(leaf))
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
@@ -139,7 +140,7 @@ class Batch:
         return replace(self, leaves=leaves, rows=next(rows, self.rows))
 
     def counted(self, dims: BatchDims) -> Self:
-        """This batch with the row dimensions in `dims` (by path, or None) instead of its own."""
+        """This batch with the row dimensions of some leaves replaced by `dims` (by path; None: no row dimension)."""
         pairs = zip(self.paths, self.row_dims, strict=True)
         owners = {path: counts for path, counts in self.owners.items() if path not in dims}
         return replace(self, row_dims=tuple(dims.get(path, dim) for path, dim in pairs), owners=owners)
@@ -241,11 +242,11 @@ def split_sizes(rows: int, num_microbatches: int | None, microbatch_size: int | 
 def _read_leaves(
     data: Any, main_input: str | None, declared: BatchDims, known: dict[str, bool]
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree, str | None]:
-    """The paths, leaves and tree of a batch, and the path of the leaf that counts the samples, if known. A list of one
-    tensor (or mapping of tensors) per sample is a single leaf.
+    """The paths, leaves and tree of a batch, and the path of the leaf that counts the samples, if known. A list with
+    one tensor (or one mapping of tensors) per sample is a single leaf.
 
-    `known` records by path which lists have one entry per sample, from earlier batches, and is updated. Raises
-    BatchError if this is ambiguous, or if the length of such a list is not the number of samples.
+    `known` records by path which lists of earlier batches have one entry per sample, and is updated. Raises BatchError
+    if a list is ambiguous, or if the length of a list with one entry per sample is not the number of samples.
     """
     lists: dict[str, Sequence[Any]] = {}
     paths, leaves, tree = flatten(data, lambda path, entries: bool(lists.update({path: entries})))
@@ -265,11 +266,11 @@ def _read_leaves(
 
 
 def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, known: Mapping[str, bool]) -> list[str]:
-    """The lists with one entry per sample, in a batch whose tensors are all in lists; empty if no list is certain.
+    """The lists with one entry per sample, if all tensors of the batch are in lists. Empty if no list is certain.
 
     A list is certain if it is declared or known, if its entries are mappings and the tensors of the batch have
-    different numbers of rows, or if its entries differ only in their number of rows, like boxes. The result then also
-    includes all other lists of this length.
+    different numbers of rows, or if its entries differ only in their number of rows, like boxes. If a list is certain,
+    the result also includes all other lists of this length.
     """
     outermost = {path: entries for path, entries in lists.items() if not _is_inside(path, lists)}
     free = {path: entries for path, entries in outermost.items() if declared.get(path, 0) == 0}
@@ -287,8 +288,8 @@ def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, kno
 
 
 def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
-    """Raise BatchError for several lists of equal length that may have one entry per sample, because entries are
-    mappings, or tensors `differ` in their first dimension, like images and labels."""
+    """Raise BatchError for several lists of equal length that may have one entry per sample: their entries are
+    mappings, or tensors whose first dimensions `differ`, like images and labels."""
     lengths = {len(entries) for entries in lists.values()}
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
     if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
@@ -351,13 +352,13 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
 def _count_rows(
     paths: Sequence[str], leaves: Sequence[Any], main_input: str | None, declared: BatchDims
 ) -> tuple[int, tuple[int | None, ...]]:
-    """The number of samples, and the dimension of each leaf that counts them (None: every microbatch receives the full
-    leaf).
+    """The number of samples, and for each leaf the dimension that counts samples (None: every microbatch receives the
+    full leaf).
 
     In the main input, the first or the declared dimension counts the samples. In other tensors, the first dimension
-    counts them if it has the same size. Lists without tensors, and tuples with strings, have one entry per sample if
-    their length is the number of samples. Raises BatchError for a batch without a tensor or a sample, and for a
-    declared dimension of a different size.
+    counts the samples if it has the same size. Lists without tensors, and tuples with strings, have one entry per
+    sample if their length is the number of samples. Raises BatchError for a batch without a tensor or a sample, and for
+    a declared dimension of a different size.
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
@@ -427,8 +428,8 @@ def _checked_dim(path: str, leaf: Any, dim: int | None) -> int:
 
 
 def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int | None:
-    """The declared dimension of a leaf, as a non-negative number, or None. Raises BatchError if its size is not the
-    number of samples (or, for dimension 0 of a tensor, a multiple of this number)."""
+    """The declared dimension of a leaf, as a non-negative number, or None. Raises BatchError if the size of this
+    dimension is not the number of samples (or, for dimension 0 of a tensor, a multiple of this number)."""
     if dim is None:
         return None
     dim = _checked_dim(path, leaf, dim)

@@ -15,7 +15,8 @@ Criterion = Callable[[Any, Any], Any]  # returns a scalar, or (sum, count)
 
 
 def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
-    """The criterion's loss, or sum / count if it returns both; without a criterion, the output's own loss or None."""
+    """The criterion's loss, or sum / count if the criterion returns both. Without a criterion, the output's own loss or
+    None."""
     loss, count = sum_and_count(output, criterion, batch)
     return loss if loss is None or count is None else loss / count
 
@@ -23,11 +24,11 @@ def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | 
 def sum_and_count(
     output: Any, criterion: Criterion | None, batch: Batch
 ) -> tuple[Tensor | None, Tensor | float | None]:
-    """The loss as (scalar, None), or as (sum, count) if the criterion returns both; without a criterion, the output's
-    own loss or None.
+    """The loss as (scalar, None), or (sum, count) if the criterion returns both. Without a criterion, the loss is the
+    output's own, or None.
 
-    A criterion with a method `of_batch` (the model's own loss) receives the original batch, and returns None for a
-    batch without labels: the result is then (None, None).
+    A criterion with a method `of_batch` (the model's own loss) receives the original batch. If it returns None, because
+    the batch has no labels, the result is (None, None).
     """
     count: Tensor | float | None = None
     if criterion is None:
@@ -55,7 +56,8 @@ def _without_dimensions(loss: Tensor | None) -> Tensor | None:
 
 
 def in_step(criterion: Criterion | None) -> Criterion | None:
-    """The function that a step calls: the criterion's attribute `in_step` if it has one, otherwise the criterion."""
+    """The function that a step calls: the attribute `in_step` of the criterion if it exists, otherwise the
+    criterion."""
     return getattr(criterion, "in_step", criterion)
 
 
@@ -108,8 +110,8 @@ def is_tuple_with_loss(output: Any) -> bool:
 
 
 def key_of(criterion: Any) -> Hashable:
-    """A key that distinguishes criteria. Functions with the same code and captured values have equal keys, so that a
-    function can be created again in each step."""
+    """A key that distinguishes criteria. Functions with the same code and captured values have equal keys, so a
+    function may be created again in each step."""
     if isinstance(criterion, FunctionType):
         return _Function(criterion)
     try:

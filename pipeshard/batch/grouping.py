@@ -1,6 +1,6 @@
 """Grouping: the choice of samples with similar lengths for each microbatch, within a limit of padded tokens.
 
-If samples are sorted by length, each group of the fastest grouping has consecutive samples, so dynamic programming
+In the fastest grouping of samples that are sorted by length, each group has consecutive samples. So dynamic programming
 finds this grouping (DynaPipe, Jiang et al. 2023, arXiv:2311.10418).
 """
 
@@ -56,7 +56,8 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
 
 
 def _costs(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost) -> list[np.ndarray]:
-    """For each sample, the times of the runs of samples that end with it and fit the limit, longest run first."""
+    """For each sample, the times of the runs of samples that end with this sample and fit the limit, longest run
+    first."""
     table = np.array(lengths, dtype=np.int64)
     found = []
     for end in range(1, len(table) + 1):

@@ -1,11 +1,11 @@
 """Read: the conversion of samples into a Batch, with the batch dimension of each leaf and the sample of each image.
 
 Processors concatenate the media of all samples. The first dimension of such a leaf counts images, or the patches of all
-images, and its shape does not show which entries belong to which sample. A leaf of counts (`num_local_patches`) shows
-this, or else each sample's number of placeholder tokens, together with the sizes of the images. Otherwise the batch
-cannot be split.
+images, and the leaf's shape does not show which entries belong to which sample. The entries are assigned to samples by
+a leaf of counts (`num_local_patches`), or by each sample's number of placeholder tokens and the sizes of the images. If
+neither is possible, the batch cannot be split.
 
-A single batch may be ambiguous: a table may happen to have as many rows as there are samples, and a (s, b) leaf looks
+A single batch may be ambiguous: a table may happen to have as many rows as there are samples, and an (s, b) leaf looks
 like a leaf that every microbatch needs in full. A leaf must therefore have the same role in all batches, and an
 ambiguous leaf is an error until `batch_dims` declares it. One of the architectures in docs/parity.md has such a leaf.
 """
@@ -50,7 +50,7 @@ def read_batch(
     """Create a Batch for `model` from the result of a dataloader, with the media of each sample.
 
     `declared` has, by path, the dimension that counts the samples (None: every microbatch receives the full leaf).
-    `lists` records which lists of tensors have one entry per sample, from earlier batches, and is updated.
+    `lists` records which lists of tensors in earlier batches have one entry per sample, and is updated.
     """
     declared = declared or {}
     batch = Batch.of(data, main_input(model), declared, lists)
@@ -119,8 +119,8 @@ def _owners(model: nn.Module, batch: Batch) -> Owners:
 
 
 def _several(batch: Batch, path: str) -> tuple[int, ...]:
-    """The number of entries of each sample, if a leaf's first dimension is a multiple (at least twice) of the number of
-    samples; otherwise ()."""
+    """The number of entries of each sample, if the size of a leaf's first dimension is a multiple (at least twice) of
+    the number of samples, otherwise ()."""
     leaf = batch.tensors.get(path)
     count, remainder = divmod(len(leaf) if leaf is not None and leaf.ndim else 0, batch.rows)
     return (count,) * batch.rows if count > 1 and not remainder else ()
@@ -163,8 +163,8 @@ def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:
 
 
 def _assign(areas: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:
-    """The number of consecutive items of each sample, if the numbers of tokens are proportional to the items' areas,
-    otherwise None."""
+    """The number of consecutive items (images) of each sample, if the numbers of tokens are proportional to the items'
+    areas, otherwise None."""
     area, total, counts, at = sum(areas), sum(tokens), [], 0
     for of_sample in tokens:
         first, covered = at, 0
@@ -229,8 +229,8 @@ class RowDims:
         return batch.counted(whole)
 
     def _is_whole_as_before(self, path: str, leaf: Tensor, rows: int) -> bool:
-        """Whether the first dimension, whose size is now the number of samples, did not count the samples in the first
-        batch. Raises BatchError if its role cannot be the same in both batches."""
+        """Whether the first dimension did not count the samples in the first batch, although its size is now the number
+        of samples. Raises BatchError if the dimension cannot have the same role in both batches."""
         size = leaf.shape[0] if leaf.ndim else 1
         if size == 1:
             return False
@@ -248,9 +248,10 @@ class RowDims:
         return True
 
     def _doubtful(self, path: str, leaf: Tensor, batch: Batch) -> int | None:
-        """The dimension of an unsplit leaf that may count the samples, or None: the only dimension of this size or, if
-        no dimension has this size, dimension 0 if its size is a multiple. Dimensions that had a different size in an
-        earlier batch are excluded."""
+        """The dimension of an unsplit leaf that may count the samples, or None. This is the only dimension with the
+        number of samples as its size or, if there is none, dimension 0 if its size is a multiple of this number.
+        A dimension is excluded if its size in an earlier batch was neither this number nor (for dimension 0) a multiple
+        of it."""
         if batch.owners.get(path) and path != LABELS:  # labels: (s, b), or one row for each codebook
             return None
         several = leaf.ndim > 0 and len(leaf) % batch.rows == 0
@@ -277,7 +278,8 @@ COLLATORS = "DataCollatorForSeq2Seq(tokenizer), DataCollatorWithPadding(tokenize
 
 def collate(samples: list[Any]) -> Any:
     """Collate samples with torch's default_collate. Mappings with lists of numbers (a tokenized `datasets.Dataset`) are
-    collated with transformers' default_data_collator, as in Trainer: `label` becomes `labels`, strings are omitted.
+    collated with transformers' default_data_collator, as in Trainer: `label` is renamed to `labels`, and strings are
+    omitted.
 
     Raises BatchError for lists of different lengths.
     """

@@ -1,10 +1,10 @@
 """Tree: nested batches as flat leaves with readable paths.
 
-A batch is split, compared and sent leaf by leaf, and the model receives it reassembled. torch's pytree flattens dicts,
-lists, tuples and registered classes; a registration is process-wide and permanent. Batches also contain dataclasses,
-namespaces, mappings and plain objects with tensors, and which lists are leaves depends on the batch. This module
-therefore walks batches itself: containers known to torch one level at a time with pytree, all others by their keys or
-attributes. It registers no class.
+A batch is split, compared and sent leaf by leaf, and reassembled for the model. torch's pytree flattens dicts, lists,
+tuples and registered classes; a registration is process-wide and permanent. Batches also contain dataclasses,
+namespaces, mappings and plain objects with tensors, and some lists are leaves in one batch but not in another. This
+module therefore walks batches itself: containers known to torch one level at a time with pytree, and all other
+containers by their keys or attributes. It registers no class.
 """
 
 import copy
@@ -63,7 +63,7 @@ class Tree:
 def flatten(
     data: Any, by_sample: Decide = lambda path, entries: False
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
-    """The paths of the leaves of a dataloader's result, the leaves, and the Tree that reassembles them.
+    """The paths of the leaves of a dataloader's result, the leaves, and the Tree that reassembles the result.
 
     An object that is not a mapping, tuple or list becomes a tuple of this object. A leaf is a tensor, a list or tuple
     without tensors (of strings, of one number per sample), a list or tuple with tensors for which
@@ -138,7 +138,7 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
 
 
 def field_of(name: str) -> str:
-    """The field of a model's output that the leaf of this name belongs to, or "" if the output is not a mapping."""
+    """The field of a model's output to which the leaf of this name belongs, or "" if the output is not a mapping."""
     match = re.match(r"\['(.*?)'\]", name)
     return match[1] if match else ""
 
@@ -191,7 +191,8 @@ def _opened_mapping(node: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], Cal
 
 
 def is_keyed(node: Any) -> bool:
-    """Whether an object, not a mapping, has entries that can be listed, read and set, like torch_geometric's Data."""
+    """Whether an object that is not a mapping has entries that can be listed, read and set, like torch_geometric's
+    Data."""
     kind = type(node)
     return not isinstance(node, type | nn.Module | Tensor) and all(
         callable(getattr(kind, name, None)) for name in ("keys", "__getitem__", "__setitem__")
@@ -199,7 +200,7 @@ def is_keyed(node: Any) -> bool:
 
 
 def _tensor_keys(node: Any) -> list[str]:
-    """The sorted keys of an object for which `is_keyed` is true, if any entry is a tensor; otherwise an empty list."""
+    """The sorted keys of an object for which `is_keyed` is true and any entry is a tensor, otherwise an empty list."""
     if not is_keyed(node):
         return []
     try:
@@ -219,14 +220,14 @@ def _filled(node: Any, keys: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def _holds_tensors(node: Any) -> bool:
-    """Whether an object, not a dataclass, has tensors as attributes, and can be rebuilt from its attributes."""
+    """Whether an object that is not a dataclass has tensors as attributes, and can be rebuilt from its attributes."""
     cls: Any = type(node)
     attributes = getattr(node, "__dict__", {}).values()
     return cls.__new__ is object.__new__ and any(isinstance(value, Tensor) for value in attributes)
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    """The attributes of an object: a dataclass's fields first, in their order, then all others."""
+    """The attributes of an object: first a dataclass's fields, in their order, then all other attributes."""
     names = [each.name for each in fields(node)] if is_dataclass(node) else []
     held = {name: getattr(node, name) for name in names if hasattr(node, name)}
     return {**held, **getattr(node, "__dict__", {})}

@@ -40,7 +40,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def writes(path: Path) -> Iterator[None]:
-    """Context manager that converts an error while writing `path` to a CheckpointError with the path and, if known, the
+    """Context manager that converts an error in writing `path` to a CheckpointError with the path and, if known, the
     free disk space."""
     try:
         yield
@@ -62,7 +62,7 @@ ALL = "*"  # the pattern for a folder in which every file belongs to saves
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str, own: str = ALL) -> AbstractContextManager[Path]:
-    """Context manager that yields an empty folder shared by all ranks; on exit, this folder replaces `target`.
+    """Context manager that yields an empty folder shared by all ranks. On exit, this folder replaces `target`.
 
     At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is the
     same as in `make_way`. Files whose names match the pattern `own` belong to saves, so the previous save's files are
@@ -96,7 +96,7 @@ def place(writing: Path, target: Path, own: str = ALL) -> None:
 
 def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[Path]:
     """Context manager that yields an empty folder shared by all ranks. The first rank writes a file named `target.name`
-    into it; on exit, that file replaces `target`."""
+    into this folder. On exit, the file replaces `target`."""
 
     def prepare() -> None:
         if target.is_dir():
@@ -109,8 +109,8 @@ def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[P
 def _written_folder(
     target: Path, group: dist.ProcessGroup, prepare: Callable[[], None], place: Callable[[Path], None]
 ) -> Iterator[Path]:
-    """Context manager that yields a hidden folder next to `target`. The first rank calls `prepare` on entry, and
-    `place` with the folder once all ranks have written to it."""
+    """Context manager that yields a hidden folder next to `target`. The first rank calls `prepare` on entry, and calls
+    `place` with the folder when all ranks have written to it."""
     writing = hidden(target, "writing")
     first = group.rank() == 0
     try:
@@ -138,7 +138,7 @@ def existing(target: Path) -> Path:
 
 
 def restore(target: Path, own: str = ALL) -> None:
-    """Complete a save, even one that was killed: restore `target` if it is missing, move the entries that do not match
+    """Complete a save that may have been killed: restore `target` if it is missing, move the entries that do not match
     `own` from the hidden previous folder to `target`, and remove the hidden folder."""
     old = hidden(target, "old")
     if old.exists() and not target.exists():
@@ -150,7 +150,7 @@ def restore(target: Path, own: str = ALL) -> None:
 
 
 def _keep_others(old: Path, new: Path, own: str) -> None:
-    """Move the entries of `old` that neither match `own` nor exist in `new` to `new`, also within subfolders."""
+    """Move to `new` the entries of `old` that neither match `own` nor exist in `new`, also within subfolders."""
     for entry in old.iterdir():
         kept = new / entry.name
         if entry.is_dir() and kept.is_dir():
@@ -187,12 +187,12 @@ BEAT, SILENT = 1.0, 8.0
 
 @dataclass
 class Save(ABC):
-    """A save in which every stage writes its part; the first stage completes the checkpoint once all stages have
-    written theirs.
+    """A save in which every stage writes its part. The first stage completes the checkpoint when all stages have
+    written their parts.
 
     A subclass defines four methods: `write` writes this stage's part, `commit` completes the checkpoint on the first
     stage, `abandon` removes the files that this stage has written, and `beside` returns the path of a hidden file. The
-    stages also synchronize through hidden files.
+    stages synchronize through such hidden files.
     """
 
     target: Path

@@ -30,10 +30,10 @@ SHARD = 1024  # the default maximum size of a shard, in MB
 
 
 class PipelineCheckpointIO:
-    """Saves and loads checkpoints under the architecture's own parameter names; no rank gathers the full model.
+    """Saves and loads checkpoints with the architecture's own parameter names. No rank gathers the full model.
 
-    Call each method on every rank; if one rank fails, all ranks raise CheckpointError. Without `use_async=True`, a save
-    returns once its files are on disk. Until the new files are complete, the previous files remain.
+    Call each method on every rank. If one rank fails, all ranks raise CheckpointError. Without `use_async=True`, a save
+    returns when its files are on disk. Until the new files are complete, the previous files remain.
     """
 
     def __init__(self, grid: Callable[[], Grid]) -> None:
@@ -60,13 +60,13 @@ class PipelineCheckpointIO:
     ) -> None:
         """Write the model to a folder (`shard=True`) or a file.
 
-        The folder contains safetensors shards of at most `size_per_shard` MB, their index and the configs;
+        The folder contains safetensors shards of at most `size_per_shard` MB, their index and the configs.
         `AutoModel.from_pretrained(checkpoint)` loads the folder. A file has the format of `torch.save` if its name ends
         in .pt, .pth or .bin, otherwise safetensors. (`use_safetensors=False`, Booster's default, has no effect.)
         Safetensors files contain each tied tensor once.
 
         With `use_async=True`, a copy of the weights is written while training continues. The next save waits for this
-        write, and raises its error if it failed; the process also waits for it at exit.
+        write, and raises an error if the write failed. At exit, the process also waits for the write.
 
         With `merge=True`, the folder of a model with adapters can be read without peft: each stage merges its active
         adapters into copies of its weights.
@@ -100,7 +100,7 @@ class PipelineCheckpointIO:
     def save_folder(
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
-        """Like `save_model` with `shard=True`, but also for models with adapters (merged only with `merge`) or
+        """Like `save_model` with `shard=True`, but also saves models with adapters (merged only with `merge`) or
         quantized weights (omitted). `load_model` reads the folder."""
         boosted = boosted_model(model)
 
@@ -146,8 +146,8 @@ class PipelineCheckpointIO:
 
     @contextmanager
     def _leading(self, boosted: PipelineModel) -> Iterator[tuple[bool, dict[str, Tensor]]]:
-        """Context manager that yields whether this rank writes (only ranks in the first replica and slice do), and the
-        tensors that its stage saves. If one rank fails, all ranks raise CheckpointError on exit."""
+        """Context manager that yields whether this rank writes (only ranks in the first replica and slice write), and
+        the tensors that its stage saves. If one rank fails, all ranks raise CheckpointError on exit."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = owned(boosted)
@@ -155,7 +155,7 @@ class PipelineCheckpointIO:
             yield self.grid.leads, tensors
 
     def wait(self) -> None:
-        """Wait until the background save is on disk; raises CheckpointError on every rank if the save failed."""
+        """Wait until the background save is on disk. Raises CheckpointError on every rank if the save failed."""
         save, self.pending, saving, self.saving = self.pending, None, self.saving, False
         if save is not None and save.thread is not None:
             save.thread.join()
@@ -184,7 +184,7 @@ class PipelineCheckpointIO:
 
     @together_in("save_lr_scheduler")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        """Write the scheduler's state from the first rank; the state is the same on all ranks."""
+        """Write the scheduler's state, which is the same on all ranks, from the first rank."""
         with new_file(Path(checkpoint), self.grid.world) as folder:
             if self.grid.first:
                 state = plain(lr_scheduler.state_dict(), f"this {type(lr_scheduler).__name__}")
@@ -261,7 +261,7 @@ def _refuse_prefix(prefix: str | None) -> None:
 
 
 def boosted_model(model: nn.Module) -> PipelineModel:
-    """`model`, if `booster.boost` returned it; otherwise raises CheckpointError."""
+    """`model`, if `booster.boost` returned it. Otherwise, raises CheckpointError."""
     if not isinstance(model, PipelineModel):
         raise CheckpointError(
             f"this {type(model).__name__} was not boosted: pass the model that booster.boost(...) returned"

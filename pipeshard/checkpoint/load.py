@@ -52,7 +52,7 @@ class Piece:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, model: nn.Module, read: Callable[[str], Any]) -> dict[str, Any]:
-        """Convert to model tensors, returned by name; `read(key)` returns a checkpoint tensor."""
+        """Convert to model tensors, and return these by name. `read(key)` returns a checkpoint tensor."""
         if self.transform is None:
             return {self.target: read(self.sources[0][0])}
         transform = copy.deepcopy(self.transform)
@@ -63,7 +63,7 @@ class Piece:
 
 
 class Conversion:
-    """The mapping from a checkpoint's keys to `model`: `pieces` by the name of their target, and `unexpected` keys.
+    """The mapping from a checkpoint's keys to `model`: `pieces` by the name of their target, and the `unexpected` keys.
 
     `transforms` lists the transformations in use; `revert` applies their inverses, as `save_pretrained` does.
     """
@@ -96,8 +96,8 @@ class Conversion:
 
 
 def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a stage's tensors to the names and layout that `save_pretrained` writes, without the tensors that it
-    omits."""
+    """Convert a stage's tensors to the names and layout that `save_pretrained` writes. Tensors that `save_pretrained`
+    omits are also omitted."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in state.items() if name not in ignored}
     if core_model_loading is None:
@@ -117,7 +117,7 @@ def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
 
 
 def _replaced(key: str, renamings: Iterable[tuple[str, str]]) -> str:
-    """Apply the first renaming whose pattern matches the key; without a match, return the key unchanged."""
+    """Apply the first renaming whose pattern matches the key. Without a match, return the key unchanged."""
     for pattern, name in renamings:
         renamed, count = re.subn(pattern, name, key)
         if count:
@@ -142,10 +142,10 @@ def _natural(key: str) -> list[Any]:
 
 
 def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
-    """Load this stage's tensors from a folder, an index or a file; returns the number of bytes read.
+    """Load this stage's tensors from a folder, an index or a file. Returns the number of bytes read.
 
     Every rank checks the names and shapes of the full model before it changes anything, so all ranks raise the same
-    CheckpointError. A shape mismatch always raises this error; missing or unexpected names raise it only with `strict`.
+    CheckpointError. A shape mismatch always raises this error. Missing or unexpected names raise it only with `strict`.
     With `draw_missing`, `strict` has no effect: missing weights are initialized as with the plugin's `init_weights`,
     with a warning. A model with adapters then loads a checkpoint of its base model.
     """
@@ -169,18 +169,18 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
 class _Plan:
     """The mapping from a checkpoint to the full model, computed from names and shapes alone. With `of_base`, the
-    tensors of a model with adapters have the names of its base model. `blank` are the full names of parameters without
-    values.
+    tensors of a model with adapters have the names of the base model. `blank` contains the full names of parameters
+    without values.
 
     Attributes:
         first: for each name, the first of the names that are tied to it.
-        targets: for each first name, the full names of the parameters to fill: the original and, if adapters copy its
-            module, the copies that have no values yet. (A copy with values was trained.)
+        targets: for each first name, the full names of the parameters to fill: the original parameter and, if adapters
+            copy its module, the copies without values. (A copy with values was trained.)
         scales: for each weight that is quantized in the checkpoint, by full name, the keys of its scales.
         doubled: the first name of each weight that the architecture ties, but that the checkpoint has under two names,
             and the two pieces.
-        kept: the weights whose fp32 values were kept because they round to the checkpoint's values.
-        is_other: whether fp32 values that do not round to the checkpoint's values were replaced.
+        kept: the weights whose fp32 master weights were kept because these round to the checkpoint's values.
+        is_other: whether fp32 master weights that do not round to the checkpoint's values were replaced.
         extra: the tensors that modules return from `get_extra_state`, by full name.
     """
 
@@ -293,7 +293,7 @@ class _Plan:
         return next(value for name, value in made.items() if self.first.get(name) == first)
 
     def fill(self, show: bool) -> None:
-        """Read the tensors of this stage, one piece at a time; `show` enables the progress bar."""
+        """Read the tensors of this stage, one piece at a time. `show` enables the progress bar."""
         pieces = self._of_stage()
         total = sum(
             tensor.nbytes for _, of_names in pieces for tensors in of_names.values() for tensor in tensors.values()
@@ -314,26 +314,26 @@ class _Plan:
                     trim()  # returns the memory of the quantization's temporary tensors
 
     def _is_packed_in_rows(self, piece: Piece, of_names: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Whether a piece is a weight that is quantized without a conversion, so its rows can be read in parts."""
+        """Whether a piece is a weight that is quantized without a conversion, so that its rows can be read in parts."""
         full = {full for tensors in of_names.values() for full in tensors}
         return piece.transform is None and full <= self.packed.keys() - self.scales.keys()
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """Keep the fp32 values only if those of all weights round to the checkpoint's values; otherwise, the checkpoint
+        """Keep the fp32 master weights only if all of them round to the checkpoint's values. Otherwise, the checkpoint
         belongs to another model. Call it on all ranks."""
         if any(gather_objects(self.is_other, group)):
             for weight in self.kept:
                 weight.round()
 
     def _take(self, tensors: Mapping[str, Tensor], value: Any) -> int:
-        """Set each of these tensors to the value; returns their total size in bytes."""
+        """Set each of these tensors to the value. Returns the total size of the tensors in bytes."""
         for k, (full, tensor) in enumerate(tensors.items()):
             self._assign(full, tensor, value.clone() if k and isinstance(value, Tensor) else value)
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
-        """The pieces that this stage needs, in the order of the files. Each comes with this stage's tensors that it
-        fills, in a dict by first name of dicts by full name."""
+        """The pieces that this stage needs, in the order of the files. Each piece is paired with the tensors of this
+        stage that it fills: a dict by first name, of dicts by full name."""
         own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers()), **self.extra}
         needed: dict[str, tuple[Piece, dict[str, dict[str, Tensor]]]] = {}
         for name, piece in self.makes.items():
@@ -377,7 +377,7 @@ def _is_equal(one: Tensor | StoredRows, other: Tensor | StoredRows) -> bool:
 
 
 def _draw(boosted: PipelineModel, plan: _Plan) -> None:
-    """Initialize the weights that the checkpoint lacks; warn about missing and unused names."""
+    """Initialize the weights that the checkpoint lacks, and warn about missing and unused names."""
     pipeline, model = boosted.pipeline, boosted.unwrap()
     lost = [name for name in plan.missing if pipeline.blank.intersection(plan.targets[name])]
     pipeline.draw([full for name in lost for full in plan.targets[name]])

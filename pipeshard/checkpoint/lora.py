@@ -33,11 +33,11 @@ def enable_lora(
 
     New adapters are initialized with torch's generator, whose seed must be the same on every rank. If the model is on
     meta (`PipelinePlugin.from_pretrained`), the adapters receive the same values as on a loaded model: each stage
-    computes adapters that depend on weights (DoRA, PiSSA, OLoRA) once it has loaded these weights.
+    computes adapters that depend on weights (DoRA, PiSSA, OLoRA) after it has loaded these weights.
 
-    Raises UsageError if the model is boosted or has adapters; ConfigurationError for `bnb_quantization_config`, and for
-    a `lora_config` or saved adapters that this model, or a model on meta, does not support; CheckpointError for a
-    folder that does not fit the model.
+    Raises UsageError if the model is boosted or has adapters. Raises ConfigurationError for `bnb_quantization_config`,
+    and for a `lora_config` or saved adapters that this model, or a model on meta, does not support. Raises
+    CheckpointError for a folder that does not fit the model.
     """
     from peft import get_peft_model
 
@@ -92,8 +92,8 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     model.
 
     `PeftModel.from_pretrained(base, checkpoint)` reads the folder. The first stage receives the adapters' tensors, one
-    at a time, and writes them, always as safetensors. If a save is interrupted, the previous files remain. Other files
-    in the folder, such as a tokenizer, are kept.
+    at a time, and writes them in the safetensors format. If a save is interrupted, the previous files remain. Other
+    files in the folder, such as a tokenizer, are kept.
 
     Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, or if `checkpoint` is a file, or a
     folder that has other content but no adapters.
@@ -158,7 +158,8 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
 
 
 def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], pipeline: Pipeline) -> None:
-    """Broadcast the named tensors of `state` from their stages, and put the values into the first stage's `state`."""
+    """Broadcast the tensors of `state` with these `names` from their stages, and put the values into the first stage's
+    `state`."""
     first = first_names(module)
     for name in names:
         owner = pipeline.policy.ownership.owner(first.get(name, name))
@@ -171,7 +172,7 @@ def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], p
 
 
 def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
-    """The names in `state` of the tensors that peft saves for all adapters."""
+    """The names, in `state`, of the tensors that peft saves for all adapters."""
     from peft import get_peft_model_state_dict
 
     chosen = [t for adapter in module.peft_config for t in get_peft_model_state_dict(module, state, adapter).values()]

@@ -15,11 +15,12 @@ WHOLE = "on the model that pipeshard.to_sequential(model, rank=0) returns on ran
 
 
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Merge the active adapters into a stage's `tensors` (by full name), and return them by their names in the base
-    model. A module that the active adapter trains in full (`modules_to_save`) is replaced by this adapter's copy.
+    """Merge the active adapters into a stage's `tensors` (by full name), and return the tensors by their names in the
+    base model. A module that the active adapter trains in full (`modules_to_save`) is replaced by this adapter's copy.
     `module` and `tensors` do not change.
 
-    Raises CheckpointError for adapters that cannot be merged into a weight, or whose weight is tied to another weight.
+    Raises CheckpointError for adapters that cannot be merged into a weight, and for adapters of a weight that is tied
+    to another weight.
     """
     if any(config.is_prompt_learning for config in module.peft_config.values()):
         raise CheckpointError(
@@ -58,20 +59,21 @@ def _under_plain_names(module: Any, tensors: dict[str, Tensor]) -> dict[str, Ten
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """The layers with adapters, by path with a trailing dot; of nested adapter layers, only the outermost."""
+    """The layers with adapters, by path with a trailing dot. Of nested adapter layers, only the outermost is
+    included."""
     layers = {f"{path}.": layer for path, layer in module.named_modules() if is_of_peft(layer, "BaseTunerLayer")}
     return {path: layer for path, layer in layers.items() if not path.endswith("base_layer.")}
 
 
 def _of_base(layer: Any, path: str) -> dict[str, nn.Parameter]:
-    """The parameters of the base layer that `layer` adapts, by full name."""
+    """By full name, the parameters of the base layer of the adapter layer `layer`."""
     while is_of_peft(layer, "BaseTunerLayer"):
         layer, path = _inside(layer), f"{path}base_layer."
     return {f"{path}{name}": parameter for name, parameter in layer.named_parameters()}
 
 
 def _merged(layer: Any, path: str) -> dict[str, Tensor]:
-    """Merge the adapters with peft in a copy of the layer; returns the base layer's parameters by full name."""
+    """Merge the adapters with peft in a copy of the layer. Returns the base layer's parameters by full name."""
     with explained(lambda error: CheckpointError(f"merge=True: peft cannot merge {path[:-1]}: {summary(error)}")):
         inner = made = copy.deepcopy(layer)
         while is_of_peft(inner, "BaseTunerLayer"):

@@ -1,7 +1,7 @@
 """Optimizer checkpoints: states keyed by parameter name, which any number of stages can load.
 
-`Optimizer.state_dict()` numbers the parameters by their positions in the groups, which differ between stages. Keyed by
-name, the states of all ranks form one checkpoint that any number of stages, replicas and slices can load.
+`Optimizer.state_dict()` numbers the parameters by their positions in the groups, which differ between stages. If keyed
+by name, the states of all ranks form one checkpoint that any number of stages, replicas and slices can load.
 """
 
 import copy
@@ -77,9 +77,9 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 
 
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
-    """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter; VALUE is
-    the fp32 value of a 16-bit parameter. Raises CheckpointError for a state that neither belongs to a parameter nor has
-    a name."""
+    """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter. The key
+    VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a state that neither belongs
+    to a parameter nor has a name."""
     optimizer.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
@@ -112,7 +112,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
 
 
 def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
-    """Whether this rank's coordinate in the mesh differs from `owner`'s only on axes that shard the parameter."""
+    """Whether this rank's coordinate in the mesh differs from that of `owner` only on axes that shard the parameter."""
     grid, parameter = optimizer.grid, optimizer.weights[name].parameter
     at, first = grid.mesh.coordinate(), grid.mesh.unravel(owner, grid.mesh.shape)
     assert isinstance(at, tuple)
@@ -120,7 +120,8 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 
 
 def on_meta(content: Content) -> Content:
-    """The `content` with all tensors on meta: the form that ranks exchange and folders' descriptions contain."""
+    """The `content` with all tensors on meta: this form is exchanged between ranks, and stored as a folder's
+    description."""
 
     def meta(_: str, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -131,7 +132,7 @@ def on_meta(content: Content) -> Content:
 
 def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
     """The combined description of all ranks' states, and the first rank that holds each parameter. Raises
-    CheckpointError if the options of a group, or the states that belong to no parameter, differ between ranks."""
+    CheckpointError if the options of a group, or states that do not belong to a parameter, differ between ranks."""
     whole: Content = {"format": OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [], "state": {}, "shared": {}}
     owners: dict[str, int] = {}
     for rank, description in enumerate(descriptions):
@@ -261,7 +262,7 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tup
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     """Load into the optimizer a state that `save_optimizer` wrote with any number of stages.
 
-    Raises CheckpointError on every rank, before anything is changed, for any other file or folder, and for a checkpoint
+    Raises CheckpointError on every rank, before it changes anything, for any other file or folder, and for a checkpoint
     with different parameters, shapes or groups.
     """
     boosted = _boosted(optimizer)
@@ -348,12 +349,13 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
 
 
 def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]) -> States:
-    """Read the saved states of these parameters, as this rank's shards; no tensor shares memory with a mapped file."""
+    """Read this rank's shards of the saved states of these parameters. No tensor shares memory with a memory-mapped
+    file."""
     states = {name: values for name, values in content["state"].items() if name in names}
     parameters = {name: optimizer.weights[name].parameter for name in states}
 
     def blank(name: str, tensor: Tensor) -> Tensor:
-        """A zero-filled tensor to read into: this rank's shard if shards are contiguous, otherwise the full tensor."""
+        """A zero-filled tensor for reading: this rank's shard if shards are contiguous, otherwise the full tensor."""
         parameter = parameters[name]
         if tensor.shape != parameter.shape or not isinstance(parameter, DTensor) or is_packed(parameter):
             return torch.zeros(tensor.shape, dtype=tensor.dtype)

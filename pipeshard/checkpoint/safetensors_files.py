@@ -45,13 +45,14 @@ FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 
 class Source:
-    """The tensors of a checkpoint: `shapes` contains the shape of each key, `read` returns a key's tensor, and `rows` a
-    matrix whose rows are read when they are sliced. `bytes_read` counts the bytes of both. `scales` maps the key of
-    each quantized weight to the keys of its scales, by their suffixes; `shapes` omits the scales.
+    """The tensors of a checkpoint. `shapes` contains the shape of each key, `read` returns a key's tensor, and `rows`
+    returns a matrix whose rows are read when the matrix is sliced. `bytes_read` counts the bytes read by `read` and
+    `rows`. `scales` maps the key of each quantized weight to the keys of its scales, by their suffixes; `shapes` omits
+    the scales.
 
     Safetensors files are read, not memory-mapped, so that each tensor takes memory only once; pickled files (.bin) are
-    loaded with `weights_only=True`, which executes no code. Even in untrusted files, no shape exceeds the stored data,
-    and an index lists only files in its own folder. Raises CheckpointError for files that cannot be read.
+    loaded with `weights_only=True`, which executes no code. Untrusted files are checked: no shape exceeds the stored
+    data, and an index lists only files in its own folder. Raises CheckpointError for files that cannot be read.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None) -> None:
@@ -88,8 +89,8 @@ class Source:
         return tensor
 
     def rows(self, key: str) -> "Tensor | StoredRows":
-        """The matrix of this key, whose rows are read from the file when they are sliced. Tensors of pickled files, and
-        tensors without a floating-point dtype, are returned as tensors."""
+        """The matrix of this key. Its rows are read from the file when the matrix is sliced. Tensors of pickled files,
+        and tensors without a floating-point dtype, are returned as tensors."""
         file = self._files[key]
         if file in self._states:
             self.bytes_read += self._states[file][key].nbytes
@@ -108,7 +109,7 @@ class Source:
         return sorted(keys, key=lambda key: order[self._files[key]])
 
     def _opened(self, file: Path) -> tuple[Path, Any, tuple[int, dict[str, Any]]]:
-        """The file, its content and its header; the most recently opened file stays open."""
+        """The file, its content and its header. The most recently opened file stays open."""
         if self._open is None or self._open[0] != file:
             self._open = file, open_file(file), _header(file)
         return self._open
@@ -127,8 +128,8 @@ class Source:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A matrix in a safetensors file; `begin` is its offset in the file. Rows are read from the file when they are
-    sliced, so the matrix takes no memory."""
+    """A matrix in a safetensors file. `begin` is the matrix's offset in the file. Rows are read from the file when the
+    matrix is sliced, so the matrix takes no memory."""
 
     file: Path
     begin: int
@@ -201,7 +202,7 @@ def _of_folder(index: Path, name: object) -> str:
 
 
 def open_file(file: Path) -> Any:
-    """Open a safetensors file, and check that its header describes its content.
+    """Open a safetensors file, and check that the header describes the content of the file.
 
     Raises CheckpointError for any other file.
     """
@@ -236,7 +237,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
-    """Read all tensors of a GGUF file at once; transformers converts them from llama.cpp's names and row order."""
+    """Read all tensors of a GGUF file at once. transformers converts them from llama.cpp's names and row order."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     if model is not None and has_adapters(model):  # the names of a PeftModel's layers differ
@@ -250,7 +251,7 @@ def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
 
 
 def joined_file(parts: Sequence[Path], target: Path) -> None:
-    """Write the tensors of all parts to the file `target`; no two parts may contain the same name.
+    """Write the tensors of all parts to the file `target`. No two parts may contain the same name.
 
     A safetensors file consists of the header's length, the header, and the tensors' bytes at the header's offsets.
 
@@ -277,16 +278,16 @@ def joined_file(parts: Sequence[Path], target: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """The offset at which the tensors' bytes begin in a safetensors file, and the header, which `open_file` has
-    checked."""
+    """The offset at which the tensors' bytes begin in a safetensors file, and the header. `open_file` has checked the
+    header."""
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         return 8 + length, json.loads(content.read(length))
 
 
 def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically: it is written in the folder `room`, then renamed to `target`. It has the
-    permissions of an ordinary new file."""
+    """Write a safetensors file atomically: the file is written in the folder `room`, then renamed to `target`. It has
+    the permissions of an ordinary new file."""
     with writes(target):
         room.mkdir(exist_ok=True)
         path = room / target.name
@@ -315,7 +316,7 @@ def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
 
 
 def write_files(files: Iterable[Content], folder: Path, rank: int) -> list[Path]:
-    """Write this rank's `contents` into `folder`; returns the paths of the files."""
+    """Write this rank's `contents` into `folder`. Returns the paths of the files."""
     written = []
     for k, (parts, metadata) in enumerate(files):
         written.append(folder / f"rank-{rank:05d}-{k:05d}.safetensors")
@@ -326,7 +327,7 @@ def write_files(files: Iterable[Content], folder: Path, rank: int) -> list[Path]
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Read `tensors` (DTensors or ordinary tensors) in place from a folder that any number of ranks wrote.
 
-    Raises CheckpointError for files that cannot be read; call `check_shards` first.
+    Raises CheckpointError for files that cannot be read. Call `check_shards` first.
     """
     reader = HuggingFaceStorageReader(str(folder))
     try:
@@ -360,7 +361,7 @@ def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield the names of the tensors in each file; sharded tensors without elements on this rank are omitted."""
+    """Yield the names of the tensors in each file. Sharded tensors without elements on this rank are omitted."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -402,8 +403,8 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:
-    """Whether the chunks cover the tensor exactly once. Torch derives the tensor's size from the chunks' ends, so no
-    chunk exceeds it."""
+    """Whether the chunks cover the tensor exactly once. torch derives the tensor's size from the ends of the chunks, so
+    no chunk exceeds this size."""
     chunks, dims = stored.chunks, len(stored.size)
     if any(len(c.offsets) != dims or len(c.sizes) != dims or min(c.offsets, default=0) < 0 for c in chunks):
         return False

@@ -38,7 +38,7 @@ SAVED_FILES = re.compile(r"model((-v\d+)?-\d{5,}-of-\d{5,})?\.safetensors|\.pipe
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
     """The tensors that this stage saves, by the model's names. The first stage that holds a tensor saves it.
-    Quantized weights are omitted: the checkpoint from which they were loaded contains them.
+    Quantized weights are omitted, since the checkpoint from which they were loaded contains them.
 
     Call it on all ranks, since sharded tensors are gathered. Raises CheckpointError for an entry of the model's
     state_dict that is not a tensor.
@@ -66,7 +66,7 @@ def _gathered(tensor: Tensor) -> Tensor:
 
 @dataclass
 class FolderSave(Save):
-    """A save to a folder, planned by all ranks of a pipeline together; `write` and `commit` use no collectives.
+    """A save to a folder, planned by all ranks of a pipeline together. `write` and `commit` use no collectives.
 
     The index determines which files belong to the checkpoint. Therefore, shards are written under names that do not
     exist in the folder yet, and the index (or the single file) is renamed last: a reader finds either the previous or
@@ -90,7 +90,7 @@ class FolderSave(Save):
         of_base: bool = False,
     ) -> "FolderSave":
         """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that its stage saves. With
-        `snapshot`, these are copied. With `of_base`, they have the names of a PeftModel's base model."""
+        `snapshot`, the tensors are copied. With `of_base`, they have the names in a PeftModel's base model."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         module = without_adapters(module)[1] if of_base else module
         with together(pipeline.group):
@@ -128,8 +128,8 @@ class FolderSave(Save):
         return set(self.weight_map.values()) == {SINGLE}
 
     def write(self) -> None:
-        """Write this stage's shards and, on the first stage, the configs and the index, under names that no reader
-        opens yet."""
+        """Write this stage's shards and, on the first stage, the configs and the index. No reader opens files with
+        these names yet."""
         sizes = {file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in self.parts.items()}
         disable = None if self.stage == 0 and self.thread is None else True
         with tqdm(total=sum(sizes.values()), desc="saving stage 0", unit="B", unit_scale=True, disable=disable) as bar:
@@ -152,7 +152,7 @@ class FolderSave(Save):
                 sync(self.beside(INDEX))
 
     def commit(self) -> None:
-        """Make this save the folder's checkpoint, and remove the previous checkpoint. Called on the first stage, once
+        """Make this save the folder's checkpoint, and remove the previous checkpoint. Called on the first stage, when
         all stages have written their shards."""
         for config in sorted(self.beside("configs").iterdir()):
             os.replace(config, self.target / config.name)
@@ -189,7 +189,7 @@ class FolderSave(Save):
 
 @dataclass
 class FileSave(Save):
-    """A save to a file: each stage writes a part next to it, and the first stage joins the parts.
+    """A save to a file: each stage writes a part next to the file, and the first stage joins the parts.
 
     The suffix selects the format: safetensors, or that of `torch.save`, with each tied tensor under all its names.
     """
@@ -200,7 +200,7 @@ class FileSave(Save):
     @classmethod
     def plan(cls, boosted: PipelineModel, tensors: dict[str, Tensor], target: Path, snapshot: bool) -> "FileSave":
         """Plan a save. Call it on all ranks of one pipeline, each with the `tensors` that its stage saves. With
-        `snapshot`, these are copied."""
+        `snapshot`, the tensors are copied."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         with together(pipeline.group):
             if target.is_dir():
@@ -254,7 +254,7 @@ def _configs(module: nn.Module, cached: Collection[Any], dtype: torch.dtype | No
 
 
 def _is_untied(module: nn.Module) -> bool:
-    """Whether the config ties the head to the input embedding, but adapters train a copy of one of them."""
+    """Whether the config ties the head to the input embedding, but adapters train a copy of one of the two."""
     if not isinstance(module, PreTrainedModel) or not getattr(module.config, "tie_word_embeddings", False):
         return False
     head = getattr(module.get_output_embeddings(), "weight", None)
@@ -262,8 +262,8 @@ def _is_untied(module: nn.Module) -> bool:
 
 
 def _ready(state: Mapping[str, Tensor], snapshot: bool) -> dict[str, Tensor]:
-    """The tensors on the CPU, of which no two overlap, since safetensors refuses these (such as the mask of all
-    layers); with `snapshot`, copies that training does not change."""
+    """The tensors on the CPU or, with `snapshot`, copies that training does not change. Of tensors that overlap (one
+    mask of all layers), all but the first are copied, since safetensors refuses tensors that share memory."""
     ready: dict[str, Tensor] = {}
     spans: dict[int, list[range]] = {}  # the addresses that are in use, by storage
     for name, tensor in state.items():
@@ -281,15 +281,15 @@ def _ready(state: Mapping[str, Tensor], snapshot: bool) -> dict[str, Tensor]:
 
 
 def _generation(folder: Path) -> str:
-    """A suffix (possibly empty) for the names of new shards, which no shard in the folder has."""
+    """A suffix (possibly empty) for the names of new shards that no shard in the folder has."""
     taken = {path.name for path in folder.glob("model*.safetensors")}
     marks = (f"-v{k}" if k else "" for k in itertools.count())
     return next(mark for mark in marks if not any(name.startswith(f"model{mark}-0") for name in taken))
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:
-    """The name under which each parameter is saved, by the parameter's first name: for tied parameters, the name to
-    which the architecture ties the other names."""
+    """By first name, the name under which each parameter is saved. For tied parameters, this is the name to which the
+    architecture ties the other names."""
     patterns = tied_patterns(model)
     return {
         first: next((name for name in names if not any(pattern.search(name) for pattern in patterns)), first)
@@ -299,7 +299,7 @@ def saved_names(model: nn.Module) -> dict[str, str]:
 
 def copied_names(model: nn.Module) -> dict[str, str]:
     """Additional names under which parameters are saved, each with the parameter's first name. The user tied these
-    names (`shared_weights`), so transformers would not tie them when it loads the checkpoint."""
+    names (`shared_weights`), so transformers would not tie the names when it loads the checkpoint."""
     if not isinstance(model, PreTrainedModel):
         return {}
     patterns, saved = tied_patterns(model), saved_names(model)

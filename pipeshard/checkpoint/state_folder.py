@@ -1,13 +1,14 @@
 """State folder: the files of a training state on disk, and how they are written and checked.
 
-A folder is complete if it contains its manifest and every file has the size that the manifest lists. To detect flipped
+A folder is complete if it contains a manifest, and every file has the size that the manifest lists. To detect flipped
 bits and files of other steps, the manifest also contains each file's SHA-256, as `sha256sum` prints it. Each rank
-computes some of the checksums. This costs little, since the files are still in the page cache after a save.
+computes some of the checksums. Reading the files again takes little time, since they are still in the page cache after
+a save.
 
-Two jobs that save into one folder (such as a requeued job and its zombie) would remove each other's unfinished saves,
-so the first rank locks the folder for as long as its model exists. The kernel releases the lock when the process exits
-for any reason; forked children do not hold it. On NFS, which cannot lock folders, the file `.writer` in the folder is
-locked.
+Two jobs that save into one folder (such as a requeued job and its earlier run, if this has not ended) would remove each
+other's unfinished saves. So the first rank locks the folder for as long as the rank's model exists. The kernel releases
+the lock when the process exits for any reason. Forked children do not hold the lock. On NFS, which cannot lock folders,
+the file `.writer` in the folder is locked.
 
 With `use_async=True`, every rank writes its part from copies:
 
@@ -74,8 +75,8 @@ def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -
 
 
 def flaw(folder: Path, step: int | None = None) -> str:
-    """The reason why the folder is not a complete training state (of `step`, if given), judged by its files' names and
-    sizes; "" if the folder is complete. Never raises."""
+    """The reason why the folder is not a complete training state (of `step`, if given), judged by the names and sizes
+    of its files, or "" if the folder is complete. Never raises an error."""
     try:
         manifest = read_document(folder / MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
@@ -99,8 +100,8 @@ def flaw(folder: Path, step: int | None = None) -> str:
 
 def damage(folder: Path, group: dist.ProcessGroup) -> str:
     """Compare the files of a complete state with their checksums. Returns a message that names the files that have
-    changed since the save, or "" if none has. Call it on all ranks, since each rank checks some of the files. States
-    from before 0.2 have no checksums, and are not checked.
+    changed since the save, or "" if no file has changed. Call it on all ranks, since each rank checks some of the
+    files. States from before 0.2 have no checksums, and are not checked.
 
     Raises CheckpointError, on every rank, if a file cannot be read, since it may still be intact.
     """
@@ -115,7 +116,7 @@ def damage(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dict[str, str]:
-    """Compute the SHA-256 of each file; each rank reads some of the files. Raises CheckpointError, on every rank, if a
+    """Compute the SHA-256 of each file. Each rank reads some of the files. Raises CheckpointError, on every rank, if a
     file cannot be read."""
     with together(group):
         own = {name: sum_of(folder / name) for name in names[group.rank() :: group.size()]}
@@ -123,7 +124,7 @@ def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dic
 
 
 def sum_of(file: Path) -> str:
-    """The SHA-256 of a file; raises CheckpointError if the file cannot be read."""
+    """The SHA-256 of a file. Raises CheckpointError if the file cannot be read."""
     try:
         with file.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
@@ -138,7 +139,7 @@ def lock(parent: Path, owner: Any) -> None:
     """Lock `parent` until `owner` is freed, so that no other process saves into it. Raises CheckpointError if another
     process holds the lock.
 
-    On a file system without locks, this does not stop other processes.
+    On a file system without locks, other processes are not stopped.
     """
     parent.mkdir(parents=True, exist_ok=True)
     key = str(parent.resolve())
@@ -149,7 +150,7 @@ def lock(parent: Path, owner: Any) -> None:
 
 
 def _locked(parent: Path) -> int:
-    """Lock the folder or, if it cannot be locked, a file in it; returns the locked file descriptor."""
+    """Lock the folder or, if it cannot be locked, a file in it. Returns the locked file descriptor."""
     handle = os.open(parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +165,7 @@ def _locked(parent: Path) -> int:
 
 
 def _locked_file(parent: Path) -> int:
-    """Lock the file LOCK in the folder; returns the locked file descriptor."""
+    """Lock the file LOCK in the folder. Returns the locked file descriptor."""
     handle = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,7 +202,7 @@ _held: dict[str, int] = {}  # by folder; closing any other handle of a locked fi
 
 
 def _leave_locks() -> None:
-    """Close the locked files in a forked child, which would otherwise keep the locks if it outlives this process."""
+    """Close the locked files in a forked child. Otherwise, a child that outlives this process would keep the locks."""
     for handle in _held.values():
         os.close(handle)
     _held.clear()

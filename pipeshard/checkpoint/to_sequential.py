@@ -28,15 +28,15 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
     Returns the model on each rank. With `rank`, only that stage (of every replica) returns the model; the other stages
     return None, and allocate at most one parameter at a time. The result shares no tensors with `model`, which can
-    continue training. Its weights and buffers come from the stages that own them; ties, frozen parameters, modes,
-    activation checkpointing, hooks and `use_cache` come from `model`; gradients are not copied.
+    continue training. Its weights and buffers come from the stages that own them. Ties, frozen parameters, modes,
+    activation checkpointing, hooks and `use_cache` come from `model`. Gradients are not copied.
 
     Args:
         model: the model that `booster.boost` returned.
         rank: the stage that returns the model, counted from 0, or None for all stages.
         device: the device of the result's tensors.
 
-    Raises, on every rank, UsageError for a model that was not boosted, is quantized, has parameters without values or
+    On every rank, raises UsageError for a model that was not boosted, is quantized, has parameters without values or
     cannot be copied, and ConfigurationError for an invalid `rank`.
     """
     if not isinstance(model, PipelineModel):
@@ -72,8 +72,8 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
 
 class StageTensor(NamedTuple):
-    """The description of a parameter or buffer, sent by the stage that owns it. `flag` is whether a parameter requires
-    a gradient, or whether a buffer is persistent."""
+    """The description of a parameter or buffer, sent by its owner stage. `flag` is whether a parameter requires a
+    gradient, or whether a buffer is persistent."""
 
     name: str
     is_buffer: bool
@@ -83,7 +83,7 @@ class StageTensor(NamedTuple):
 
 
 def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
-    """Copy this stage's model as it was before boost; in the copy, the parameters of all stages are allocated."""
+    """Copy this stage's model as it was before boost. In the copy, the parameters of all stages are allocated."""
     model, memo = pipeline.model, _memo(pipeline.model, device)
     with unsharded_classes(model):
         copied = copy.deepcopy(model, memo)
@@ -132,9 +132,9 @@ def _module_hooks(module: nn.Module) -> Iterator[Any]:
 
 def _is_bound(hook: Any) -> bool:
     """Whether a hook refers to a module, and must therefore be copied with this module. The copy and the model share
-    all other hooks, and the objects whose methods these hooks are (a recorder, a trainer).
+    all other hooks. If a hook is a method of an object (a recorder, a trainer), this object is also shared.
 
-    Torch wraps some hooks in an object with a reference to their module; other hooks may be methods or partial
+    torch wraps some hooks in an object with a reference to their module. Other hooks may be methods or partial
     functions.
     """
     if isinstance(hook, MethodType):

@@ -56,7 +56,7 @@ def random_states(grid: Grid) -> dict[str, Any]:
 
 def own_random_state(rest: dict[str, Any], grid: Grid) -> Any:
     """This rank's random state in the content of a training.pt. If the sizes of the grid have changed, or an earlier
-    version wrote the file, it is the first rank's state."""
+    version wrote the file, this is the first rank's state."""
     return rest["ranks"][grid.world.rank()] if rest.get("layout") == _layout(grid) else rest["random"]
 
 
@@ -65,7 +65,7 @@ def _layout(grid: Grid) -> list[int]:
 
 
 def check_random_state(state: Any) -> None:
-    """Check a state by setting it on temporary generators, which raise an error if it is invalid."""
+    """Check a state by setting it on temporary generators. They raise an error if the state is invalid."""
     torch.Generator().set_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.Generator("cuda").set_state(state["cuda"])
@@ -103,14 +103,14 @@ def save_training_state(
 
     The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
     the loss scale, the random states of all ranks and the position in the data. At every moment, each step is either
-    complete or does not exist; once this step is complete, all steps except the last `keep` are removed.
+    complete or does not exist. When this step is complete, all steps except the last `keep` are removed.
 
-    With `use_async=True`, copies are written while training continues; they take as much host memory as the rank's
-    weights and optimizer state. The next save waits for an unfinished background save, and raises its error if it
-    failed; at exit, the process also waits.
+    With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
+    rank's weights and optimizer state. The next save waits for an unfinished background save, and raises an error if
+    the background save failed. At exit, the process also waits for an unfinished save.
 
     Raises CheckpointError, on every rank, for an object that is not boosted, a dataloader without `state_dict`, an
-    invalid `step` or `keep`, a `directory` with a later step, which would be mistaken for the newest, and a `directory`
+    invalid `step` or `keep`, a `directory` with a later step (it would be mistaken for the newest), and a `directory`
     into which another job saves.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
@@ -180,8 +180,8 @@ def _planned_state(
 
 
 def _keep(parent: Path, keep: int) -> None:
-    """Remove all complete steps except the last `keep`. Each folder gets a hidden name first, so that no reader
-    considers it complete while it is being removed."""
+    """Remove all complete steps except the last `keep`. Each folder is first renamed to a hidden name, so that no
+    reader considers the folder complete during the removal."""
     for old in sorted(_saved_steps(parent))[:-keep]:
         folder = _folder(parent, old)
         removed = hidden(folder, "removed")
@@ -199,10 +199,10 @@ def load_training_state(
     step: int | None = None,
     verify: bool = True,
 ) -> int:
-    """Restore the given objects to their state at `step`, by default the newest complete step, and return that step.
+    """Restore the given objects to their state at `step` (by default, the newest complete step), and return this step.
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
-    given are not loaded. Each rank's random generators are always restored; if the sizes of the grid have changed,
+    given are not loaded. Each rank's random generators are always restored. If the sizes of the grid have changed,
     every rank gets the states of the first rank. With `verify`, every file is compared with its saved checksum. If a
     file of the newest step has changed and `step` is not given, this step is renamed to `step-<step>.damaged`, and an
     older step is loaded, with a warning.
@@ -305,7 +305,7 @@ def _saved_steps(parent: Path) -> Iterator[int]:
 
 
 def _steps(parent: Path) -> set[int]:
-    """The steps that have folders, complete or not."""
+    """The steps that have complete or incomplete folders."""
     names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.glob("*step-*")}
     return {int(match[1]) for name in names if (match := STEP.fullmatch(name))}
 
@@ -316,7 +316,8 @@ def _incomplete(parent: Path) -> list[tuple[Path, str]]:
 
 
 def _choose(parent: Path, step: int | None) -> list[int]:
-    """The complete steps to try, newest first: all of them, or only `step`. Raises CheckpointError if none exists."""
+    """The complete steps to try, newest first: all complete steps, or only `step`. Raises CheckpointError if there is
+    none."""
     steps = sorted(_saved_steps(parent), reverse=True)
     if step is None and steps:
         return steps

@@ -1,8 +1,8 @@
 """Untrusted: files of unknown origin (JSON, configs, pickles), checked before anything is built from them.
 
-A config of a few bytes may request so many layers, labels or ranks that transformers and peft, which check no bounds,
-exhaust the memory or never return. `torch.load(weights_only=True)` executes no code, but a pickle of a few bytes may
-still exhaust the memory or never finish.
+A config of a few bytes may request so many layers, labels or ranks that transformers and peft exhaust the memory or
+never return, since they check no bounds. `torch.load(weights_only=True)` executes no code, but a pickle of a few bytes
+may still exhaust the memory or never finish.
 """
 
 import json
@@ -72,7 +72,7 @@ MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
-    """Build the model of a folder on meta, in evaluation mode, for PipelinePlugin.from_pretrained; its weights are
+    """Build the model of a folder on meta, in evaluation mode, for PipelinePlugin.from_pretrained. The weights are
     loaded after boost."""
     if gguf_file is not None and not (path / gguf_file).is_file():
         raise CheckpointError(f"{path / gguf_file} does not exist: pass a folder that contains it")
@@ -104,7 +104,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
 def folder_config(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Return the config that `AutoConfig.from_pretrained` loads with these options, and the unused options.
 
-    Raises CheckpointError if the folder has no valid model config, or one with implausible sizes.
+    Raises CheckpointError if the folder has no valid model config, or a config with implausible sizes.
     """
     with _explaining(f"{folder} does not contain a valid model config"):
         for file in sorted(folder.glob("config*.json")):  # a config may refer to configs for other versions
@@ -146,7 +146,7 @@ def _explaining(what: str) -> Iterator[None]:
 
 @contextmanager
 def _counting(folder: Path) -> Iterator[None]:
-    """Context manager that limits the number of modules; all errors become CheckpointErrors that name the config."""
+    """Context manager that limits the number of modules. All errors become CheckpointErrors that name the config."""
     made = 0
 
     def count(*_: Any) -> None:
@@ -195,9 +195,10 @@ for pattern in patterns:
 
 
 def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Match the patterns with all names in a separate process: some regular expressions never finish, and hold the GIL.
+    """Match the patterns with all names in a separate process, since some regular expressions never finish and hold the
+    GIL.
 
-    Raises ValueError for such expressions, and for invalid ones.
+    Raises ValueError for expressions that do not finish in time, and for invalid expressions.
     """
     if not patterns:
         return
@@ -229,7 +230,7 @@ MADE_OF = re.compile(
 
 
 def load_plain(file: Path, kind: str, advice: str) -> Any:
-    """Load a `torch.save` file with `torch.load(weights_only=True)`; tensors are on the CPU, memory-mapped if possible.
+    """Load a `torch.save` file with `torch.load(weights_only=True)`. Tensors are on the CPU, memory-mapped if possible.
 
     For any other file, raises CheckpointError with the message that the file is not `kind`, and with the `advice`.
     """
@@ -246,7 +247,7 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 def plain(value: Any, what: str) -> Any:
     """`value` with NumPy scalars converted to Python numbers, for a file that `load_plain` can read.
 
-    Raises CheckpointError, which names `what`, if `load_plain` could not read a file with this value.
+    Raises a CheckpointError that names `what` if `load_plain` could not read a file with this value.
     """
     with explained(
         lambda error: CheckpointError(
@@ -280,8 +281,8 @@ def _refuse_bombs(file: Path, zipped: bool) -> None:
     """Raise ValueError for pickles that could exhaust the memory or never finish.
 
     A few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never finishes, in C code that
-    cannot be interrupted. `torch.save` of plain values uses neither. It also never compresses, so compressed data,
-    which may have any size once unpacked, is refused.
+    cannot be interrupted. `torch.save` of plain values uses neither. `torch.save` also never compresses. So compressed
+    data, which may have any size after decompression, is refused.
     """
     if zipped:
         with zipfile.ZipFile(file) as archive:

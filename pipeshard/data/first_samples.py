@@ -35,7 +35,7 @@ def find_sample(
     """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), the dataset's first
     samples, or otherwise dummy inputs for the model.
 
-    Raises BatchError if no batch can be read or generated, ConfigurationError if the batch lacks a declared path.
+    Raises BatchError if no batch can be read or generated, and ConfigurationError if the batch lacks a declared path.
     """
     is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
     data = dry_run_input(size, device) if is_function else dry_run_input
@@ -48,7 +48,7 @@ def find_sample(
 
 
 def first_samples(dataloader: DataLoader[Any]) -> Any:
-    """The dataset's first samples, collated by the dataloader's collate_fn; the loader's order and state do not change.
+    """The dataset's first samples, collated by the dataloader's collate_fn. The loader's order and state do not change.
 
     Returns None for a loader without a dataset or a collate_fn, for an empty dataset, and for a stream that cannot be
     copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens.
@@ -82,7 +82,7 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
 @contextmanager
 def _generators_kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
     """Context manager that restores the generators of the process, the dataset and the collator on exit. It also
-    removes a generator that a collator has created at its first call, as transformers' collators with a seed do."""
+    removes a generator that a collator creates in its first call, as transformers' collators with a seed do."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     objects = list(reachable(dataset, collate_fn))
     states = [(one, content_of(one, "state")["state"]) for one in objects if is_generator(one)]
@@ -103,7 +103,7 @@ def _first_of_stream(dataset: Any, count: int) -> list[Any]:
     """The first samples of a copy of a stream, so that the stream itself does not advance.
 
     Returns an empty list if the stream cannot be copied (it holds a generator, a socket or an open file) or cannot be
-    read in this process. The caller then uses dummy inputs or asks the user for a batch.
+    read in this process. The caller then uses dummy inputs or raises an error that requests a batch.
     """
     try:
         copied = copy.deepcopy(dataset, {id(value): value for value in _constants(dataset)})
@@ -114,7 +114,7 @@ def _first_of_stream(dataset: Any, count: int) -> list[Any]:
 
 
 def _constants(dataset: Any) -> Iterator[Any]:
-    """The stream's data, which a copy of the stream shares: copying the data could double the memory."""
+    """The stream's data. A copy of the stream shares this data, since copying it could double the memory."""
     seen: set[int] = set()
     while dataset is not None and id(dataset) not in seen:
         seen.add(id(dataset))

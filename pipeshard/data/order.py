@@ -2,7 +2,7 @@
 
 A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each sampler may use its own
 generator or the process's generators. If one generator is not seeded, ranks with different seeds read different
-batches, and a resumed epoch has a different order than the interrupted one.
+batches, and a resumed epoch has a different order than the interrupted epoch.
 """
 
 import copy
@@ -29,7 +29,7 @@ LARGE_BYTES, MANY_ENTRIES = 1 << 20, 1000  # larger arrays, and collections with
 
 
 class Order:
-    """A sampler or stream and all objects that it holds, with their generators, epochs and states.
+    """A sampler or stream and all objects to which it refers, with their generators, epochs and states.
 
     Args:
         root: the sampler, batch sampler or stream.
@@ -58,7 +58,8 @@ class Order:
         return value is self.dataset or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
 
     def seed(self, seed: int, epoch: int) -> None:
-        """Seed all generators: torch's with seed + epoch + index (saved positions rely on this), others with a hash."""
+        """Seed all generators: torch's with seed + epoch + index (saved positions rely on this), all others with a
+        hash."""
         for number, generator in enumerate(self.generators()):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed + epoch + number)
@@ -66,7 +67,8 @@ class Order:
                 seed_generator(generator, seed, epoch, number)
 
     def set_epoch(self, epoch: int, force: bool = False) -> None:
-        """Call `set_epoch` on every member that has it; unless `force`, skip members whose epoch the user has set."""
+        """Call `set_epoch` on every member that defines it. Unless `force`, skip members whose epoch the user has
+        set."""
         for number, member in enumerate(self.members):
             if not hasattr(member, "set_epoch"):
                 continue
@@ -92,7 +94,7 @@ class Order:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the root, or None if it has none."""
+        """The epoch of the root, or None if the root has no epoch."""
         return _epoch(self.root)
 
     def shares(self) -> list[Any]:
@@ -134,7 +136,7 @@ class Order:
         self._told = list(map(_epoch, self.members))
 
     def _plain_values(self) -> dict[Place, Any]:
-        """The attributes with plain values, except the data of streams, which is not part of their state."""
+        """The attributes with plain values. The data of streams is omitted, since it is not part of their state."""
         values = ((place, value) for place, value in self._values().items() if self._data.get(place, self) is not value)
         return {place: value for place, value in values if is_plain(value)}
 
@@ -160,7 +162,7 @@ CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 def _may_order(value: Any) -> bool:
-    """Whether this may be a sampler, a stream, or an object in which one of these keeps its state."""
+    """Whether this may be a sampler, a stream, or an object with the state of a sampler or a stream."""
     if isinstance(value, type):
         return False
     if isinstance(value, (Sampler, IterableDataset, SimpleNamespace, *CONTAINERS)) or is_dataclass(value):
@@ -196,7 +198,8 @@ def _has_state_dict(member: Any) -> bool:
 
 
 def is_large(value: Any) -> bool:
-    """Whether a stream's attribute has the size of data. A list of numbers or strings is copied fast at any size."""
+    """Whether a stream's attribute is as large as data. A list of numbers or strings does not count, since it is copied
+    fast at any size."""
     if isinstance(value, np.ndarray | Tensor):
         return isinstance(value, np.memmap) or value.nbytes > LARGE_BYTES
     return isinstance(value, list | tuple | dict) and len(value) > MANY_ENTRIES and not _has_scalars(value)
@@ -223,7 +226,7 @@ def copied_value(value: Any) -> Any:
 
 
 def saved(value: Any) -> Any:
-    """Convert a value to lists, tuples, dicts, tensors and scalars, which a checkpoint may contain."""
+    """Convert a value to types that a checkpoint may contain: lists, tuples, dicts, tensors and scalars."""
     if isinstance(value, Mapping):
         return {saved(key): saved(entry) for key, entry in value.items()}
     if isinstance(value, list | set | deque):

@@ -10,9 +10,9 @@ from typing import Any
 class LoaderPlace:
     """The position of a loader in its data: the epoch, the number of batches taken, and whether an iterator exists.
 
-    The sampler holds this object instead of the loader. A reference cycle with the loader would leave persistent
-    workers to the garbage collector, which may close their pipes before it stops them: each worker then takes 5 s to
-    exit.
+    The sampler refers to this object instead of the loader. A reference cycle with the loader would leave persistent
+    workers to the garbage collector. The garbage collector may close the workers' pipes before it stops the workers,
+    and each worker then takes 5 s to exit.
     """
 
     epoch: int = 0
@@ -36,8 +36,8 @@ class LoaderPlace:
         return self.begun and self.batches == self.first
 
     def begin(self) -> None:
-        """Count a new iterator: it starts at this position or, if `next_epoch` is a later epoch, at the start of that
-        epoch."""
+        """Count a new iterator. It starts at this position or, if `next_epoch` is a later epoch, at the start of
+        `next_epoch`."""
         if self.next_epoch != self.epoch:
             self.set(self.next_epoch)
         self.begun, self.is_kept, self.first = True, False, self.batches
@@ -54,7 +54,7 @@ class LoaderPlace:
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iterator at the first batch of this epoch, and mark existing iterators as outdated. If the
-        next iterator would start in this epoch anyway, or the newest one is in this epoch and unread, keep the
+        next iterator would start in this epoch anyway, or the newest iterator is in this epoch and unread, keep the
         position."""
         if self._is_unread and epoch == self.epoch:
             self.is_kept = True
@@ -66,7 +66,7 @@ OVER = object()  # no entry is left
 
 
 class Peekable(Iterator[Any]):
-    """An iterator that can look ahead to find whether it is exhausted; it reads each entry in the context `inside`."""
+    """An iterator that can look ahead to find whether it is exhausted. Each entry is read in the context `inside`."""
 
     def __init__(self, entries: Iterator[Any], inside: AbstractContextManager[None]) -> None:
         self._entries, self._inside = entries, inside

@@ -18,9 +18,10 @@ SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
-    """The roots and every object and generator that they hold, nearest first, except those that `skip` selects.
+    """The roots, and every object and generator that is reachable from them, nearest first, except objects that `skip`
+    selects.
 
-    The attributes of library objects are not searched, except those of torch's samplers, datasets and modules.
+    The attributes of library objects are not searched, except the attributes of torch's samplers, datasets and modules.
     """
     queue, seen = deque(roots), set[int]()
     visited = 0
@@ -90,13 +91,14 @@ def is_entered(value: Any) -> bool:
 
 
 def is_of_datasets(value: Any) -> bool:
-    """Whether this object is from Hugging Face's `datasets`, whose generators need no seed: each epoch copies them."""
+    """Whether this object is from Hugging Face's `datasets`. Its generators need no seed, since each epoch copies
+    them."""
     return type(value).__module__.partition(".")[0] == "datasets"
 
 
 def generators_of(*roots: Any) -> list[Any]:
-    """The random generators reachable from the roots, in an order that is the same on every rank. Those that
-    transformers' collators with a seed create at their first call are created now."""
+    """The random generators reachable from the roots, in an order that is the same on every rank. Generators that
+    transformers' collators with a seed would create in their first call are created now."""
     for value in reachable(*roots):
         if hasattr(value, "create_rng") and value.seed is not None and value.generator is None:
             value.create_rng()

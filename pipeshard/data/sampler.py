@@ -37,7 +37,7 @@ class SharedSampler(Sampler[Any]):
             return self.share.length(len(self.sampler))
 
     def finish(self) -> None:
-        """After the last entry, run the sampler to its end, since it may count its epochs there."""
+        """After the last entry, run the sampler to its end, since a sampler may count its epochs there."""
         entries = None if self._entries is None else self._entries()
         if entries is not None:
             entries.is_over()

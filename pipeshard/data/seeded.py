@@ -13,7 +13,7 @@ from pipeshard.graph.rng import seed_generator, seed_process
 
 @dataclass(frozen=True)
 class Keyed:
-    """A sampler's entry, and the key that seeds the random numbers with which a worker loads the entry."""
+    """A sampler's entry, and the key that seeds the random numbers that a worker uses to load the entry."""
 
     entry: Any
     key: tuple[int, ...]
@@ -35,8 +35,8 @@ class KeyedSampler:
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset that seeds its random numbers, and those of the collator, with the key of each entry, so that they are
-    the same in any process. Other attributes are delegated to `samples`."""
+    """A dataset that seeds the random numbers of `samples` and of the collator with the key of each entry, so that the
+    random numbers are the same in any process. Other attributes are delegated to `samples`."""
 
     samples: Any
     collate_fn: Any

@@ -43,14 +43,14 @@ class Share:
             yield from together[first : first + self._block(len(together), self.replica)]
 
     def length(self, entries: int) -> int:
-        """The number of this replica's entries in an order with this many entries."""
+        """The number of this replica's entries in an order of `entries` entries."""
         steps, remainder = divmod(entries, self.step)
         last = self._block(remainder, self.replica) if remainder and self._keeps(remainder) else 0
         return steps * self.size + last
 
     def _keeps(self, remainder: int) -> bool:
-        """Whether an incomplete last step of `remainder` entries is read: only without `drop_last`, and if there is an
-        entry for each replica (otherwise warns once)."""
+        """Whether an incomplete last step of `remainder` entries is read. It is read only without `drop_last`, and only
+        if there is an entry for each replica (otherwise, warns once)."""
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(

@@ -12,8 +12,9 @@ from pipeshard.graph.rng import Draws, seed_generator, seed_process
 
 
 class SharedCollate:
-    """A collator for a stream's samples whose random numbers, unlike the stream's, depend on the replica. They do not
-    change the stream's generators, so the stream has the same order with any number of replicas."""
+    """A collator for a stream's samples. Unlike the stream's random numbers, those of the collator depend on the
+    replica. They do not change the stream's generators, so the stream has the same order with any number of
+    replicas."""
 
     def __init__(self, collate_fn: Any, replica: int) -> None:
         self.collate_fn, self.replica = collate_fn, replica
@@ -29,10 +30,12 @@ class SharedCollate:
 
 
 class SharedStream(IterableDataset[Any]):
-    """One replica's share of a stream; each worker reads its own copy. Other attributes are delegated to the stream.
+    """One replica's share of a stream. Each worker reads its own copy of the stream. Other attributes are delegated to
+    the stream.
 
-    Every replica reads the whole stream, so its random numbers depend on seed, epoch and worker, not on the replica.
-    `moment` (seed, epoch, the stream's epoch) is in shared memory, since persistent workers receive no new epoch.
+    Every replica reads the whole stream, so the stream's random numbers depend on seed, epoch and worker, not on the
+    replica. `moment` (seed, epoch, the stream's epoch) is in shared memory, since persistent workers receive no new
+    epoch.
     """
 
     stream: IterableDataset[Any]

@@ -1,7 +1,7 @@
 """Agreement: properties that must be the same on all ranks (versions, arguments, models, optimizers), compared at
 boost.
 
-Ranks compare digests; if the digests differ, the error shows the first line that differs.
+Ranks compare digests. If the digests differ, the error shows the first line that differs.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
     """Copy the first rank's parameters, buffers and tensors in attributes of modules to every rank if any rank has
     different values. Call it on every rank. DistributedDataParallel does the same with parameters and buffers.
 
-    Ranks compare a few elements of each tensor, which differ if the ranks used different seeds. Tensors that are on
+    Ranks compare a few elements of each tensor. These differ if the ranks used different seeds. Tensors that are on
     the meta device on any rank are skipped: they are initialized or loaded later.
     """
     tensors = _tensors(model)
@@ -101,8 +101,8 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a state dict, other buffers, and tensors in attributes of modules, by name and shape, since a rank
-    may have resized a buffer."""
+    """The tensors of a state dict, other buffers, and tensors in attributes of modules, by name and shape. The shape is
+    included since a rank may have resized a buffer."""
     attributes = ((f"{path}.{key}", held) for path, one in model.named_modules() for key, held in vars(one).items())
     others = {name.lstrip("."): held for name, held in attributes if isinstance(held, Tensor)}
     every = model.state_dict(keep_vars=True) | dict(model.named_buffers()) | others
@@ -122,8 +122,8 @@ def _digest(tensor: Tensor) -> str | None:
 def compare_trained(
     trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]
 ) -> dict[str, bool]:
-    """Merge the requires_grad flags of all ranks' parameters, by name. Raise UsageError, on every rank, if only some of
-    the ranks that share a parameter train it."""
+    """Merge the requires_grad flags of all ranks' parameters, by name. Raise UsageError, on every rank, if a parameter
+    is trained on only some of the ranks that share it."""
     ranks = gather_objects(dict(trained), group)
     for rank, of_rank in enumerate(ranks):
         for name, flag in of_rank.items():

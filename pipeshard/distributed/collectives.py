@@ -1,6 +1,6 @@
 """Collectives: small values and tensors exchanged without pickle, by ranks that make the same calls.
 
-If one rank omits a collective call, the other ranks hang. Therefore every collective call of the user's program begins
+If one rank omits a collective call, the other ranks hang. Therefore, every collective call of the user's program begins
 with a small all-gather in which the ranks compare their calls.
 """
 
@@ -62,8 +62,8 @@ _on_cpu: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that can send CPU tensors, so that metadata neither uses nor waits for a GPU. It
-    is `group` itself or, if `group` has only NCCL, a gloo group that is created on first use."""
+    """Return a group of the same ranks that can send CPU tensors, so that sending metadata neither uses nor waits for a
+    GPU. This is `group` itself or, if `group` has only NCCL, a gloo group that is created on first use."""
     if carrier(CPU, group):
         return group
     if group not in _on_cpu:
@@ -81,7 +81,7 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Any:
-    """Start broadcasting the tensor of global rank `source` to all ranks of `group`; call `wait()` on the result."""
+    """Start broadcasting the tensor of global rank `source` to all ranks of `group`. Call `wait()` on the result."""
     return dist.broadcast(tensor, group_src=ranks_of(group).index(source), group=group, async_op=True)
 
 
@@ -96,7 +96,7 @@ def first_seed(group: dist.ProcessGroup) -> int:
 
 
 def _content(value: Any) -> tuple[bytes, bool]:
-    """Encode a value; returns (content, False), or (the reason why the value cannot be sent, True)."""
+    """Encode a value. Returns (content, False), or (the reason why the value cannot be sent, True)."""
     try:
         return encode(value), False
     except MessageError as error:
@@ -104,7 +104,7 @@ def _content(value: Any) -> tuple[bytes, bool]:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Gather the values of all ranks of `group`, in the group's order; no code from another rank is executed.
+    """Gather the values of all ranks of `group`, in the group's order. No code from another rank is executed.
 
     Raises MessageError, on every rank, if a value contains anything except tensors, numbers and strings.
     """
@@ -120,7 +120,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
-    """Broadcast the value of global rank `source`, and return it on every rank of `group`; tensors are on the CPU, and
+    """Broadcast the value of global rank `source`, and return it on every rank of `group`. Tensors are on the CPU, and
     no code is executed.
 
     Raises MessageError, on every rank, if the value contains anything except tensors, numbers and strings.
@@ -138,8 +138,8 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
 
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
-    """Broadcast the scalar (or None) of global rank `source`, and return it on every rank of `group`: on `device`, with
-    the source's dtype."""
+    """Broadcast the scalar (or None) of global rank `source`, and return it on every rank of `group`, on `device` and
+    with the dtype on the source."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
     message, group = torch.tensor(content, dtype=torch.float64), control(group)
     own_progress().wait_in(group, broadcast(message, source, group))
@@ -166,7 +166,8 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
 
 
 def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Broadcast a contiguous tensor from global rank `source` in place, as bytes: no backend supports every dtype."""
+    """Broadcast a contiguous tensor from global rank `source` in place, as bytes, since no backend supports every
+    dtype."""
     if tensor.numel():
         content = as_bytes(tensor)
         group = group if tensor.is_cuda else control(group)
@@ -199,8 +200,8 @@ def align_grad(parameter: nn.Parameter) -> None:
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard `part` as a DTensor with the placements of `tensor`; `part` itself if `part` is a DTensor or
-    `tensor` is not."""
+    """This rank's shard `part` as a DTensor with the placements of `tensor`. `part` itself if `part` is a DTensor
+    already, or if `tensor` is not a DTensor."""
     if not isinstance(tensor, DTensor) or isinstance(part, DTensor):
         return part
     return DTensor.from_local(
@@ -209,7 +210,8 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather the full tensor of a DTensor; call it on all ranks of its mesh. Other tensors are returned unchanged."""
+    """Gather the full tensor of a DTensor. Call it on all ranks of the DTensor's mesh. Other tensors are returned
+    unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -220,7 +222,8 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard of the full tensor `value`, sharded as `tensor` is; `value` if `tensor` is not a DTensor."""
+    """This rank's shard of the full tensor `value`, sharded like `tensor`. `value` itself if `tensor` is not a
+    DTensor."""
     if not isinstance(tensor, DTensor):
         return value
     placed: Any = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)

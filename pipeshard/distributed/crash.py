@@ -1,8 +1,8 @@
 """Crash: the report that a rank writes when a failure ends it, and the page that summarizes all ranks.
 
-Each rank that can still run code writes `crash/rank-N.json` in its working directory: the fault, the stacks of all
-threads, the rank's last actions, and its memory. PIPESHARD_CRASH sets another folder; if this variable is empty,
-nothing is written. `pipeshard crash FOLDER` summarizes the reports.
+Each rank that can still run code writes `crash/rank-N.json` in its working directory. The file contains the fault, the
+stacks of all threads, the rank's last actions, and the rank's memory use. PIPESHARD_CRASH sets another folder; if this
+variable is empty, nothing is written. `pipeshard crash FOLDER` summarizes the reports.
 """
 
 import json

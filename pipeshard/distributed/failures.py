@@ -27,9 +27,9 @@ THROUGH = "at the end of its program"  # the message of a rank that ended withou
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure of `rank` (whose `name` is, for example, "rank 2 (stage 2)"). `kind` records whether the rank raised an
-    error (with the text `message`, in `where`, possibly in the code of `module`), whether its process died, stalled or
-    ended, or whether its agent died. `told_by` is the rank that reports the failure."""
+    """A failure of `rank` (whose `name` is, for example, "rank 2 (stage 2)"). `kind` is the kind of failure: the rank
+    raised an error (with the text `message`, in `where`, possibly in the code of `module`), its process died, stalled
+    or ended, or its agent died. `told_by` is the rank that reports the failure."""
 
     kind: str
     rank: int
@@ -42,7 +42,8 @@ class Fault:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a roll call follows, in which every rank reports what it is doing, to find the rank at fault."""
+        """Whether a roll call follows. In a roll call, every rank reports its current activity, to find the rank at
+        fault."""
         return self.kind in (GONE, STALLED) and self.told_by >= 0
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ LINGER = 2.0  # seconds that the process that hosts the store waits for the othe
 
 class Alarm:
     """The reported Fault of each collective call, kept in the store under the call's number. If ranks report several
-    faults of a call, every rank uses the first one.
+    faults in one call, every rank uses the first reported one.
 
     If `gone` is set, the store no longer responds, and methods raise DistStoreError immediately. `asked` is set while a
     thread waits for the store in `ask`.
@@ -82,7 +83,7 @@ class Alarm:
 
     def ask(self, question: Callable[[], T]) -> T:
         """Return the result of `question()`, which runs in a separate thread, since it hangs if the store does not
-        respond. Raises DistStoreError once `gone` is set."""
+        respond. Raises DistStoreError when `gone` is set."""
         answer = _answer_later(question)
         self.asked = True
         try:
@@ -94,15 +95,15 @@ class Alarm:
         raise _gone()
 
     def tell(self, fault: Fault, number: int) -> Fault:
-        """Report a fault in call `number` to all ranks, unless a fault in this call was reported before; return the
+        """Report a fault in call `number` to all ranks, unless a fault in this call was reported before. Return the
         fault that was reported first."""
         self._refuse_gone()
         text = replace(fault, number=number).to_json()
         return Fault.from_json(self.store.compare_set(f"alarm/{number}", "", text))
 
     def told(self, numbers: Sequence[int], patience: float = 0.0) -> Fault | None:
-        """The fault reported in the first of these calls that has one, or None if none is reported within `patience`
-        seconds."""
+        """The fault reported in the first of these calls with a fault, or None if no fault is reported within
+        `patience` seconds."""
         until = time.monotonic() + patience
         while True:
             self._refuse_gone()
@@ -135,7 +136,8 @@ class Alarm:
 
 
 def _answer_later(question: Callable[[], T]) -> Future[T]:
-    """Start `question()` in a separate thread, since it hangs if the store does not respond; return its future."""
+    """Start `question()` in a separate thread, since it hangs if the store does not respond. Return a future of the
+    result."""
     answer: Future[T] = Future()
 
     def put() -> None:
@@ -165,7 +167,7 @@ LIBRARY_FRAMES = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  
 
 
 class RollCall:
-    """The ranks' answers about what they are doing, kept in the store under the number of the call."""
+    """The ranks' reports of their current activity, kept in the store under the number of the call."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -173,15 +175,15 @@ class RollCall:
         self.silent: list[int] = []  # the ranks that did not answer
 
     def answer(self, number: int) -> None:
-        """Report what this process is doing, once per call. The watch thread calls it, even if the training thread
-        hangs."""
+        """Report the current activity of this process, once per call. The watch thread calls this method, so it also
+        works if the training thread hangs."""
         if self._answered != number:
             self._answered = number
             self.store.set(f"answer/{number}/{self.rank}", json.dumps(_process_state()))
 
     def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
-        """The fault with a message based on the answers. If its kind is GONE, the message names the ranks that do not
-        respond; otherwise, it names the ranks at fault, and lists what each rank is doing."""
+        """The fault with a message based on the answers. If the fault's kind is GONE, the message names the ranks that
+        do not respond. Otherwise, it names the ranks at fault, and lists the activity of each rank."""
         answers = self._collect(fault.number)
         silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:
@@ -202,7 +204,7 @@ class RollCall:
 
 
 def _process_state() -> dict[str, Any]:
-    """What this process is doing, as a JSON-serializable dict."""
+    """The current activity of this process, as a JSON-serializable dict."""
     frames = main_stack()
     users = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in LIBRARY_FRAMES)]
     at = ""
@@ -247,9 +249,9 @@ TAG = 7919  # the tag of a message that no rank sends
 def abort_groups() -> None:
     """Abort all process groups, so that every pending wait in these groups ends immediately, in any thread.
 
-    Gloo collectives cannot be aborted, but cancelling a receive closes the connections of its group and aborts
-    everything in flight in the group, unless the receive's own connection was already broken. Without this, a process
-    with unreceived messages could not even exit, since on exit it joins the threads that send them.
+    Gloo collectives cannot be aborted. But cancelling a receive closes the connections of the receive's group and
+    aborts everything in flight in this group, unless the receive's own connection was already broken. Without an abort,
+    a process with unreceived messages could not even exit, since on exit it joins the threads that send these messages.
     """
     backends: list[tuple[dist.ProcessGroup, Any]] = [
         (group, group._get_backend(torch.device(device)))
@@ -268,9 +270,9 @@ ABORTING = 5.0  # seconds after which unfinished aborts are abandoned
 
 
 def _abort(backends: Sequence[Any]) -> None:
-    """Abort all backends at the same time. Aborting an NCCL communicator frees memory, which waits for everything that
-    runs on the GPU. This includes messages of other communicators, which end only when their communicator is
-    aborted."""
+    """Abort all backends at the same time. Aborting an NCCL communicator frees memory, and freeing memory waits for all
+    kernels on the GPU. These kernels include messages of other communicators, which end only when their own
+    communicator is aborted."""
 
     def abort(backend: Any) -> None:
         with contextlib.suppress(RuntimeError):
@@ -285,7 +287,7 @@ def _abort(backends: Sequence[Any]) -> None:
 
 
 def _gives_up(backend: Any, other: int) -> bool:
-    """Start a receive from `other` and let it time out; return False if the connection was already broken."""
+    """Start a receive from `other` and let it time out. Return False if the connection was already broken."""
     try:
         backend.recv([torch.empty(1)], other, TAG).wait(timedelta(milliseconds=1))
     except RuntimeError as error:
@@ -308,8 +310,8 @@ def text_of(error: BaseException) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a broken connection caused an error, so that another rank is at fault. The error must be raised inside
-    torch or pipeshard, since user code may raise errors with the same text."""
+    """Whether a broken connection caused an error, so that another rank is at fault. Only errors raised inside torch or
+    pipeshard count, since user code may raise errors with the same text."""
     if isinstance(error, dist.DistError) or type(error) is not RuntimeError or not LOST.search(str(error)):
         return isinstance(error, dist.DistError)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -1,10 +1,10 @@
 """Local world: all ranks of a mesh as threads of one process, of which only one runs at a time.
 
 The thread of a rank runs the engine's own code. A rank yields only if it would wait for another rank, in a collective
-call or for a message, and the ranks take turns in rank order. Every run is therefore the same, only one thread at a
+call or for a message, and the ranks take turns in rank order. All runs are therefore identical, only one thread at a
 time uses autograd and the random generators, and a deadlock is detected immediately. torch also tests its collectives
-with threads (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group; a local
-world does not.
+with threads (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group. A local
+world does not replace it.
 """
 
 import threading
@@ -34,7 +34,7 @@ class Aborted(BaseException):
 
 
 class _Rank:
-    """A thread that runs one rank, from each `resume()` until it waits, pauses or ends."""
+    """A thread that runs one rank. After each `resume()`, it runs until it waits, pauses or ends."""
 
     def __init__(self, number: int, work: Callable[[int], Any]) -> None:
         self.number, self._work = number, work
@@ -67,7 +67,7 @@ class _Rank:
         self._has_turn = False
 
     def abort(self) -> None:
-        """End the rank's thread if it is waiting. A thread that still computes, after an interrupt, ends at its next
+        """End the rank's thread if it is waiting. After an interrupt, a thread that still computes ends at its next
         wait."""
         self._is_aborted = True
         if self._thread.ident is not None and not self.is_done and not self._has_turn:
@@ -85,7 +85,7 @@ class _Rank:
 
 
 class LocalWork:
-    """Handle of a collective call or a message; `wait()` returns once the call or message has completed."""
+    """Handle of a collective call or a message. `wait()` returns when the call or message has completed."""
 
     def __init__(self, world: "LocalWorld", done: Callable[[], bool], waits_for: str) -> None:
         self._world, self._done, self._waits_for = world, done, waits_for
@@ -113,7 +113,7 @@ class _Noting(Progress):
 
 @dataclass
 class _Meeting:
-    """One collective call of a group; `brought` contains each rank's arguments, by the rank's index in the group."""
+    """One collective call of a group. `brought` contains each rank's arguments, by the rank's index in the group."""
 
     kind: str
     brought: dict[int, Any] = field(default_factory=dict)
@@ -123,8 +123,8 @@ class _Meeting:
 class LocalWorld:
     """`size` ranks in this process; `run` calls a function on each rank.
 
-    `note` is called before each action of a rank's steps. `keeping()` returns a context manager for each rank, which is
-    entered whenever the rank runs. It can, for example, switch to the rank's own random generators.
+    `note` is called before each action of a rank's steps. `keeping()` returns a context manager for each rank. It is
+    entered whenever the rank runs, for example to switch to the rank's own random generators.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class LocalWorld:
         return [rank.result for rank in ranks]
 
     def _turn(self, rank: _Rank, context: AbstractContextManager[None]) -> bool:
-        """Run a rank until it waits or ends, and raise its error. Return False, without running it, if it cannot
-        continue yet."""
+        """Run a rank until it waits or ends, and raise its error. If the rank cannot continue yet, return False without
+        running it."""
         if rank.ready is not None and not rank.ready():
             return False
         self._running = rank
@@ -252,7 +252,7 @@ class WorldGroup(LocalGroup):
 
 
 class LocalP2P(P2P):
-    """Messages between ranks of a local world; each message arrives as soon as it is sent."""
+    """Messages between ranks of a local world. Each message arrives as soon as it is sent."""
 
     def __init__(self, world: LocalWorld, ranks: Sequence[int], rank: int, device: torch.device) -> None:
         self.world, self.ranks, self.rank, self.device = world, list(ranks), rank, device
@@ -281,7 +281,7 @@ class _Edge:
 
 
 class _Receipt(LocalWork):
-    """Handle of a receive; `wait()` copies message `number` of an edge into the buffer."""
+    """Handle of a receive. `wait()` copies message `number` of an edge into the buffer."""
 
     def __init__(self, p2p: LocalP2P, edge: _Edge, number: int, buffer: Tensor, source: int) -> None:
         self._edge, self._number, self._buffer = edge, number, buffer
@@ -318,8 +318,8 @@ class LocalMesh(ProcessGroupMesh):
 
 
 def in_thread(work: Callable[[], T]) -> T:
-    """Call `work()` in a thread, as for a rank of a local world, and return its result. Like a rank, `work` does not
-    see the main thread's `threading.local` values."""
+    """Call `work()` in a thread, as for a rank of a local world, and return its result. Like a rank, `work` cannot read
+    the main thread's `threading.local` values."""
     return LocalWorld(1).run(lambda rank: work())[0]
 
 

@@ -34,9 +34,8 @@ logger = logging.getLogger("pipeshard")
 class ProcessGroupMesh:
     """Ranks on a grid in row-major order: on a mesh of (2, 2, 2), rank 2 is at coordinate (0, 1, 0).
 
-    The constructor, which all ranks must call, creates a `torch.distributed` DeviceMesh with the groups along each
-    single axis; other groups are created on request. The methods are those of `colossalai.cluster.ProcessGroupMesh`
-    0.5.
+    All ranks must call the constructor. It creates a `torch.distributed` DeviceMesh with the groups along each single
+    axis. Other groups are created on request. The methods are those of `colossalai.cluster.ProcessGroupMesh` 0.5.
 
     Args:
         *size: the number of ranks along each axis; the product must be the world size.
@@ -162,7 +161,7 @@ class ProcessGroupMesh:
     def get_group_along_axis(
         self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Like `create_group_along_axis`, but without communication if the groups of all ranks already exist.
+        """Like `create_group_along_axis`, but does not communicate if the groups of all ranks already exist.
 
         The groups along a single full axis always exist. For other groups, the first call is a collective. If ranks
         pass different arguments, and only some ranks' groups exist, only `create_group_along_axis` is safe.
@@ -178,15 +177,15 @@ class ProcessGroupMesh:
         return [] if group is None else ranks_of(group)
 
     def warm_up(self, device: torch.device) -> None:
-        """Use every group of the world's backend once, in the same order on all ranks. Connections that are created
-        lazily in a step would make hosts wait for each other, and GPUs for everything in their queues."""
+        """Use every group of the world's backend once, in the same order on all ranks. If connections were created
+        lazily in a step, hosts would wait for each other, and GPUs would wait for all work in their queues."""
         for (_, backend), group in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if group is not None and backend is None and group.size() > 1:
                 work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
                 own_progress().wait_in(group, work)
 
     def destroy_mesh_process_groups(self) -> None:
-        """Destroy every group of this mesh except the world's group; the mesh has no groups afterwards."""
+        """Destroy every group of this mesh except the world's group. Afterwards, the mesh has no groups."""
         for group in self._groups.values():
             if group not in (None, dist.group.WORLD):
                 with suppress(ValueError):  # already destroyed: stored twice, or the world was destroyed first
@@ -199,7 +198,7 @@ class ProcessGroupMesh:
         return not self._groups
 
     def _ranks_along(self, axis: MeshAxes, indices_at_axis: Indices | None) -> list[tuple[int, ...]]:
-        """For each rank of the world, the ascending ranks of the group that these arguments select for it."""
+        """For each rank of the world, the ranks (ascending) of the group that these arguments select for this rank."""
         if indices_at_axis is None:
             axis = [axis] if isinstance(axis, int) else axis
             indices_at_axis = [range(self.shape[_axis(ax, self.shape)]) for ax in axis]
@@ -223,7 +222,7 @@ DP, PP, TP = 0, 1, 2  # the axes of the mesh
 
 
 class Grid:
-    """`dp_size` replicas of a pipeline of `pp_size` stages; each stage (or its experts) is sharded across `tp_size`
+    """`dp_size` replicas of a pipeline of `pp_size` stages. Each stage (or its experts) is sharded across `tp_size`
     ranks.
 
     Consecutive ranks are the slices of one stage, then the stages of one replica, then the replicas (Megatron's order
@@ -232,7 +231,7 @@ class Grid:
     Attributes:
         mesh: the mesh of the ranks, with the axes DP, PP and TP.
         replica, stage, slice: this rank's index on each axis.
-        replicas, stages, slices: the group of the ranks that differ from this rank only on that axis.
+        replicas, stages, slices: the group of the ranks whose index differs from this rank's only on that axis.
         world: the group of all ranks.
         device: the device on which this process computes.
 
@@ -277,7 +276,8 @@ class Grid:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank belongs to the first replica and the first slice, whose ranks write on behalf of all."""
+        """Whether this rank belongs to the first replica and the first slice. Such ranks write on behalf of all
+        ranks."""
         return self.replica == self.slice == 0
 
     @property
@@ -300,7 +300,7 @@ class Grid:
 
     @staticmethod
     def divides(tensor: torch.Tensor, axis: int) -> bool:
-        """Whether a tensor is sharded along an axis: a DTensor that is not replicated on it."""
+        """Whether a tensor is sharded along a mesh axis, that is, a DTensor that is not replicated on this axis."""
         if not isinstance(tensor, DTensor):
             return False
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -309,9 +309,9 @@ class Grid:
         )
 
     def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ from this rank only on `axes` and, given several `stages`, on PP within
-        these stages. None if there are neither axes nor several stages, or if this rank's stage is not one of several
-        `stages`. A collective: call it on every rank of the world."""
+        """The group of the ranks whose index differs from this rank's only on `axes` and, given several `stages`, on PP
+        within these stages. None if there are neither axes nor several stages, or if several `stages` do not include
+        this rank's stage. A collective: call it on every rank of the world."""
         if len(stages) < 2:
             return self._group(axes) if axes else None
         chosen = [list(range(self.mesh.shape[axis])) for axis in axes]
@@ -329,7 +329,7 @@ _grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # by world an
 def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:
     """Return the Grid of these sizes, which all models of this world share. Call it on all ranks.
 
-    torch keeps a process group, with its threads and NCCL's allocations, until the world is destroyed; a sweep that
+    torch keeps a process group, with its threads and NCCL's allocations, until the world is destroyed. A sweep that
     boosts one model after another would create more groups with each model. Models do not run at the same time, so
     messages of different models cannot be confused.
     """
@@ -375,7 +375,8 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
 
 
 def own_device() -> torch.device:
-    """Return the device on which this process computes: a GPU, which becomes the current device, otherwise the CPU."""
+    """Return the device on which this process computes: a GPU (it becomes the current device), or the CPU if there is
+    none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     bound = getattr(dist.group.WORLD, "bound_device_id", None)  # init_process_group(device_id=...)
@@ -387,8 +388,8 @@ def own_device() -> torch.device:
 
 
 def own_index(bound: torch.device | None, current: int, local: int) -> int:
-    """The index of this process's GPU: the GPU to which the process group is bound, otherwise the current GPU if the
-    user selected one (its index is not 0), otherwise the one with this process's local rank."""
+    """The index of this process's GPU. This is the GPU to which the process group is bound, otherwise the current GPU
+    if the user selected one (its index is not 0), otherwise the GPU whose index is this process's local rank."""
     if bound is not None and bound.type == "cuda" and bound.index is not None:
         return bound.index
     return current or local

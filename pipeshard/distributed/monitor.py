@@ -1,7 +1,7 @@
 """Monitor: a small process for each rank that kills the rank if it hangs while it holds the GIL.
 
-A thread of the rank would need the GIL to kill the rank, but a hanging extension or regular expression may hold the GIL
-forever. The monitor is therefore a separate process. It imports only the standard library, and takes 10 MB.
+A thread of the rank would need the GIL to kill the rank, but a hanging extension or regular expression may never
+release it. The monitor is therefore a separate process. It imports only the standard library, and takes 10 MB.
 
     rank ── each second: how long the rank may be silent ──▶ monitor ── SIGABRT, then SIGKILL ──▶ rank
 """
@@ -33,15 +33,15 @@ class Monitor:
         os.set_blocking(self._pipe, False)
 
     def beat(self, limit: float) -> None:
-        """Send a heartbeat, with the number of seconds for which this process may be silent from now on; infinity means
+        """Send a heartbeat, with the number of seconds for which this process may be silent from now on. Infinity means
         no limit."""
         with contextlib.suppress(OSError):  # the monitor was killed or is stopped: training continues without it
             os.write(self._pipe, f"{0 if limit == float('inf') else limit:.3f}\n".encode())
 
 
 def supervise(rank: int) -> None:
-    """Supervise the parent process, with process id `rank`, until it exits, and kill it if it is silent for too long.
-    Time during which this process or the parent is stopped does not count."""
+    """Supervise the parent process, with process id `rank`, until it exits. Kill it if it is silent for too long. Time
+    during which this process or the parent is stopped does not count."""
     limit, silent = 0.0, 0.0
     while os.getppid() == rank:
         ready, _, _ = select.select([0], [], [], LOOK)

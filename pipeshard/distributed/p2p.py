@@ -1,9 +1,9 @@
 """P2P: messages between ranks of a pipeline; each contains only a tensor's bytes.
 
-Both ends know shapes and dtypes from the trace. Messages therefore have no header, nothing is pickled, and no handshake
-can wait in an order other than the schedule's. On a GPU with NCCL, a message is a kernel on both ranks, and each rank
-runs the kernels of one communicator one after the other. A P2P therefore declares which messages share a communicator
-(its `lanes`).
+Both ends have the shapes and dtypes from the trace. Messages therefore have no header, nothing is pickled, and there
+are no handshakes that could wait in an order other than the schedule's. On a GPU with NCCL, a message is a kernel on
+both ranks, and each rank runs the kernels of one communicator one after the other. A P2P therefore declares in `lanes`
+which messages share a communicator.
 """
 
 import inspect
@@ -29,20 +29,21 @@ Edge = tuple[int, int]
 
 
 class P2P(ABC):
-    """Point-to-point messages of one pipeline; subclass it to add another transport.
+    """Point-to-point messages of one pipeline. Define a subclass to add another transport.
 
     `ranks[r]` is the global rank of pipeline rank r, and `edges` is the sorted list of the (source, destination) pairs
     that will be used, in pipeline ranks. Every rank of the world constructs its P2P at the same time, so the
-    constructor may create groups; it must use `new_group`, since there may be other pipelines. Messages of one edge
-    arrive in the order in which they were sent. Tensors are contiguous, flat bytes (uint8), and both ends know their
-    size. `send` and `receive` must not wait for the other end; they return an object whose `wait()` does.
+    constructor may create groups. It must use `new_group`, since there may be other pipelines. The messages of one edge
+    arrive in the order in which they were sent. Tensors are contiguous, flat bytes (uint8), and both ends have computed
+    their size. `send` and `receive` must not wait for the other end. They return an object with a method `wait()`,
+    which waits for the other end.
 
     Attributes:
         lanes: which messages share a communicator; by default, all do.
         kernels: whether messages are kernels on a GPU's streams. If so, a step's messages are posted in an order in
             which these kernels never deadlock.
         tells: whether `is_completed()` of the work that `send` returns becomes true without a call of `wait()`. If not,
-            the sent tensor is kept until pipeshard waits for the work, soon after.
+            pipeshard keeps the sent tensor until it calls `wait()`, soon after.
     """
 
     lanes: ClassVar[Lanes] = Lanes()
@@ -54,7 +55,8 @@ class P2P(ABC):
         self.kernels = carrier(device) == "nccl"
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Create a group of these global ranks. Call it on every rank of the world, with ranks of its pipeline."""
+        """Create a group of these global ranks. Call it on every rank of the world. Each rank passes ranks of its own
+        pipeline."""
         return self.new_groups([ranks])[0]
 
     def new_groups(self, members: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
@@ -79,7 +81,7 @@ class P2P(ABC):
 
 class EdgeP2P(P2P):
     """A P2P with a group of two ranks for each edge. If both directions of a pair shared a group, a message could queue
-    behind an opposite message that depends on it, or be mistaken for an opposite message (see `check_streams`)."""
+    behind a message in the opposite direction that depends on it, or be mistaken for one (see `check_streams`)."""
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
@@ -101,7 +103,7 @@ class EdgeP2P(P2P):
 
 
 class BroadcastP2P(EdgeP2P):
-    """Sends messages as broadcasts in the group of an edge; works with every backend that supports collectives."""
+    """Sends messages as broadcasts in the group of an edge. Works with every backend that supports collectives."""
 
     lanes = Lanes("edge", numbered=True)
 
@@ -145,7 +147,7 @@ P2PS: dict[str, type[P2P]] = {"broadcast": BroadcastP2P, "isend": ISendP2P}
 
 
 def check_p2p(kind: object) -> type[P2P]:
-    """The class for a plugin's `p2p` argument; raises ConfigurationError for anything else."""
+    """The class for a plugin's `p2p` argument. Raises ConfigurationError for an invalid argument."""
     if isinstance(kind, str) and kind in P2PS:
         return P2PS[kind]
     if isinstance(kind, type) and issubclass(kind, P2P) and not inspect.isabstract(kind):
@@ -162,13 +164,13 @@ def edges_of(placement: Sequence[int]) -> list[Edge]:
 
 
 def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
-    """Create the P2P of a pipeline with stage s on rank `placement[s]`; returns None if all stages are on one rank."""
+    """Create the P2P of a pipeline with stage s on rank `placement[s]`. Returns None if all stages are on one rank."""
     edges = edges_of(placement)
     return check_p2p(kind)(ranks, edges, device) if edges else None
 
 
 def with_messages(program: Program, p2p: P2P | None) -> Program:
-    """Add the messages of a P2P to `program`. If messages are kernels, raises DeadlockError if the result can
+    """Add the messages of a P2P to `program`. Raises DeadlockError if messages are kernels and the result can
     deadlock."""
     if p2p is None or not p2p.kernels:
         return add_communication(program)
@@ -179,7 +181,7 @@ def with_messages(program: Program, p2p: P2P | None) -> Program:
 
 def options_of_kernels() -> dict[str, Any]:
     """The `new_group` options of a group that is only for messages. NCCL's own timer would start when the host posts a
-    message, and abort the process without an explanation, so it is set to a day: the watchdog detects stalls instead.
-    High priority keeps a message from waiting behind the next layer's kernels."""
+    message, and abort the process without an explanation. So it is set to a day, and the watchdog detects stalls
+    instead. The streams have high priority, so that a message does not wait behind the next layer's kernels."""
     day = timedelta(days=1)
     return {"backend": "nccl", "timeout": day, "pg_options": nccl_options(day)}

@@ -1,8 +1,8 @@
 """Peers: the processes of the other ranks on this host, and their states as the kernel reports them.
 
-The connections of a killed rank stay open as long as one of its forked children runs; the connections of a stopped rank
-always stay open. Neither rank can report its own state. The ranks of one host see each other's processes, and can
-detect both states without a connection or a timeout.
+The connections of a killed rank stay open as long as one of its forked children runs. The connections of a stopped
+(suspended) rank always stay open. Neither rank can report its own state. But the ranks of one host can query each
+other's processes, and detect both states without a connection or a timeout.
 """
 
 import ctypes
@@ -28,8 +28,8 @@ UNASKED = 8  # checks of the watch without a response from the store, after whic
 class Peers:
     """Finds a rank of this host that was killed or is stopped.
 
-    `look` queries only the kernel, and is called by the thread that checks timeouts. `meet` queries the store, which
-    may not respond, and is called by the thread that polls the store.
+    `look` queries only the kernel, and is called by the thread that checks timeouts. `meet` queries the store, and is
+    called by the thread that polls the store, since the store may not respond.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -43,7 +43,8 @@ class Peers:
         self.store.set(f"process/{rank}", json.dumps([_host(), own.pid, own.create_time()]))
 
     def meet(self) -> None:
-        """Read from the store which ranks are on this host, and whether rank 0 and the suspect have signed off."""
+        """Read from the store which ranks are on this host, and whether rank 0 and the suspected rank have signed
+        off."""
         keys = [f"process/{rank}" for rank in range(self.size)]
         if not self._met and self.store.check(keys):
             self._met = True
@@ -56,9 +57,9 @@ class Peers:
         self._sure = self._suspect >= 0
 
     def look(self, silent: int = 0) -> tuple[int, str] | None:
-        """A rank that was killed or is stopped, with a message about its state, or None if there is none. `silent` is
-        the number of checks for which the store has not responded. A rank counts as killed only if it has not signed
-        off in the store, or if the store does not respond."""
+        """A rank that was killed or is stopped, with a message about the rank's state, or None if there is none.
+        `silent` is the number of consecutive checks to which the store has not responded. A rank counts as killed only
+        if it has not signed off in the store, or if the store does not respond."""
         self._looks += 1
         if self._looks % EVERY == 0:
             for rank, process in self._processes.items():
@@ -74,16 +75,18 @@ class Peers:
         return None
 
     def killed(self) -> int:
-        """A rank of this host whose process no longer exists, although the rank has not signed off; -1 if none."""
+        """A rank of this host whose process no longer exists, although the rank has not signed off, or -1 if there is
+        none."""
         gone = (rank for rank, process in self._processes.items() if rank not in self.left and _is_gone(process))
         return next(gone, -1)
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A DataLoader's `worker_init_fn` that makes workers exit with their rank, however the rank ends (on Linux).
+    """A DataLoader's `worker_init_fn` that makes workers exit when their rank ends for any reason (on Linux).
 
-    Ordinary workers check only every 5 seconds whether their rank exists, and keep its connections and port until then.
+    Ordinary workers check only every 5 seconds whether their rank exists, and keep the rank's connections and port open
+    until then.
     """
 
     then: Callable[[int], None] | None = None

@@ -24,7 +24,7 @@ COMPUTES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 
 
 class Progress:
-    """The current activity of a rank. The training thread writes it, with only a few assignments, and the watch reads
+    """The current activity of a rank. The training thread records it with only a few assignments, and the watch reads
     it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Progress:
         self._chunks: Sequence[int] = ()
 
     def begin(self, model: nn.Module, chunks: Sequence[int]) -> None:
-        """Set the model that runs from now on, and this process's stages of it (`chunks`), for use in errors."""
+        """Set the model that runs from now on, and this process's stages of the model (`chunks`), for use in errors."""
         self._model, self._chunks = weakref.ref(model), chunks
 
     def start(self, action: Action | str) -> None:
@@ -122,7 +122,7 @@ _of_rank: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
 def own_progress() -> Progress:
-    """Return the progress of the rank that this thread runs: the process's, or that of a rank of a local world."""
+    """Return the Progress of the rank that this thread runs: the process itself, or a rank of a local world."""
     return _of_rank.get() or NOW
 
 
@@ -137,8 +137,8 @@ def running(progress: Progress) -> Iterator[None]:
 
 
 def allowed(timeout: Timeout) -> float:
-    """The number of seconds that the current action or wait may last according to the plugin's `timeout`; infinity
-    without a limit."""
+    """The number of seconds that the current action or wait may last according to the plugin's `timeout`. Infinity
+    means no limit."""
     kind = "step" if NOW.call in STEPS else "other" if NOW.call else "between"
     factor, limit = 1 if kind == "step" else OTHER_CALLS, timeout
     if isinstance(timeout, Mapping):

@@ -47,7 +47,7 @@ NOTE = "pipeshard: "  # prefix of the note that records where an error occurred
 
 
 class Interrupt(RankError):
-    """Raised in the training thread to interrupt it, wherever it is."""
+    """Raised in the training thread, at any point of its code, to interrupt the thread."""
 
 
 class OtherBatchError(RankError, BatchError):
@@ -57,13 +57,13 @@ class OtherBatchError(RankError, BatchError):
 class Watch:
     """Supervises the collective calls of this process.
 
-    Ranks report failures in the rendezvous store, each under the number of its call, which is the same on all ranks.
-    One thread of this class polls the store. If another rank has failed while this rank waits, a second thread aborts
-    the process groups, and the wait raises. Errors raised in `call` are reported to the other ranks.
+    Ranks report failures in the rendezvous store, each under the number of the failed call. This number is the same on
+    all ranks. One thread of this class polls the store. If another rank has failed while this rank waits, a second
+    thread aborts the process groups, and the wait raises. Errors raised in `call` are reported to the other ranks.
 
     An error that all ranks raise in the same call (such as a batch that no rank can use) aborts nothing: each rank has
-    left the call before the watch would interrupt it, and the next call has another number. After any other failure,
-    the groups are aborted, and every later call raises RankError.
+    left the call before the watch would interrupt the rank, and the next call has another number. After any other
+    failure, the groups are aborted, and every later call raises RankError.
 
     Args:
         timeout: seconds after which an action of a step, or a wait, is considered stalled, or None for no limit.
@@ -71,7 +71,7 @@ class Watch:
             completed. A mapping has separate limits for actions of a "step", for "other" calls (a save, a load, a
             boost), and for waits of the user's own code "between" calls.
         named: returns the name of a rank in errors, such as `rank 2 (stage 2)`.
-        well: the number of the last call that succeeded before the watch started; -1 if none did.
+        well: the number of the last call that succeeded before the watch started, or -1 if there is none.
         monitor: receives the heartbeats of this process.
     """
 
@@ -119,8 +119,8 @@ class Watch:
             NOW.leave()
 
     def _let_others_leave(self) -> None:
-        """If the program caught an error of this rank, wait until the other ranks have left the failed call. Otherwise
-        they could mistake messages of the next call for the messages that they wait for."""
+        """If the program caught an error of this rank, wait until the other ranks have left the failed call. Otherwise,
+        these ranks could mistake messages of the next call for messages of the failed call."""
         if self._failed is not None:
             time.sleep(max(0.0, self._failed[1] + HEARD - time.monotonic()))
 
@@ -140,7 +140,7 @@ class Watch:
             thread.start()
 
     def stop(self) -> bool:
-        """Stop the threads of the watch; return False if one of them hangs because the store does not respond."""
+        """Stop the threads of the watch. Return False if a thread hangs because the store does not respond."""
         self._stop.set()
         for thread in self._threads[: 1 if self._alarm.gone else 2]:  # the thread that polls a dead store hangs
             thread.join(timeout=2)
@@ -174,7 +174,8 @@ class Watch:
         return (OtherBatchError if is_of_batch else RankError)(self._met(fault), fault)
 
     def _met(self, fault: Fault) -> str:
-        """The text of a fault. If the faulty rank has reached the end of its program, names the call that it omits."""
+        """The text of a fault. If the faulty rank has reached the end of its program, the text names the call that is
+        missing there."""
         if fault.kind != ENDED or fault.message != THROUGH:
             return str(fault)
         return (
@@ -203,7 +204,8 @@ class Watch:
                 self._alarm.ask(lambda: self._alarm.tell(fault, NOW.present))
 
     def ended(self, error: BaseException) -> None:
-        """Report an uncaught error that ends this process. If it is a lost connection, log which rank caused it."""
+        """Report an uncaught error that ends this process. If the error is a lost connection, log which rank caused
+        it."""
         if is_lost(error):
             until = time.monotonic() + GRACE
             while not (why := self.why()) and time.monotonic() < until:
@@ -216,7 +218,7 @@ class Watch:
             leave_report(self.rank, self.named(self.rank), self._own(RAISED, text_of(error)), error)
 
     def left(self) -> bool:
-        """Stop and sign off when the process exits; return False if a thread hangs because the store does not
+        """Stop and sign off when the process exits. Return False if a thread hangs because the store does not
         respond."""
         stopped = self.stop()
         if stopped and self._is_last:
@@ -226,11 +228,11 @@ class Watch:
 
     @property
     def _is_last(self) -> bool:
-        """Whether the watched world is the latest of this process; it may have been destroyed."""
+        """Whether the watched world is the latest world of this process. The world may have been destroyed."""
         return dist.group.WORLD in (self.world, None)
 
     def why(self) -> str:
-        """The reason why another rank ended, for a process that receives SIGTERM, or "" if the reason is not known."""
+        """For a process that receives SIGTERM, the reason why another rank ended, or "" if the reason is unknown."""
         fault = self.fault or (self._heard[0] if self._heard else None)
         if fault is not None and fault.is_asked:
             with contextlib.suppress(RuntimeError):
@@ -298,8 +300,8 @@ class Watch:
             self._monitor.beat(float("inf"))
 
     def _find_out(self) -> Fault | None:
-        """A fault that no rank reports, because a rank of this host, the store or the agent was killed or is stopped;
-        None without such a fault."""
+        """A fault that no rank can report, because a rank of this host, the store or the agent was killed or is
+        stopped. None without such a fault."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent of this process (torchrun or pipeshard.launch) is gone, and cannot restart this process"
             return Fault(ORPHANED, -1, "", message=agent)

@@ -30,7 +30,7 @@ class _Process:
         well: the number of the last call that succeeded without a watch.
         interrupts: whether the watch sends the next SIGTERM.
         pid: the id of the process that installed the hooks. Forked children inherit the hooks, but are not ranks.
-        exit: a description of the program's sys.exit call, or "" if there was no such call, or a call with status 0.
+        exit: a description of the program's sys.exit call, or "" if there was no such call or its status was 0.
     """
 
     world: dist.ProcessGroup | None = None
@@ -75,9 +75,9 @@ def _count_calls() -> None:
 
 @contextlib.contextmanager
 def constructing() -> Iterator[None]:
-    """Context manager for the constructor of a plugin, which counts as a collective call. If the constructor raises
-    only on this rank, the other ranks raise its error in their next call. The error is reported here, since there may
-    not be a watch yet."""
+    """Context manager for the constructor of a plugin, which counts as a collective call. If the constructor raises an
+    error only on this rank, the other ranks raise this error in their next call. The error is reported here, since
+    there may not be a watch yet."""
     _count_calls()
     with calling("PipelinePlugin"):
         try:
@@ -161,8 +161,8 @@ def _hook() -> None:
 
 
 def _await_threads() -> None:
-    """Wait for threads that still wait for a slow store: if their C++ code returned during Python's finalization, it
-    would abort a process that has succeeded."""
+    """Wait for threads that still wait for a slow store. If their C++ code returned during Python's finalization, it
+    would abort the process, although the program has succeeded."""
     until = time.monotonic() + ANSWERED
     for thread in threading.enumerate():
         if thread.name.startswith("pipeshard-"):

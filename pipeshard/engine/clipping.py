@@ -27,7 +27,7 @@ from pipeshard.private import foreach_mul_
 
 
 class ModelGradients:
-    """The gradients of all of a model's parameters on this rank, whichever optimizers train them.
+    """The gradients of all parameters of a model on this rank, even if several optimizers train the parameters.
 
     Until the first optimizer steps, the gradients include the loss scale. The first optimizer's step clips the
     gradients if `max_norm > 0`, unscales them, and decides whether all optimizers skip this step.
@@ -76,16 +76,17 @@ class ModelGradients:
         return [*self._holders, *masters]
 
     def shard_of(self, tensors: Sequence[Tensor]) -> str | None:
-        """The name of the first parameter for which one of `tensors` is only this rank's shard, or None."""
+        """If one of `tensors` is only this rank's shard of a parameter, the name of the first such parameter, otherwise
+        None."""
         sharded = {
             id(w.master): w.name for w in self.weights.values() if isinstance(w.parameter, DTensor) and not w.plain
         }
         return next((sharded[id(tensor)] for tensor in tensors if id(tensor) in sharded), None)
 
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
-        """The parameter lists that a training loop may mistake for complete: the model's parameters on this rank, and
-        the parameters in each optimizer group. Each list is paired with the names of the missing parameters, which only
-        other stages train or, with ZeRO, only other replicas update."""
+        """The parameter lists that a training loop may mistake for those of the full model: the model's parameters on
+        this rank, and the parameters in each optimizer group. Each list is paired with the names of the missing
+        parameters, which only other stages train or, with ZeRO, only other replicas update."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         wholes: list[tuple[list[Tensor], frozenset[str]]] = [(list(self._holders), elsewhere)]
         for optimizer in self._optimizers:
@@ -104,8 +105,9 @@ class ModelGradients:
         self._rescale(self._scale)
 
     def follow(self, adopts: bool, shares: bool = True) -> bool:
-        """Make parameters and master weights equal after the loop has written to either (see MasterWeight.follow).
-        Returns whether the replicas must then call `share`. With `shares=False`, optimizers with ZeRO are skipped."""
+        """After the loop has written to parameters or master weights, copy the writes so that both are equal (see
+        MasterWeight.follow). Returns whether the replicas must call `share` afterwards. With `shares=False`, optimizers
+        with ZeRO are skipped."""
         followed = [optimizer.follow(adopts) for optimizer in self._optimizers if shares or not optimizer.zero]
         return any(followed)
 
@@ -132,8 +134,7 @@ class ModelGradients:
                 gradient.masked_fill_(gradient.isinf(), math.nan)
 
     def settle(self) -> None:
-        """Update the parameters with `follow` and `share`, before they are read outside a step. Call it on all
-        ranks."""
+        """Call `follow` and `share`, so that the parameters can be read outside a step. Call it on all ranks."""
         with self.coupling.paused():
             self.follow(adopts=False)
             self.share()
@@ -144,7 +145,7 @@ class ModelGradients:
             optimizer.share()
 
     def added(self) -> None:
-        """Assign the new gradients to the master weights as well, and record them to detect later changes."""
+        """Assign the new gradients to the master weights as well, and record the gradients to detect later changes."""
         for weight in self.weights.values():
             weight.lend_gradient()
         self.updates.added(self._holders)
@@ -155,8 +156,8 @@ class ModelGradients:
             weight.settle_gradient()
 
     def ready(self, optimizer: object) -> bool:
-        """Clip and unscale the gradients, unless another optimizer has already done so in this step. Returns False if
-        the optimizer must skip the step."""
+        """Clip and unscale the gradients, unless another optimizer's step has already clipped and unscaled them.
+        Returns False if the optimizer must skip the step."""
         if self._stepped is None or optimizer in self._stepped:
             before = self.norm, self.norm_type  # of the loop's own clipping
             is_clipped = self._stepped is None and self.norm is not None

@@ -1,7 +1,7 @@
 """Copies: the copies of an optimizer's weights, kept equal when a loop writes to one of them.
 
-A weight may have fp32 values in addition to its 16-bit parameter, values on the host in addition to those on the
-device, or a copy on each replica.
+A weight may have an fp32 master weight in addition to its 16-bit parameter, a copy on the host in addition to the copy
+on the device, or a copy on each replica.
 """
 
 from collections import deque
@@ -26,8 +26,8 @@ State = tuple[int, int, int, int]
 
 
 class WeightCopies:
-    """Tracks writes to the `weights` that have several copies. With `zero`, one replica updates each weight for all
-    replicas."""
+    """Tracks writes to the weights in `weights` that have several copies. With `zero`, one replica updates each weight
+    for all replicas."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], zero: bool, grid: Grid) -> None:
         self._weights, self._zero, self._grid = weights, zero, grid
@@ -37,8 +37,8 @@ class WeightCopies:
         self._noted: list[State] = []
 
     def watch(self) -> None:
-        """Track the weights that now have several copies. Tensors that are already tracked keep their recorded state,
-        so earlier writes to them are still detected."""
+        """Track the weights that now have several copies. The recorded state of tensors that are already tracked is
+        kept, so earlier writes to these tensors are still detected."""
         before = dict(zip(map(id, self._tensors), self._noted, strict=True))
         self._watched = [weight for weight in self._weights.values() if self._zero or weight.is_double]
         self._tensors = [tensor for w in self._watched for tensor in (w.parameter, w.master)]
@@ -100,8 +100,8 @@ class WeightCopies:
 
 @torch.no_grad()
 def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> None:
-    """Broadcast each weight from its owner to the other replicas in `group`. While a message is in flight, the next
-    message is built."""
+    """Broadcast each weight from its owner to the other replicas in `group`. The next message is built while a message
+    is in flight."""
     ranks, under_way = ranks_of(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
     bundles = bundled(weights, lambda w: (w.owner, w.parameter.dtype), lambda w: local(w.parameter).nbytes)
     for bundle in bundles:

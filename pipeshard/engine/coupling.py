@@ -2,9 +2,9 @@
 
 Examples are a radius computed from the norm of all gradients, a projection, a quantile, or noise that one generator
 produces for one parameter after another. With several stages, each rank computes such a value from the parameters of
-one stage only. A clamp, decay or average of each parameter separately is exact, but its values do not show the
-difference. So in some updates, torch modes intercept all operators of the loop, and propagate parameter names from
-weights and gradients to all values computed from them.
+one stage only. A clamp, decay or average of each parameter separately is exact, but the written values do not show
+whether a write combined parameters. So in some updates, torch modes intercept all operators of the loop. The modes
+propagate parameter names from weights and gradients to all values computed from them.
 """
 
 import weakref
@@ -145,8 +145,8 @@ class Coupling:
     def _rest(self, names: set[str]) -> str | None:
         """The name of a parameter on another rank that the loop missed when it combined the parameters `names`, or
         None. If `names` contains all of this rank's parameters (and at least two), any parameter of another rank counts
-        as missed. Otherwise only parameters in the common module of `names` count, and `names` must contain at least
-        three."""
+        as missed. Otherwise, only parameters in the common module of `names` count, and `names` must contain at least
+        three names."""
         is_all = names >= self._held
         if len(names) < 3 - is_all:
             return None
@@ -155,7 +155,8 @@ class Coupling:
         return min(rest, default=None)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator of the loop, and propagate tags from the tensors it reads to the tensors it writes."""
+        """Call an operator of the loop, and propagate tags from the tensors that the operator reads to the tensors that
+        it writes."""
         drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NOTHING
         result = func(*args, **kwargs)
         inputs = [*args, *kwargs.values()]
@@ -171,7 +172,7 @@ class Coupling:
 
     def _follow_each(self, func: Any, inputs: Sequence[Any], result: Any, written: Sequence[Tensor]) -> None:
         """Propagate tags through a foreach or fused operator, which combines only tensors at the same index of its
-        lists."""
+        argument lists."""
         lists = [each for each in (*inputs, result) if isinstance(each, list | tuple) and each]
         others = [each for each in inputs if not isinstance(each, list | tuple)]
         targets = set(map(id, written))
@@ -280,8 +281,8 @@ class Watching:
 
 
 class Operators(Watching, DispatchMode):
-    """Passes each operator of a loop to its Coupling. Increments the versions of tensors that a foreach or fused
-    operator writes to, since torch does not do so in a mode."""
+    """Passes each operator of a loop to its Coupling. Increments the versions of tensors to which a foreach or fused
+    operator writes, since torch does not increment these in a mode."""
 
     supports_higher_order_operators = True
 
@@ -307,5 +308,5 @@ class Readers(Watching, TorchFunctionMode):
 
 def end_of_deleted() -> None:
     """Exit the modes of deleted models. A finalizer cannot do this: it may run inside an operator, and a mode must not
-    be exited there. Until then, the modes of a deleted model run every operator unchanged."""
+    be exited there. Before this call, the modes of a deleted model run every operator unchanged."""
     leave_below(*(mode for mode in modes_entered() if isinstance(mode, Watching) and mode.is_over))

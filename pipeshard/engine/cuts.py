@@ -13,8 +13,8 @@ from pipeshard.slices.refusals import attention_slope
 
 class Cuts:
     """Splits batches as the plugin's arguments specify. A step requests the same split several times, so the last
-    result is cached until `forget`. `ragged` splits by tokens, if the arguments request this; it is set once the costs
-    of the units are known.
+    result is cached until `forget` is called. `ragged` splits batches by tokens, if the arguments request this. It is
+    set when the costs of the units have been computed.
     """
 
     ragged: Ragged | None = None
@@ -29,7 +29,7 @@ class Cuts:
         self._of_microbatches: tuple[list[list[Batch]], list[list[Batch]]] = [], []
 
     def is_several(self) -> bool:
-        """Whether a batch may be split into several microbatches."""
+        """Whether a step may split a batch into several microbatches."""
         return self.config.num_microbatches != 1
 
     def microbatches(self, batches: Sequence[Batch]) -> list[list[Batch]]:
@@ -46,7 +46,8 @@ class Cuts:
         return self._of_microbatches[1]
 
     def all(self, batches: Sequence[Batch], train: bool) -> list[list[Batch]]:
-        """The microbatches of each batch; with `train`, followed by the slices of each microbatch, if there are any."""
+        """The microbatches of each batch. With `train`, they are followed by the slices of each microbatch, if
+        microbatches are sliced."""
         microbatches = self.microbatches(batches)
         return microbatches + self.slices(microbatches) if train else microbatches
 

@@ -1,4 +1,4 @@
-"""Data guard: counts how often a loop reads `parameter.data`, since a write through it does not change the version.
+"""Data guard: counts a loop's reads of `parameter.data`, since a write through `data` does not change the version.
 
 One example of such a write is `parameter.data.clamp_(-c, c)`. The guard is a property of nn.Parameter, and is installed
 while a boosted model is alive.

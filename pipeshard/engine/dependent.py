@@ -1,8 +1,8 @@
 """Dependent: a microbatch whose forward fails, although the forward of its full batch succeeds.
 
 An input may contain sample indices (graph edges, bag offsets), or a dimension may equal the batch size only by
-coincidence. The model then fails on a microbatch, and its error names no remedy. So if a microbatch fails, pipeshard
-also runs the full batch, and raises BatchError if this succeeds.
+coincidence. The model then fails on a microbatch with an error that names no remedy. So if a microbatch fails,
+pipeshard also runs the full batch, and raises BatchError if the full batch succeeds.
 """
 
 import traceback
@@ -31,8 +31,8 @@ def is_of_model(error: BaseException) -> bool:
 
 
 def failing(batch: Batch, parts: Sequence[Batch], run: Callable[[Batch], object]) -> tuple[int, Exception] | None:
-    """The index of the first microbatch in `parts` for which `run` fails, and the error. None if no microbatch fails,
-    if the full `batch` also fails, or if there is only one microbatch."""
+    """The index of the first microbatch in `parts` for which `run` fails, and the error. Returns None if no microbatch
+    fails, if the full `batch` also fails, or if there is only one microbatch."""
     if parts[0].rows == batch.rows or _error(run, batch) is not None:
         return None
     for i, part in enumerate(parts):
@@ -66,7 +66,7 @@ def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exceptio
 
 
 def cut_inputs(batch: Batch) -> list[str]:
-    """The paths of the tensors that are split along the samples."""
+    """The paths of the tensors that are split along their batch dimension."""
     leaves = zip(batch.paths, batch.leaves, batch.row_dims, strict=True)
     return [path for path, leaf, dim in leaves if dim is not None and isinstance(leaf, Tensor)]
 
@@ -84,7 +84,7 @@ class Dependents:
     @contextmanager
     def tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
         """Context manager for traces of microbatches. Raises BatchError on every rank if glue fails for a microbatch,
-        but not for its full batch."""
+        but not for the full batch."""
         try:
             yield
         except TraceError as error:

@@ -64,7 +64,7 @@ TRAINED, UNPROVEN, UNSEEN, TRAINS, WRITTEN = 1, 2, 4, 8, 16
 
 class Unseen(NamedTuple):
     """A training step whose loss has not been checked for NaN yet. `is_nan` is a tensor on the last stage's rank and
-    None on other ranks. The other fields are used to trace the step again if its loss is NaN."""
+    None on other ranks. The other fields are needed to trace the step again if the loss is NaN."""
 
     is_nan: Tensor | None
     batch: Batch
@@ -94,10 +94,11 @@ class Ran(NamedTuple):
 
 
 class Pipeline:
-    """Reduces `model` to this rank's stages, and runs steps on them. Create it on all ranks at the same time.
+    """Reduces `model` to this rank's stages, and runs steps on these stages. Create a Pipeline on all ranks at the same
+    time.
 
-    `costs(partition, flow, sample)` returns the cost of each unit call; it is called only for a partition by measured
-    times. `asked` is the config that the user passed, if `config` is the result of a schedule search.
+    `costs(partition, flow, sample)` returns the cost of each unit call. It is called only for a partition by measured
+    times. If `config` is the result of a schedule search, `asked` is the config that the user passed.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Pipeline:
     ) -> tuple[list[Batch], FoundWays | None, Agreement]:
         """Read the step's batches and agree on them with the other ranks. Returns the batches, their ways (None if a
         trace failed) and the Agreement. Each rank sends one message with a digest of the batches that it has read and
-        the changes that it has detected; then all ranks act on the same messages."""
+        the changes that it has detected. Then all ranks act on the same messages."""
         criterion, train = asked.criterion, asked.train
         config = self.cuts.config
         is_whole = config.num_microbatches == 1 and not config.has_slices
@@ -288,8 +289,8 @@ class Pipeline:
         return batches, found, agreed
 
     def _find(self, asked: Asked, batches: Sequence[Batch], looks: bool = True) -> FoundWays | None:
-        """The ways of the step's microbatches, or None if a trace fails: the step raises the error later, once the
-        ranks have agreed."""
+        """The ways of the step's microbatches, or None if a trace fails. The step raises the trace's error after the
+        ranks have exchanged their reports."""
         with suppress(Exception), self.precision.running():
             return self.traces.find(self.cuts.all(batches, asked.train), asked.criterion, looks)
         return None
@@ -390,7 +391,7 @@ class Pipeline:
 
     def _collect(self, asked: Asked, batch: Batch, flow: Dataflow) -> dict[str, Any]:
         """Return the loss and the outputs, if requested. If the loss is NaN, the ranks check whether the forward still
-        matches its trace; on a GPU, an unrequested loss is checked in the next step."""
+        matches its trace. On a GPU, a loss that is not requested is checked in the next step."""
         criterion, train, outputs = asked.criterion, asked.train, asked.outputs
         # If this rank has the model's last stage, this stage is the last of `running`.
         end, source = self.stages.running[-1].end_of_loss, self.last_rank

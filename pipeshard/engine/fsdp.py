@@ -1,9 +1,9 @@
 """FSDP: shards the held units of a stage across the replicas, with torch's fully_shard.
 
 torch gathers parameters and reduces gradients in hooks that run before and after every forward and backward. A pipeline
-stage exits the model's forward with an exception in its last unit, so later hooks do not run. It may also run other
-microbatches between a microbatch's forward and backward. So this module removes the hooks and does their work once per
-step, as torch.distributed.pipelining does. The functions at the top wrap torch's private FSDP APIs.
+stage exits the model's forward with an exception in its last unit, so later hooks do not run. The stage may also run
+other microbatches between a microbatch's forward and backward. So this module removes the hooks, and gathers and
+reduces once per step, as torch.distributed.pipelining does. The functions at the top wrap torch's private FSDP APIs.
 """
 
 from collections import deque
@@ -55,8 +55,8 @@ class ShardedUnits:
     Parameters are gathered at the beginning of a step, stay unsharded for all microbatches, and are resharded at the
     end of the step. Gradients accumulate unsharded, and are reduce-scattered once per step, when all stages of this
     rank that run the unit (`used`) have finished. With `dtype`, units compute in this dtype, and gradients are
-    accumulated and reduced in fp32. Parameters in `apart` are not sharded, since glue also reads them or they keep
-    their own precision.
+    accumulated and reduced in fp32. Parameters in `apart` are not sharded: glue also reads them, or they keep their own
+    precision.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class ShardedUnits:
             _post_backward(module)
 
     def _fill(self, module: Any) -> None:
-        """Convert sparse gradients to dense ones, and replace missing gradients with zeros: torch reduces only dense
-        gradients, and would skip missing gradients on this replica only."""
+        """Convert sparse gradients to dense gradients, and replace missing gradients with zeros: torch reduces only
+        dense gradients, and would skip missing gradients on this replica only."""
         for parameter in _fsdp_parameters(module):
             unsharded = parameter._unsharded_param
             if unsharded.requires_grad and unsharded.grad is None:
@@ -164,7 +164,8 @@ class _Root(nn.Module):
 
 
 def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Group the units: units that share a parameter are in one group. Returns the unit names of each group."""
+    """Divide the units into groups: units that share a parameter are in one group. Returns the unit names of each
+    group."""
     groups: list[tuple[list[str], set[nn.Parameter]]] = []
     for name, unit in units.items():
         names, parameters = [name], set(unit.parameters())
@@ -189,8 +190,8 @@ def unsharded_classes(model: nn.Module) -> Iterator[None]:
 
 
 def fsdp_additions(module: nn.Module) -> list[Any]:
-    """The attribute values and hooks that fully_shard has added to a module. They must not be copied with the
-    module."""
+    """The attribute values and hooks that fully_shard has added to a module. A copy of the module must not contain
+    them."""
     return [values[key] for values, key in _additions(module)]
 
 
@@ -201,7 +202,7 @@ def remove_fsdp(module: nn.Module) -> None:
 
 
 def _additions(module: nn.Module) -> list[tuple[dict[Any, Any], Any]]:
-    """Each entry that fully_shard has added to the module, as a (dict, key) pair: attributes and hooks."""
+    """The attributes and hooks that fully_shard has added to the module, each as a (dict, key) pair."""
     attributes = module.__dict__
     hooks = [value for key, value in attributes.items() if key.endswith("_hooks") and isinstance(value, dict)]
     return [(attributes, key) for key in attributes if key.startswith(FSDP_ATTRIBUTES)] + [

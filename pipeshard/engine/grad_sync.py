@@ -2,9 +2,9 @@
 
 Several stages hold a tied weight, and all data-parallel replicas hold every weight. DistributedDataParallel has one
 process group for the whole model, and reduces in hooks of each backward pass. Here, a step has a backward pass for
-every microbatch and chunk, and parameters differ in their holders. So each bucket contains parameters with the same
-holders. A bucket is reduced as soon as the last stage that uses its parameters has finished; ties are reduced at the
-end of the step.
+every microbatch and chunk, and different ranks hold different parameters. So each bucket contains parameters that the
+same ranks hold. A bucket is reduced as soon as the last stage that uses its parameters has finished; ties are reduced
+at the end of the step.
 """
 
 import math
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class Bucket:
     """Parameters, by name, that all ranks of `group` hold. These ranks are the stages of a tie, data-parallel replicas,
     tensor-parallel ranks, or a combination. The gradients have the same dtype, and are all-reduced as one flat tensor.
-    A `tie` and shards are all-reduced at the end of a step, other parameters when the `stages` of this rank that use
-    them have finished."""
+    A `tie` and shards are all-reduced at the end of a step. Other parameters are all-reduced when the `stages` of this
+    rank that use them have finished."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: frozenset[int], tie: bool
@@ -68,8 +68,8 @@ class Bucket:
         return self.flat[len(self.flat) - len(self.trained) :]
 
     def summed(self, counts: Iterator[float]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Yield each trained parameter with its summed gradient, or with None if its entry in `counts` is 0 (no holder
-        has a gradient)."""
+        """Yield each trained parameter with its summed gradient, or with None if the parameter's entry in `counts` is 0
+        (no holder has a gradient)."""
         flat, self.flat = self.flat, torch.empty(0)
         shapes = [local(parameter).shape for parameter in self.trained] if len(flat) else []
         *parts, _ = flat.split([*map(math.prod, shapes), len(shapes)])
@@ -136,8 +136,7 @@ class GradientSync:
         return self.sharded is not None or bool(self._early)
 
     def problems(self) -> list[str]:
-        """Error messages about hooks that would receive a partial gradient, and about partial gradients that were
-        modified."""
+        """Error messages about hooks that would receive a partial gradient, and about modified partial gradients."""
         return [
             f"{name} has a gradient hook, but several ranks hold the parameter (tied stages, or replicas), and the "
             "hook would see only one rank's part of the gradient: remove the hook, and modify the summed gradient "
@@ -147,7 +146,7 @@ class GradientSync:
         ] + self.modified()
 
     def modified(self) -> list[str]:
-        """Error messages about partial gradients that were modified. The sum of clamped parts differs from the clamped
+        """Error messages about partial gradients that were modified. A sum of clamped parts differs from a clamped
         sum."""
         return [
             f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
@@ -162,8 +161,7 @@ class GradientSync:
         return now is not None and (now is not before or now._version != version)
 
     def begin(self) -> None:
-        """Begin a step: set summed gradients aside, so that `p.grad` accumulates only the gradients that this rank
-        adds."""
+        """Begin a step: set summed gradients aside, so that `p.grad` accumulates only this rank's new gradients."""
         if self.sharded is not None:
             self.sharded.begin()
         self._done.clear()
@@ -179,7 +177,7 @@ class GradientSync:
 
     def stage_done(self, stage: int) -> None:
         """Record that a stage has finished, and start to reduce each bucket whose stages on this rank have all
-        finished. Ties are reduced in `finish`, and so are shards, since their reduce-scatter only starts here."""
+        finished. Ties are reduced in `finish`. So are shards, since the reduce-scatter of shards only starts here."""
         self._done.add(stage)
         if self.sharded is not None:
             self.sharded.stages_done(self._done)
@@ -188,8 +186,8 @@ class GradientSync:
                 bucket.start()
 
     def finish(self, sync: bool) -> None:
-        """End a step. With `sync`, sum the new gradients over the holders and add the gradients set aside. Without
-        `sync`, keep both separate."""
+        """End a step. With `sync`, sum the new gradients over the holders and add the gradients that were set aside.
+        Without `sync`, keep new and summed gradients separate."""
         if self.sharded is not None:
             self.sharded.finish(sync)
         self.is_partial = not sync
@@ -218,7 +216,7 @@ class GradientSync:
                     set_local_grad(parameter, total if before is None else total.add_(before))
 
     def reset(self, parameters: Collection[nn.Parameter]) -> None:
-        """Discard the partial gradients, and the gradients set aside, of these parameters; the caller clears
+        """Discard the partial gradients of these parameters, and the gradients that were set aside. The caller clears
         `.grad`."""
         for parameter in parameters:
             self._forget(parameter)

@@ -7,8 +7,8 @@ from pipeshard.engine.clipping import ModelGradients
 
 
 class Guard(ABC):
-    """Base class of guards. A guard tracks the boosted models of this process, by their ModelGradients, and is
-    installed while any of these models is alive."""
+    """Base class of guards. A guard tracks the boosted models of this process by their ModelGradients. It is installed
+    while any of these models is alive."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()

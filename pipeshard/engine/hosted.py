@@ -25,9 +25,9 @@ def stored_grad(tensor: Tensor) -> Tensor | None:
 
 
 class HostParameter(nn.Parameter):
-    """The `master` of a HostedWeight. Outside the optimizer's update, it has no gradient, and a loop that clips
+    """The `master` of a HostedWeight. Outside the optimizer's update, `master` has no gradient, and a loop that clips
     gradients would silently skip it. So outside the update, reading `grad` raises UsageError if the model's parameter
-    has a gradient, and setting a gradient always raises UsageError."""
+    has a gradient. Setting `grad` outside the update always raises UsageError."""
 
     pipeshard_weight: "weakref.ref[HostedWeight]"
 
@@ -87,7 +87,8 @@ class HostedWeight(MasterWeight):
         return not isinstance(self.master, HostParameter)
 
     def complete(self) -> None:
-        """Copy the values to the host. Until then, `master` has the fp32 values of a 16-bit parameter on the device."""
+        """Copy the values to the host. Before this call, the fp32 master weight of a 16-bit parameter is on the
+        device."""
         if self.is_double:
             self.follow(is_written=True, is_master_written=False, adopts=True)
         value = self.master.detach()
@@ -119,8 +120,8 @@ class HostedWeight(MasterWeight):
 
     @torch.no_grad()
     def drop_gradient(self) -> None:
-        """Remove the gradient of `master` after the update. If the optimizer has modified or cleared it, do the same to
-        the parameter's gradient."""
+        """Remove the gradient of `master` after the update. If the optimizer has modified or cleared this gradient,
+        modify or clear the parameter's gradient in the same way."""
         gradient, given = stored_grad(self.master), self._given
         if given is not None and not _same(_mark(gradient), self._taken):
             if gradient is None or gradient.is_sparse or self.parameter.grad is not given[0]:

@@ -1,7 +1,7 @@
 """Interpreter: runs one rank's actions of a Program on its stages, and sends and receives messages with a P2P.
 
 torch.distributed.pipelining has a hand-written loop for each schedule. Here a schedule is data, and its messages are
-also actions, so one loop runs every schedule. The Program that runs is the Program that was proven free of deadlocks.
+also actions, so one loop runs every schedule. This loop runs exactly the Program that was proven free of deadlocks.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ MAX_PENDING_SENDS = 4  # for a P2P that does not report completion
 
 class Interpreter:
     """Runs actions in order. Waits for a receive when its tensors are needed, and for a send at the end of the run. If
-    the P2P does not report completion, at most `MAX_PENDING_SENDS` sends are pending.
+    the P2P does not report whether sends have completed, at most `MAX_PENDING_SENDS` sends are pending.
 
     `placement[s]` is the rank of stage s; `timeline` contains the times of the last run. Under torch.profiler, each
     action is a range with its own name.
@@ -87,8 +87,8 @@ class Interpreter:
         self.timeline.done()
 
     def _take(self, action: Action) -> list[Tensor]:
-        """The input tensors of a compute action, received from another rank or from the adjacent stage on this rank.
-        Empty for a forward of the first stage and a backward of the last stage."""
+        """The input tensors of a compute action, from another rank or from the adjacent stage on this rank. The result
+        is empty for a forward of the first stage and a backward of the last stage."""
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         message = Action(receive, action.microbatch, action.stage)
         if message not in self._incoming:

@@ -1,8 +1,8 @@
 """Loss rule: the formula that gives the loss of a batch from the losses of its microbatches.
 
 The mean over a batch is not the mean of the microbatches' means if microbatches have different numbers of samples or
-valid labels. A weighted mean divides by a number that only the criterion has. Gradient accumulation usually ignores
-both problems.
+valid labels. A weighted mean divides by a number that only the criterion has. Most implementations of gradient
+accumulation ignore both problems.
 """
 
 import math
@@ -31,7 +31,7 @@ class LossRule:
     """A formula for a batch's loss: the sum of the microbatch losses, each multiplied by the microbatch's count and
     divided by the batch's count.
 
-    The count is the number of valid labels: the entries of `path` from column `shift` on that are not `ignore`. With
+    The count is the number of valid labels: the entries at `path`, from column `shift` on, that are not `ignore`. With
     `adds`, the count is the sum of all entries from this column on. If `path` is None, the count is the number of
     samples. With `summed`, losses are added unweighted; with `each`, every microbatch counts as 1. With `counted`, the
     criterion returns a sum and its count for each microbatch.
@@ -51,10 +51,11 @@ class LossRule:
         total: Callable[[float], float] = lambda count: count,
         counts: Sequence[float] = (),
     ) -> list[float]:
-        """The factor of each microbatch's loss: 0 for a microbatch without valid labels, unless no microbatch has any.
+        """The factor of each microbatch's loss. It is 0 for a microbatch without valid labels, unless no microbatch has
+        valid labels.
 
         If other replicas have parts of the batch, `total` maps the count of this replica's microbatches to the count of
-        the full batch. `counts` are the counts that the criterion returned, if `counted`.
+        the full batch. With `counted`, `counts` are the counts that the criterion returned.
         """
         counts = counts if self.counted else self._counts(microbatches)
         whole = total(sum(counts))
@@ -79,8 +80,8 @@ class LossRule:
     def holds(
         self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch], looser: float = 1.0
     ) -> bool:
-        """Whether this rule gives the loss of the whole from the losses of the parts, within `looser` times the
-        tolerance for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole."""
+        """Whether this rule gives the loss of `whole` from the losses of `parts`, within `looser` times the tolerance
+        for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         terms = [share * part.value for share, part in zip(shares, parts, strict=True)]
         tolerance = looser * tolerance_of(whole.dtype)
@@ -90,7 +91,8 @@ class LossRule:
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
 
     def holds_for_slopes(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
-        """Like `holds`, for the gradients with respect to unit results. Non-finite gradients are ignored."""
+        """Like `holds`, but for the gradients of the losses with respect to unit results. Non-finite gradients are
+        ignored."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         close = max(CLOSE_SLOPES, 8 * torch.finfo(whole.dtype).eps)
         for k, slope in enumerate(whole.slopes):
@@ -104,8 +106,8 @@ class LossRule:
 
 
 def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
-    """The gradient of the parts' losses, weighted by their shares and summed, with respect to one leaf; None if no part
-    has a gradient."""
+    """The gradient of the sum of the parts' losses, each times its share, with respect to one leaf. None if no part has
+    a gradient."""
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]
     return torch.stack(slopes).sum(0) if slopes else None
@@ -117,7 +119,7 @@ def is_valid(leaf: Tensor, ignore: float) -> Tensor:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """The tolerated error of a sum in this dtype, relative to its largest term."""
+    """The tolerated error of a sum in this dtype, relative to the largest term of the sum."""
     return CLOSE.get(dtype, 2 * torch.finfo(dtype).eps)
 
 
@@ -125,15 +127,15 @@ EACH, SUM = LossRule(each=True), LossRule(summed=True)
 
 
 class ProvenRule(NamedTuple):
-    """A rule, and `until`: the sizes up to which it was tried, or None if the rule does not depend on sizes."""
+    """A rule, and `until`: the sizes up to which the rule was tried, or None if the rule does not depend on sizes."""
 
     rule: LossRule
     until: Sizes | None = None
 
 
 class _Known(NamedTuple):
-    """A rule, with the ranges of values (labels, masks), the kinds of lists with one entry per sample (`entries`), and
-    the sizes for which it was proven; `tried` is None if the rule holds at all sizes."""
+    """A rule, and the inputs for which it was proven: the ranges of values (labels, masks), the kinds of lists with one
+    entry per sample (`entries`), and the sizes (`tried`; None if the rule holds at all sizes)."""
 
     rule: LossRule
     ranges: dict[str, Range]
@@ -165,7 +167,8 @@ class LossRules:
         return known.covers_values(batch)
 
     def known(self, kind: Any, batch: Batch) -> LossRule | None:
-        """The rule for this kind, if it was proven for values like those of this batch, at any sizes; or None."""
+        """The rule for this kind if it was proven for values like those of this batch (at any sizes), otherwise
+        None."""
         known = self._known.get(kind)
         return known.rule if known is not None and known.covers_values(batch) else None
 

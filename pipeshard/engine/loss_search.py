@@ -144,8 +144,8 @@ class _Search:
 
     def rule(self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None) -> LossRule | None:
         """Find the rule, or return None. With `side_outputs`, side outputs of units are also random; otherwise they are
-        zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. With `known`, only
-        this rule is tried, and only at the batch's own sizes."""
+        zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. If the rule `known`
+        is passed, only this rule is tried, and only at the batch's own sizes."""
         self.valid, self.side_outputs = valid, side_outputs
         self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
@@ -170,8 +170,8 @@ class _Search:
         return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
     def is_sum_of_means(self) -> bool:
-        """Whether the loss is one of transformers' own, all labels in the batch are valid, and the loss is a mean over
-        samples in trials with valid labels only. This includes a sum of means over several kinds of labels."""
+        """Whether all labels in the batch are valid, and the loss is one of transformers' own that is a mean over
+        samples in trials with valid labels only. A sum of such means, over several kinds of labels, also counts."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
         return self.sizes is None and not ignored and self.rule(valid=True) is not None
@@ -230,8 +230,8 @@ class _Search:
                 yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
 
     def _ignored(self, path: str) -> list[int]:
-        """The labels that may mean "no label". GPU kernels abort for a label that is out of range, so on a GPU a
-        criterion's negative labels are tried only if they occur in the batch."""
+        """The labels that may mean "no label". GPU kernels abort for a label that is out of range. So on a GPU, a
+        criterion is tried with negative labels only if the batch contains such labels."""
         observed = set(self.samples.pools[path].tolist())
         if self.criterion is None:
             return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
@@ -246,7 +246,7 @@ class _Search:
 
     def _is_proven(self, rule: LossRule) -> bool:
         """Whether a rule holds in every trial (of losses, of gradients, and at the batch's sizes), and enough of the
-        trials could have distinguished the rule from others."""
+        trials could have distinguished this rule from other rules."""
         telling = 0
         for number in range(2 * self.samples.draws):
             losses = self._losses(rule, number)
@@ -276,9 +276,10 @@ class _Search:
         return True
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
-        """Whether a rule that holds on a few samples also holds at the batch's sizes. Tries the upper ends of the
-        sizes' ranges first, then the sizes themselves or, if these samples are too large, fewer and shorter ones. Sets
-        `is_untried` if no trial at the batch's sizes was conclusive. Inconclusive trials do not reject a rule."""
+        """Whether a rule that holds on a few samples also holds at the batch's sizes. The upper ends of the sizes'
+        ranges are tried first, then the sizes themselves. If samples of these sizes are too large, fewer and shorter
+        samples are tried. Sets `is_untried` if no trial at the batch's sizes was conclusive. Inconclusive trials do not
+        reject a rule."""
         if self.sizes is None:
             return True
         source, larger = self._larger(), self.sizes.larger
@@ -305,7 +306,7 @@ class _Search:
             )
 
     def _larger(self) -> Batch:
-        """The batch, with its lengths extended to the upper ends of their ranges."""
+        """The batch, with each length extended to the upper end of its range."""
         batch, axes = self.batch, self.flow.axes
         for group in range(1, len(axes.sizes)):
             deltas = axes.deltas(batch)
@@ -316,7 +317,8 @@ class _Search:
 
     def _holds_in(self, rule: LossRule, source: Batch, sizes: Sizes, most: int) -> bool | None:
         """Whether a rule holds for `sizes.rows` samples with the lengths of `source`. If these samples need more than
-        `most` random elements, tries fewer and shorter samples instead. None if a trial failed or was inconclusive."""
+        `most` random elements, fewer and shorter samples are tried instead. Returns None if a trial failed or was
+        inconclusive."""
         held: list[bool | None] = []
         for longest, rows in self._plans(source, sizes.rows, most):
             held.append(self._holds_on(rule, longest, rows, min(sizes.part, rows - 1)))
@@ -346,7 +348,7 @@ class _Search:
 
     def _holds_on(self, rule: LossRule, source: Batch, rows: int, part: int) -> bool | None:
         """Whether a rule holds on `rows` samples like those of `source`, split after the first `part` samples, or
-        before the last `part` samples. None if no trial was conclusive."""
+        before the last `part` samples. Returns None if no trial was conclusive."""
         key = id(source), rows
         try:
             if key not in self._sized:
@@ -371,8 +373,8 @@ class _Search:
         return True if telling else None
 
     def _holds(self, rule: LossRule, number: int, fit: float) -> bool:
-        """Whether a rule holds after unit results of the first part are moved by `fit` to reduce this part's loss; also
-        True if the moved results give no finite loss."""
+        """Whether a rule holds after unit results of the first part are moved by `fit` to reduce this part's loss. Also
+        returns True if the loss of the moved results is not finite."""
         losses = self._losses(rule, number, fit)
         return losses is None or self._holds_of(rule, number, losses)
 
@@ -404,7 +406,7 @@ def _cut(batch: Batch, at: int) -> list[Batch]:
 
 
 def _has_views(flow: Dataflow) -> bool:
-    """Whether the loss is computed from unit results with several rows per sample."""
+    """Whether the loss is computed from unit results that have several rows per sample."""
     if flow.loss is None or not flow.axes.sizes:
         return False
     rows, same = flow.axes.sizes[0], (0,) * len(flow.axes.sizes)

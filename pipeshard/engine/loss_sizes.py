@@ -47,7 +47,8 @@ class Sizes:
 
 
 class Tried:
-    """The sizes at which a rule held. Within a range, these cover all sizes up to the largest ones tried."""
+    """The sizes at which a rule held. Within a range, the rule counts as tried at all sizes up to the largest sizes at
+    which it held."""
 
     def __init__(self) -> None:
         self._until: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -1,8 +1,8 @@
 """Loss state: the values, other than samples, that a loss depends on and a user may change between steps.
 
-A loss rule was tried with one set of class weights, one mode and one coefficient. With other values, the loss may
-follow a different rule: a mean over samples becomes a weighted mean if its weights are no longer all 1. So a rule
-counts as proven only in one state of these tensors and numbers. Values are compared by kind, since annealed
+A loss rule was tried with one set of class weights, one training mode and one value of each coefficient. With other
+values, the loss may follow a different rule: a mean over samples becomes a weighted mean if its weights are not all 1.
+So a rule counts as proven only in one state of these tensors and numbers. Values are compared by kind, since annealed
 coefficients change in every step: integers up to 64 by value, other numbers by sign and power of four, and tensors by
 range and by whether all elements are equal.
 """
@@ -30,7 +30,7 @@ MOST_ELEMENTS = 2**20  # larger tensors are not compared
 class LossState:
     """The values that the user has set in tensors of the model: buffers, frozen parameters, and tensors in attributes
     or in lists and dicts that are attributes. Changes made by forwards do not count. Modules inside units seldom
-    compute a loss, so torch's and transformers' modules there are skipped."""
+    compute a loss, so torch's and transformers' own modules inside units are skipped."""
 
     def __init__(self, model: nn.Module) -> None:
         of_units = {module for unit in find_units(model).values() for module in unit.modules()}
@@ -43,7 +43,7 @@ class LossState:
         self._kinds: tuple[Hashable, ...] = ()
 
     def look(self) -> tuple[Hashable, ...]:
-        """The kinds of these tensors, computed again if the user has changed one."""
+        """The kinds of these tensors, computed again if the user has changed a tensor."""
         versions = self._look()
         if self._versions is None or not _is_same(versions, self._versions):
             self._versions, self._kinds = versions, tuple(kind_of(tensor) for tensor, _ in versions)
@@ -84,8 +84,8 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
 
 
 def of_entries(batch: Batch) -> tuple[Hashable, ...]:
-    """The kinds of the lists with one entry per sample: of their numbers, of a text that all entries share, and whether
-    all entries have tensors of the same shapes."""
+    """The kinds of the lists with one entry per sample: the kinds of their numbers, the kind of a string that all
+    entries share, and whether all entries have tensors of the same shapes."""
     kinds: list[Hashable] = []
     for entries in batch.entries.values():
         leaves = [tree_leaves(entry) for entry in entries]

@@ -2,9 +2,9 @@
 
 Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit rules that do
 not hold for the next batch. So integers are drawn from the batch's values and the values between them, and masks,
-weights and unit results are random. Random unit results cost nothing, since units do not run. Some losses change their
-form when they are small (flooding, a free allowance) or large (a ceiling). To detect this, unit results of some samples
-are moved to reduce or increase the samples' loss.
+weights and unit results are random. Random unit results are cheap, since units do not run. Some losses change their
+form when they are small (flooding, a free allowance) or large (a ceiling). To detect such a change of form, unit
+results of some samples are moved to reduce or increase the samples' loss.
 """
 
 import logging
@@ -48,10 +48,10 @@ class Samples:
     """Takes `count` evenly spaced samples (`few`) of `source`, which is `batch` or a batch with other lengths, and
     replaces their values with random values.
 
-    `read` contains the paths that the loss reads, `consulted` the paths on whose values Python branches. Integers are
-    drawn from the batch's values and, if there are few, the values between them; masks remain masks. Other
-    floating-point values are moved, or drawn from the batch's values and possible marks of missing values. If the loss
-    `is_known` (one of transformers' own), these other values are only scaled.
+    `read` contains the paths of the leaves that the loss reads, and `consulted` the paths of the leaves on whose values
+    Python branches. Integers are drawn from the batch's values and, if there are few, the values between them; masks
+    remain masks. Other floating-point values are moved, or drawn from the batch's values and possible marks of missing
+    values. If the loss `is_known` (one of transformers' own), these other values are only scaled.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Samples:
         return min(max([ROWS, *most, *marks]), SPAN // ROWS)
 
     def draw(self, level: int, number: int, valid: bool = False) -> Batch:
-        """The samples with the random values of draw `number`. `level` determines which leaves are random. With
+        """The samples with the random values of draw `number`. The `level` determines which leaves are random. With
         `valid`, no random integer is negative."""
         generator = torch.Generator().manual_seed(number)
 
@@ -131,9 +131,9 @@ class Samples:
 
     def with_invalid(self, batch: Batch, path: str, ignore: float, number: int) -> Batch:
         """`batch` with a random number of valid labels in each sample, and `ignore` as its other labels. A sample with
-        three or more labels has at least two valid ones. With one label per sample, all samples but one have a valid
-        label. In every other draw, the valid labels of long samples are spread over the sample, with fewer towards the
-        end: code that processes chunks of positions may fail for a chunk without labels."""
+        three or more labels has at least two valid labels. With one label per sample, all samples but one have a valid
+        label. In every second draw, the valid labels of a long sample are spread over the sample, with fewer labels
+        towards the end, since code that processes chunks of positions may fail for a chunk without labels."""
         mask = batch.by_sample(MASK) if MASK in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 
@@ -165,10 +165,10 @@ class Samples:
 
 
 def _pool(leaf: Tensor, special: Tensor) -> Tensor:
-    """The values from which an integer leaf is drawn. If its largest class is below SPAN: its negative values and its
-    mark, and all values from 0 to the largest class (at least 1), except `special` tokens that it does not contain.
-    Otherwise: its own values, in which `special` tokens and the largest class are repeated, since a loss may omit them
-    or weight them differently."""
+    """The values from which an integer leaf is drawn. If the leaf's largest class is below SPAN, these are its negative
+    values, its mark, and all values from 0 to the largest class (at least 1), except `special` tokens that the leaf
+    does not contain. Otherwise, these are the leaf's own values, with `special` tokens and the largest class repeated,
+    since a loss may omit these or weight them differently."""
     pool = leaf.detach().long().cpu().unique()
     present = pool[torch.isin(pool, special)]
     classes = pool[:-1] if is_marked(pool) else pool
@@ -198,7 +198,7 @@ def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -
 
 
 def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
-    """Random zeros and ones. In a leaf with several dimensions, each row of the last one has at least one 1."""
+    """Random zeros and ones. In a leaf with several dimensions, each row of the last dimension has at least one 1."""
     mask = torch.rand(leaf.shape, generator=generator).gt(0.4)
     if leaf.ndim > 1:
         mask[..., 0] |= ~mask.any(-1)
@@ -206,7 +206,8 @@ def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Normally distributed values. Beyond REPEATED elements, the values repeat: repeating takes a tenth of the time."""
+    """Normally distributed values. After REPEATED elements, the values repeat: repeating values takes a tenth of the
+    time of generating them."""
     count = math.prod(shape)
     if count <= REPEATED:
         return torch.randn(tuple(shape), generator=generator)
@@ -226,7 +227,7 @@ class Measured(NamedTuple):
 
 @contextmanager
 def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context manager that replaces released parameters of `unit` with fixed random ones: the rule of the unit's loss
+    """Context manager that replaces released parameters of `unit` with fixed random values: the rule of the unit's loss
     does not depend on parameter values."""
     released = {name: p for name, p in unit.named_parameters(remove_duplicate=False) if is_released(p)}
     if not released:
@@ -312,8 +313,8 @@ class Glue:
         return Measured(float(value.detach()), None if count is None else float(count), value.dtype, slopes)
 
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
-        """The count that the criterion returns. The count does not depend on unit results, which are expanded zeros
-        here."""
+        """The count that the criterion returns. The count does not depend on unit results, so they are replaced with
+        expanded zeros."""
 
         def zeros(key: LeafKey, spec: TensorSpec) -> Tensor:
             return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)
@@ -327,9 +328,9 @@ class LossTrial:
     """Measures a model's loss on all samples and on two parts of them.
 
     The unit results on which the loss depends are random, and all other unit results are zeros. Side outputs of units
-    are random only with `side_outputs`. The two parts reuse the unit results, and glue's random numbers, of all
-    samples. A unit that itself returns a loss is run, with random weights if another stage holds the unit. If the trial
-    is `precise`, fp32 replaces 16-bit dtypes, which would hide an error of 1 %.
+    are random only with `side_outputs`. The two parts reuse the unit results and glue's random numbers of the run on
+    all samples. A unit that itself returns a loss is run, with random weights if another stage holds the unit. If the
+    trial is `precise`, fp32 replaces 16-bit dtypes, which would hide an error of 1 %.
     """
 
     def __init__(
@@ -360,7 +361,8 @@ class LossTrial:
         return sum(math.prod(whole.spec(value).at(deltas)) for value in self.random)
 
     def rounds(self, batch: Batch, kind: int) -> bool:
-        """Whether glue itself rounds to 16 bits, so that unit results rounded to bf16 give the same loss."""
+        """Whether glue itself rounds to 16 bits: the loss is then the same if unit results are first rounded to
+        bf16."""
         results = self._random_results(0, kind)
         rounded = {key: result.bfloat16().float() for key, result in results.items()}
         losses = [self._measure(batch, range(batch.rows), each, SharedDraws()) for each in (results, rounded)]
@@ -395,7 +397,7 @@ class LossTrial:
         return None if whole is None or len(losses) != len(parts) else (whole, losses)
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
-        """Whether the criterion returns the same loss when it is called again with the same output; also True without a
+        """Whether the criterion returns the same loss when it is called again with the same output. Also True without a
         loss."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))

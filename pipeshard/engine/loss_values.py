@@ -1,9 +1,9 @@
 """Loss values: the values for which a loss rule was tried, and the values that may mark missing entries.
 
-A loss may omit entries because of their value: targets that are NaN, -1 or -100, a depth of 0. A rule that was tried
-without such marks is not proven for a batch that contains them. So each rule keeps the ranges of the values that its
-loss reads, and is tried again for a batch with values outside these ranges. Ranges of floating-point values are wide:
-only a new sign, zero, NaN or power of four is outside.
+A loss may omit entries because of their value, for example targets that are NaN, -1 or -100, or depths of 0. A rule
+that was tried without such marks is not proven for a batch that contains them. So the ranges of the values that the
+loss reads are stored with each rule, and the rule is tried again for a batch with values outside these ranges. Ranges
+of floating-point values are wide: only a value with a new sign or power of four, or a first zero or NaN, is outside.
 """
 
 import math
@@ -33,8 +33,8 @@ class Range(NamedTuple):
 
     @classmethod
     def of_integers(cls, leaf: Tensor, is_known: bool = False) -> Self:
-        """The range of integers, extended to include 0 and 1 if the highest is below SPAN. If the loss `is_known`, any
-        token of 1 or more counts as within the range."""
+        """The range of integers, extended to include 0 and 1 if the highest integer is below SPAN. If the loss
+        `is_known`, any token of 1 or more counts as within the range."""
         low, high = (int(extreme) for extreme in leaf.long().aminmax())
         if high < SPAN:
             return cls(min(low, 0), max(high, 1))
@@ -113,7 +113,7 @@ class Values:
 
     def moved(self, leaf: Tensor, scale: Tensor, up: bool) -> Tensor:
         """The leaf with its values moved towards 0 or, with `up`, towards the highest value, since a loss may have a
-        threshold. The distance of each value from this target is multiplied by `scale` (0 to 1)."""
+        threshold. The distance of each value from 0 or from the highest value is multiplied by `scale` (0 to 1)."""
         return self.high - (self.high - leaf) * scale if up else leaf * scale
 
     def draw(self, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:

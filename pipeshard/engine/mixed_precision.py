@@ -1,8 +1,8 @@
-"""Mixed precision: 16-bit parameters or operators, with fp32 values and gradients.
+"""Mixed precision: 16-bit parameters or operators, with fp32 master weights and gradients.
 
 torch.autocast casts per operator and keeps fp32 parameters, which need twice the memory and bandwidth of 16-bit
 parameters. Here, a stage's parameters are cast as `from_pretrained(dtype=...)` would cast them: parameters that an
-architecture keeps in fp32 stay in fp32. Each trained parameter has fp32 values in its MasterWeight. Optimizers only
+architecture keeps in fp32 stay in fp32. Each trained parameter has an fp32 copy, its MasterWeight. Optimizers only
 update MasterWeights. Autocast is available as an option.
 """
 
@@ -62,16 +62,16 @@ def copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 class MasterWeight:
     """The tensor that an optimizer updates for one parameter of a stage. `master` is the parameter itself, this rank's
-    shard of a sharded parameter, or the fp32 values of a 16-bit parameter or shard. `full` is the unsharded fp32 tensor
-    from which the fp32 values are created.
+    shard of a sharded parameter, or the fp32 master weight of a 16-bit parameter or shard. `full` is the unsharded fp32
+    tensor from which the fp32 master weight is created.
 
     Attributes:
         holders: the number of ranks that have the same gradient of the parameter.
         plain: whether `master` is the parameter itself.
-        owner: with ZeRO, the replica that updates the parameter for all replicas, and alone has its fp32 values;
-        otherwise None.
-        lowered: whether the parameter was cast to 16 bits. If it was frozen at that time, its fp32 values are created
-        when it is first trained.
+        owner: with ZeRO, the replica that updates the parameter for all replicas (only this replica has the fp32 master
+        weight); otherwise None.
+        lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
+        weight is created when the parameter is first trained.
     """
 
     def __init__(
@@ -89,15 +89,16 @@ class MasterWeight:
             self.master = self._like(value, requires_grad=parameter.requires_grad)
 
     def _like(self, value: Tensor, requires_grad: bool = True) -> nn.Parameter:
-        """A parameter of this value with the attributes that the user has set on the model's parameter, which an
-        optimizer may read."""
+        """A parameter with this value, and with the attributes that the user has set on the model's parameter: an
+        optimizer may read these attributes."""
         made = nn.Parameter(value, requires_grad)
         copy_attributes(self.parameter, made)
         return made
 
     @property
     def is_double(self) -> bool:
-        """Whether an optimizer updates values in separate memory, with which the model does not compute."""
+        """Whether `master` is in separate memory: the optimizer then updates `master`, and the model computes with the
+        parameter."""
         return self.master.dtype != self.parameter.dtype
 
     @property
@@ -107,12 +108,12 @@ class MasterWeight:
 
     @torch.no_grad()
     def follow(self, is_written: bool, is_master_written: bool, adopts: bool) -> bool:
-        """Make the parameter and the values of `master` equal after a loop has written to one of them. Returns whether
-        they are now equal. Raises UsageError if the loop has written different values to both.
+        """Make the values of the parameter and of `master` equal after a loop has written to one of the two. Returns
+        whether they are now equal. Raises UsageError if the loop has written different values to both.
 
         A write to `master` is always copied to the parameter. If `adopts`, a write to the parameter is copied to
-        `master`, but only in the elements that differ: replacing and restoring a 16-bit parameter does not change its
-        fp32 values.
+        `master`, but only in the elements that differ. So `master` does not change if a loop replaces and then restores
+        the values of a 16-bit parameter.
         """
         if self.is_double and is_written:
             value = local(self.parameter).to(self.master.device)
@@ -137,13 +138,13 @@ class MasterWeight:
         return self.lowered and self.master.dtype is self.parameter.dtype
 
     def complete(self) -> None:
-        """Create the values of `master`. The model has computed with exactly these values, since the parameter was
-        frozen or in no optimizer."""
+        """Create `master` from the parameter's values. This is exact, since the parameter was frozen or in no
+        optimizer."""
         self.master, self.plain = self._like(local(self.parameter.detach()).float()), False
         self._lent = None
 
     def leave(self) -> None:
-        """Discard the fp32 values, which only the owner keeps."""
+        """Discard the fp32 master weight, which only the owner keeps."""
         self.master = self.parameter
 
     def settle_gradient(self) -> None:
@@ -172,9 +173,9 @@ class MasterWeight:
 
     @torch.no_grad()
     def load(self, value: Tensor) -> bool:
-        """Load this rank's shard of the full tensor `value` of a checkpoint. If the current fp32 values round to this
-        shard, keep them: they may already have been loaded with the checkpoint's optimizer state. Returns whether they
-        were kept."""
+        """Load this rank's shard of the full tensor `value` of a checkpoint. If the current fp32 master weight rounds
+        to this shard, it is kept, since it may have been loaded with the checkpoint's optimizer state. Returns whether
+        the current values were kept."""
         part = slice_like(value, self.parameter).to(self.master.device)
         is_kept = self.is_precise and part.dtype is self._computed_in and torch.equal(self.master.to(part.dtype), part)
         self.set_part(self.master.detach() if is_kept else part)
@@ -185,13 +186,14 @@ class MasterWeight:
         self.set_part(self.master.detach().to(self._computed_in))
 
     def blank(self) -> None:
-        """Mark fp32 values that are not loaded yet as unknown: their memory may contain values of an earlier model."""
+        """Mark an fp32 master weight that is not loaded yet as unknown: its memory may contain values of an earlier
+        model."""
         if self.is_precise:
             self.master.data.fill_(math.nan)
 
     @property
     def is_blank(self) -> bool:
-        """Whether the fp32 values are not loaded yet."""
+        """Whether the fp32 master weight is not loaded yet."""
         return self.is_precise and bool(self.master.isnan().all())
 
     @property
@@ -222,8 +224,8 @@ class MasterWeight:
 
 @cache
 def casts_have_graphs() -> bool:
-    """Whether autocast's cached casts have a grad_fn even if they are made under no_grad (in a reentrant checkpoint).
-    Before torch 2.11 they have none, and another microbatch that uses them would lose its gradients
+    """Whether autocast's cached casts have a grad_fn even if they were made under no_grad (in a reentrant checkpoint).
+    Before torch 2.11, such casts have no grad_fn, and another microbatch that uses them would lose its gradients
     (pytorch#158232)."""
     layer, x = nn.Linear(1, 1), torch.zeros(1, 1)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -236,7 +238,7 @@ class Precision:
     """The precision `name`: "fp32" (the model is not changed), "bf16" or "fp16".
 
     With "bf16" and "fp16", parameters have this dtype, their gradients are accumulated in fp32 over the microbatches,
-    and the optimizer updates their fp32 values (Micikevicius et al. 2018, arXiv:1710.03740). With `autocast`,
+    and the optimizer updates fp32 master weights (Micikevicius et al. 2018, arXiv:1710.03740). With `autocast`,
     parameters stay in fp32, and torch.autocast chooses the dtype of each operator.
     """
 
@@ -268,8 +270,8 @@ class Precision:
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:
-        """Context manager for a trace: tensors that will be cast already have their later dtype. Parameters keep their
-        values in an attribute, for units that need these values to run."""
+        """Context manager for a trace, in which tensors that will be cast already have their later dtype. Parameters
+        keep their values in an attribute, for units that need these values to run."""
         before = {tensor: tensor.data for tensor in self.lowered(model)}
         for tensor, data in before.items():  # buffers are small, and may be written to
             if isinstance(tensor, nn.Parameter):
@@ -310,8 +312,8 @@ class Precision:
 
     def lowered(self, model: nn.Module) -> set[Tensor]:
         """The parameters and buffers to cast. In transformers models, these are the tensors that
-        `from_pretrained(dtype=...)` would create in this dtype; in other modules, all floating-point tensors, as in
-        `model.bfloat16()`."""
+        `from_pretrained(dtype=...)` would create in this dtype. In other modules, these are all floating-point tensors,
+        as in `model.bfloat16()`."""
         if not self.lowers:
             return set()
         dtypes, in_fp32 = self._constructed(model), self._kept_in_fp32(model)

@@ -16,7 +16,7 @@ from pipeshard.private import tree_tensors
 
 
 class Whole:
-    """Calls the model of a one-stage pipeline outside of steps, and accumulates the gradients of a loss."""
+    """Calls the model of a one-stage pipeline outside steps, and accumulates the gradients of a loss."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -30,7 +30,7 @@ class Whole:
         return cls(pipeline) if grid.pp_size == grid.tp_size == 1 and not pipeline.config.fsdp else None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model, and return its output. `loss.backward()` on the output's loss raises UsageError if the
+        """Call the model, and return the output. `loss.backward()` on the output's loss raises UsageError if the
         gradients would be wrong."""
         pipeline, precision = self.pipeline, self.pipeline.precision
         pipeline.refuse_blank()
@@ -107,8 +107,8 @@ def _answered(name: str) -> Callable[..., Any]:
 class PipelineModel(nn.Module):
     """A boosted model. `unwrap()` returns the original model, reduced to this rank's stages.
 
-    Attributes and methods are delegated to the model. Setting an attribute sets it on the model, so that the model's
-    forward can read it.
+    Attributes and methods are delegated to the model. An attribute that is set on this object is set on the model, so
+    that the model's forward can read it.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
@@ -121,7 +121,7 @@ class PipelineModel(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's training mode, which train() and eval() change, but boost does not."""
+        """The model's training mode. It is changed by train() and eval(), but not by boost."""
         module = self._modules.get("module")
         return module is None or module.training
 
@@ -168,8 +168,8 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including gradients accumulated under `no_sync`, which are not yet in `.grad` with
-        fsdp."""
+        """Clear the gradients, including gradients accumulated under `no_sync`. With fsdp, the latter are not in
+        `.grad` yet."""
         self.pipeline.sync.reset(self.pipeline.held_parameters().keys())
         self.module.zero_grad(set_to_none)
 

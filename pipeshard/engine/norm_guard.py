@@ -1,7 +1,7 @@
 """Norm guard: raises UsageError if a torch gradient-norm function gets all gradients of only one stage, or scaled ones.
 
-`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. The guard patches the functions
-themselves while a boosted model is alive, so it also works if a loop, a hook or a library has already imported them. A
+`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. While a boosted model is alive, the
+guard patches the functions in place, so it also works if a loop, a hook or a library has already imported them. A
 single parameter, or some of a stage's parameters, can be clipped as usual.
 """
 
@@ -72,10 +72,9 @@ class NormGuard(Guard):
             self._check(held, gradients, "get_total_norm")
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
-        """Raise UsageError if the split has selected `held`, not the user: `held` contains all of this rank's
-        parameters with gradients in the model or in an optimizer group, but no parameter that another stage holds or
-        another replica updates. Also raise UsageError if the gradients are shards or are multiplied by the loss
-        scale."""
+        """Raise UsageError if `held` is incomplete because of the split: `held` contains all of this rank's parameters
+        with gradients in the model or in an optimizer group, but no parameter that another stage holds or another
+        replica updates. Also raise UsageError if the gradients are shards or are multiplied by the loss scale."""
         if held and gradients.is_scaled:
             raise UsageError(
                 f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "

@@ -1,7 +1,7 @@
 """Offload: keeps a stage's activations in host memory between a forward and its backward.
 
 torch's saved-tensor hooks receive every tensor that autograd saves. Offload copies the tensor's storage to the host,
-once for all of its views. While another action computes, it copies the storage back for the next backward.
+once for all of its views. The storage is copied back for the next backward while another action computes.
 """
 
 import weakref
@@ -79,7 +79,7 @@ def has_own_memory(device: torch.device) -> bool:
 
 
 class Block:
-    """The host copy of a storage. After `load`, `here` is the new copy on the device; before, it is None."""
+    """The host copy of a storage. `here` is None before `load`, and then the new copy on the device."""
 
     def __init__(self, transfer: Transfer, storage: torch.UntypedStorage) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -102,8 +102,8 @@ class Saved:
             self.kept.data = tensor.new_empty(0)  # frees the storage, but keeps the version counter
 
     def tensor(self) -> Tensor:
-        """Return the saved tensor on the device. Raises RuntimeError if it was modified in place after it was saved:
-        with saved-tensor hooks, autograd does not check this."""
+        """Return the saved tensor on the device. Raises RuntimeError if the tensor was modified in place after it was
+        saved: with saved-tensor hooks, autograd does not detect such writes."""
         if self.kept._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -126,8 +126,8 @@ class Saved:
 
 @dataclass
 class Seen:
-    """A storage that autograd has saved in this step. `holding` is the microbatch and stage that saved it first, and
-    `blocks` are its host copies by tensor version."""
+    """A storage that autograd has saved in this step. `holding` is the microbatch and stage that first saved the
+    storage, and `blocks` are the host copies by tensor version."""
 
     storage: StorageWeakRef
     holding: Holding
@@ -138,8 +138,8 @@ class Offload:
     """Offloads the activations of a rank's stages, except the activations of the running action and of the next B or W.
 
     Not offloaded: weights and buffers, small tensors, tensors on other devices, sparse tensors, tensor subclasses,
-    lazily conjugated or negated tensors, and storages that another microbatch or stage has already saved (a copy would
-    not free them).
+    lazily conjugated or negated tensors, and storages that another microbatch or stage has already saved (copying would
+    not free these storages).
     """
 
     def __init__(self, transfer: Transfer, device: torch.device) -> None:
@@ -191,7 +191,7 @@ class Offload:
 
     def _stays(self, action: Action) -> bool:
         """Whether the activations of this action stay on the device, because the next action needs or prefetches them,
-        or because the program does not contain the action (as for the head of sliced microbatches)."""
+        or because the program does not contain this action (such as the head of sliced microbatches)."""
         residence = self._residences.get(action)
         return residence is None or residence.stays
 

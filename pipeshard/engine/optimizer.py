@@ -1,9 +1,10 @@
 """Pipeline optimizer: the user's optimizer for this rank's parameters; with ZeRO, replicas shard its state.
 
 PipelineOptimizer wraps the user's optimizer object, since LR schedulers reference this object, and any subclass of
-torch.optim.Optimizer must work. It replaces the parameters in the groups with this rank's master weights. With ZeRO,
-one replica of each stage owns a weight (`assign_owners`): it keeps the optimizer state, and broadcasts the updated
-values to the other replicas. torch's ZeroRedundancyOptimizer would create new optimizers for a single process group.
+torch.optim.Optimizer must work. PipelineOptimizer replaces the parameters in the groups with this rank's master
+weights. With ZeRO, one replica of each stage owns a weight (`assign_owners`): this replica keeps the optimizer state,
+and broadcasts the updated values to the other replicas. torch's ZeroRedundancyOptimizer would create new optimizers for
+a single process group.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -50,7 +51,7 @@ OWN = frozenset(
 
 
 class PipelineOptimizer(Optimizer):
-    """Restricts the groups of `optim` to the parameters that this rank trains, now and whenever groups are added.
+    """Restricts the groups of `optim`, including groups that are added later, to the parameters that this rank trains.
 
     This class is a subclass of Optimizer, since LR schedulers require one. Attributes that it does not define (`state`,
     hooks) are delegated to `optim`.
@@ -143,7 +144,7 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise UsageError: an enabled torch.amp.GradScaler reads this attribute before it looks for its scaled
+        """Raise UsageError: an enabled torch.amp.GradScaler reads this attribute before it accesses scaled
         gradients."""
         raise UsageError(
             "GradScaler.step(optimizer) got a boosted optimizer, whose gradients GradScaler has not scaled: remove "
@@ -234,7 +235,7 @@ class PipelineOptimizer(Optimizer):
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
     def _complete(self) -> None:
-        """Create the values of the MasterWeights of parameters that were frozen before and are trainable now."""
+        """Create the master weights of parameters that were frozen before and are trainable now."""
         self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
@@ -259,7 +260,7 @@ class PipelineOptimizer(Optimizer):
                 }
 
     def _fresh(self) -> dict[Tensor, str]:
-        """Return the parameters that were added to the groups since the last `_narrow`, with their names. Raises
+        """Return the parameters, with their names, that were added to the groups since the last `_narrow`. Raises
         ConfigurationError for a parameter that is not in the model."""
         names: dict[Tensor, str] = {}
         for k, group in enumerate(self.optim.param_groups):
@@ -300,8 +301,8 @@ class PipelineOptimizer(Optimizer):
         return not self.zero and all(weight.plain for weight in self.weights.values())
 
     def refuse_alone(self, kind: str) -> None:
-        """Raise UsageError if an optimizer of class `kind` (the inner optimizer, or one inside it) steps outside this
-        object's `step`, although the update needs clipping, unscaling or synchronization."""
+        """Raise UsageError if an optimizer of class `kind` (the inner optimizer, or one that it contains) steps outside
+        this object's `step`, although the update needs clipping, unscaling or synchronization."""
         if not self.is_stepping and (self._shares or not self.is_plain):
             raise UsageError(
                 f"this {kind} was passed to boost, and its own step does not clip, unscale or synchronize its updates: "
@@ -384,8 +385,8 @@ class PipelineOptimizer(Optimizer):
             self._take_gradients()
 
     def _after_update(self, *_: Any) -> None:
-        """Copy the updated values to the parameters, and watch the user's post-hooks. This is the first hook that runs
-        after the inner optimizer's update."""
+        """Copy the updated values to the parameters, and watch the writes of the user's post-hooks. This is the first
+        hook that runs after the inner optimizer's update."""
         self._depth -= 1
         if self.is_stepping:
             if self._is_updated:
@@ -430,7 +431,7 @@ class PipelineOptimizer(Optimizer):
 
     @together_in("optimizer.clip_grad_by_value")
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Clamp each element of this optimizer's gradients to at most `clip_value` in size. Call it on every rank."""
+        """Clamp each element of this optimizer's gradients to [-clip_value, clip_value]. Call it on every rank."""
         with self.gradients.coupling.paused():
             self.gradients.complete()
             self.gradients.unscale()
@@ -441,8 +442,8 @@ class PipelineOptimizer(Optimizer):
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
         """Return the gradient norm of the whole model that the last `step` or `clip_grad_by_norm` computed before
-        clipping. If neither has computed it, compute the norm of the current gradients: every rank must then call this
-        method."""
+        clipping. If neither has computed this norm, compute the norm of the current gradients. Every rank must then
+        call this method."""
         if self.gradients.norm is not None and self.gradients.norm_type == norm_type:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):
@@ -470,8 +471,8 @@ def _moved(value: Any, parameter: Tensor, master: Tensor) -> Any:
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
     """Assign each weight an owner, the replica that keeps its optimizer state. Weights are assigned from the largest to
     the smallest, each to the replica that owns the fewest elements so far (ZeRO stage 1, Rajbhandari et al. 2020,
-    arXiv:1910.02054, by whole parameters). A weight that has an owner keeps it, even if another optimizer trains the
-    weight, since only the owner has the fp32 values."""
+    arXiv:1910.02054, by whole parameters). A weight that already has an owner keeps this owner, even if another
+    optimizer trains the weight, since only the owner has the fp32 master weight."""
     load = [0] * replicas
     for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
         if weight.owner is None:
@@ -481,7 +482,8 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Replace parameters in the optimizer's groups (`became` maps old to new), and discard the state of the old
-    parameters. A new parameter that replaces several old ones stays only in the first group that contains it."""
+    parameters. If a new parameter replaces several old parameters, it stays only in the first group that contains
+    it."""
     seen: set[nn.Parameter] = set()
     for group in optim.param_groups if became else ():
         now = dict.fromkeys(became.get(parameter, parameter) for parameter in group["params"])

@@ -1,8 +1,9 @@
 """Optimizer trial: tests whether an optimizer updates parts of a model the same way as the whole model.
 
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
-compute different updates on every stage. The optimizers of torch and bitsandbytes are known, and are not run. Any other
-optimizer is run on tiny parameters, once on all of them and once on each half, and the updates are compared.
+compute different updates on every stage. For the optimizers of torch and bitsandbytes, the result is known, and they
+are not run. Any other optimizer is run on tiny parameters, once on all of these parameters and once on each half, and
+the updates are compared.
 """
 
 import copy
@@ -33,8 +34,8 @@ Place = tuple[int, int]  # of a parameter: the index of its group, and its index
 
 
 def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
-    """Raise ConfigurationError for an optimizer that would update parts of the model differently from the whole
-    model."""
+    """Raise ConfigurationError for an optimizer that would update parts of the model and the whole model
+    differently."""
     name = type(optimizer).__name__
     sharded = grid.tp_size > 1 or (config.fsdp and grid.dp_size > 1)
     if grid.pp_size == 1 and not sharded and not (config.zero_stage and grid.dp_size > 1):
@@ -73,8 +74,8 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer from the KNOWN modules needs whole parameters. Some bitsandbytes optimizers do: with 8 bits,
-    256 state values share one scale, and with `max_unorm`, updates depend on norms."""
+    """Whether an optimizer from the KNOWN modules needs unsharded parameters. Some bitsandbytes optimizers need them:
+    with 8 bits, 256 state values share one scale, and with `max_unorm`, updates depend on norms."""
     of_bitsandbytes = getattr(optimizer, "args", None)
     in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8
     return isinstance(optimizer, WHOLE) or in_blocks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
@@ -120,7 +121,8 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
 
 def own_methods(optimizer: Optimizer) -> list[str]:
     """Return the names of the public methods that the optimizer's class adds to torch's Optimizer, if they need no
-    arguments and read `param_groups`. They are in the order of definition (SAM's first_step before its second_step)."""
+    arguments and read `param_groups`. The names are in the order of definition (SAM's first_step before its
+    second_step)."""
     found: dict[str, None] = {}
     for kind in reversed(type(optimizer).__mro__):
         if kind is object or issubclass(Optimizer, kind) or kind.__module__.startswith("torch."):
@@ -174,7 +176,8 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
     for scale in SCALES:
 
         def closure(scale: float = scale) -> Tensor:
-            """Set gradients that depend on each element separately, and return a constant loss."""
+            """Set a gradient that depends only on the parameter's own elements, element by element, and return a
+            constant loss."""
             _give_gradients(parameters, scale)
             return torch.ones((), requires_grad=True)
 
@@ -270,8 +273,8 @@ def _speed_up(group: dict[str, Any]) -> None:
 
 
 def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:
-    """Convert a state value or attribute of `original` for `tried`. A tensor of the original's shape becomes ones,
-    since `tried` may be any slice of the original."""
+    """Convert a state value or attribute of the parameter `original` for the parameter `tried`. A tensor of the shape
+    of `original` becomes a tensor of ones, since `tried` may be any slice of `original`."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value) if isinstance(value, list | dict) else value
     return torch.ones_like(tried, dtype=value.dtype) if value.shape == original.shape else _corner(value)

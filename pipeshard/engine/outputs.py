@@ -31,8 +31,8 @@ BACKWARD = (
 
 
 class StepLoss(Tensor):
-    """The loss of a step: a tensor without an autograd graph, whose `backward` raises UsageError. Copies, saved values
-    and results computed from it are plain tensors."""
+    """The loss of a step: a tensor without an autograd graph. Its `backward` raises UsageError. Copies of the loss,
+    saved losses and results computed from the loss are plain tensors."""
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
@@ -85,8 +85,8 @@ class Outputs:
         return self._text
 
     def check(self, flow: Dataflow, is_cut: bool) -> None:
-        """Raise UsageError, on every rank, if the model's output lacks a requested field or loss, or if the outputs of
-        a batch that is split into microbatches (`is_cut`) cannot be merged."""
+        """Raise UsageError, on every rank, if the model's output lacks a requested field or the requested loss. Also
+        raise UsageError if the outputs of a batch that is split into microbatches (`is_cut`) cannot be merged."""
         if self.each_loss and flow.loss is None:
             raise UsageError(
                 "return_outputs='loss' requests a loss, but this batch has none: add labels to the batch, or pass a "
@@ -212,7 +212,7 @@ class Outputs:
 
     def _restored(self, name: str, column: Sequence[Tensor], dim: int, flow: Dataflow) -> Tensor:
         """Merge an output's tensors of all microbatches along the batch dimension `dim`, with the samples in their
-        original order. Positions that a microbatch has removed as padding are zeros."""
+        original order. Positions that were removed from a microbatch as padding are zeros."""
         places = [batch.place for batch in self._batches if batch.place is not None]
         if not places:
             return torch.cat(list(column), dim)
@@ -230,9 +230,9 @@ class Outputs:
         return whole
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
-        """Return the batch dimension of an output that was traced at only one size. If several dimensions fit, a batch
-        dimension of an input is preferred; if none fits, 0 is returned. Raises UsageError if several dimensions fit
-        microbatches of different sizes."""
+        """Return the batch dimension of an output that was traced at only one size. If several dimensions fit, a
+        dimension that is also the batch dimension of an input is preferred. If none fits, 0 is returned. Raises
+        UsageError if several dimensions fit microbatches of different sizes."""
         rows = [batch.rows for batch in self._batches]
         fitting = [dim for dim in range(column[0].ndim) if [tensor.shape[dim] for tensor in column] == rows]
         if len(fitting) > 1 and len(set(rows)) > 1:
@@ -256,8 +256,9 @@ def _spans(
     name: str, column: Sequence[Tensor], dim: int, flow: Dataflow, places: Sequence[Place]
 ) -> dict[int, list[Span]]:
     """Map each sequence dimension of an output to the Spans of the microbatches. In every microbatch, the size of a
-    sequence dimension is the number of positions. In the trace, the dimension grows with this number (if the trace has
-    varied it). Raises UsageError for any other dimension that grows in the trace or differs between microbatches."""
+    sequence dimension is the number of positions. In the trace, a sequence dimension grows with this number (if the
+    trace has varied the number). Raises UsageError for any other dimension that grows in the trace or differs between
+    microbatches."""
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
     groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
     known = {path for group in groups for path in group}

@@ -25,13 +25,13 @@ logger = logging.getLogger("pipeshard")
 class HeldParameters:
     """Broadcasts, casts and shards the parameters that this rank holds. Create it on all ranks.
 
-    One holder of a parameter broadcasts its values to the other holders. Then the parameters are cast to 16-bit if
+    One holder of a parameter broadcasts the values to the other holders. Then the parameters are cast to 16 bits if
     `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
     replicas. Each of these conversions may replace parameters. `kind` is the class of the MasterWeights.
 
     Attributes:
-        held: the current parameters, by name (a tied parameter by its first name).
-        weights: the MasterWeight of each parameter in `held`, by the same name.
+        held: the current parameters, by name (tied parameters: by their first name).
+        weights: the MasterWeight of each parameter in `held`, by the parameter's name.
         sync: sums the gradients of the parameters over ranks.
     """
 
@@ -138,9 +138,9 @@ class HeldParameters:
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
 
     def problems(self, is_whole: bool) -> list[str]:
-        """Return error messages about hooks that would not run or would receive a part of a gradient, and about partial
-        gradients that were modified. `is_whole` means that a step has one microbatch and no slices. Warns once about
-        gradient hooks, since only linear hooks are exact if they run on each microbatch's gradient."""
+        """Return error messages about hooks that would not run or would receive a part of a gradient, and about
+        modified partial gradients. `is_whole` means that a step has one microbatch and no slices. Warns once about
+        gradient hooks: a hook that runs on each microbatch's gradient is exact only if it is linear."""
         problems = self.sync.problems() + [
             f"{name} has a gradient hook that would not run: {why}. Remove the hook, and modify the gradient between "
             "execute_pipeline and optimizer.step"

@@ -10,8 +10,8 @@ from pipeshard.errors import UsageError
 
 class Places:
     """Records the places of the modules and parameters of `model`. A module that is assigned after boost (a new head,
-    an adapter) would not be split: its gradients would not be summed, and other ranks would not have it. With FSDP, the
-    places of parameters contain shards, except during a step."""
+    an adapter) would not be split: its gradients would not be summed, and other ranks would not have this module. With
+    FSDP, the places of parameters contain shards, except during a step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -32,8 +32,8 @@ class Places:
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Return the first name whose object was replaced or removed, otherwise the first new name of a tensor or of a
-    module with parameters, otherwise ""."""
+    """Return the first name under which an object was replaced or removed. If there is none, return the first new name
+    of a tensor or of a module with parameters, or ""."""
     for key, value in before.items():
         if now.get(key) is not value:
             return key

@@ -2,7 +2,7 @@
 
 A position is padding if its attention mask is 0 and its labels are ignored. Without a mask, the positions after the
 last label are padding in the decoder of an encoder-decoder model. Padding is removed from every tensor that has these
-positions. Neither a sum over valid labels nor masked attention depends on padding; the proof at boost checks this.
+positions. Sums over valid labels and masked attention do not depend on padding. The proof at boost checks this.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ CALL = {"cpu": 1e8, "cuda": 2e11}
 
 
 class Side(NamedTuple):
-    """The positions of a batch's encoder inputs (or only inputs), or of its decoder inputs. `total` is the number of
+    """The positions of a batch's decoder inputs, or of its encoder inputs (or only inputs). `total` is the number of
     positions including padding; sample k needs the positions [first[k], end[k])."""
 
     total: int
@@ -81,8 +81,8 @@ class Ragged:
         return self
 
     def _cost(self, flow: Dataflow, units: Mapping[str, nn.Module], device: torch.device) -> TokenCost:
-        """Compute the TokenCost of a microbatch from the planner's costs of the traced calls, and from fixed costs per
-        parameter and call."""
+        """Compute the TokenCost of a microbatch from the planner's costs of the traced calls and from the fixed costs
+        of each parameter and call."""
         parameters = sum(p.numel() for call in flow.calls for p in units[call.unit].parameters())
         fixed = MOVED * ELEMENT * parameters + CALL.get(device.type, 0.0) * len(flow.calls)
         lengths = self._totals({path: shape for path, shape, _ in flow.axes.tensors}).values()
@@ -122,8 +122,8 @@ class Ragged:
         return [groups[k] for k in self._order(times)]
 
     def _fastest(self, times: tuple[float, ...]) -> list[int]:
-        """Return the order of microbatches with these times whose simulated step is shortest, among some promising
-        orders."""
+        """Among some promising orders of microbatches with these times, return the order with the shortest simulated
+        step."""
         program: Program = self._program(len(times))
         even = [1.0] * len(program.placement)
 
@@ -168,8 +168,8 @@ class Ragged:
 
     def _used(self, name: str, batch: Batch, total: int) -> Tensor | None:
         """Return a boolean tensor (samples, positions) that is False for padding, or None if neither a mask nor labels
-        determine the padding. Without a mask, only decoder labels determine it, since decoder positions do not attend
-        to later positions."""
+        determine the padding. Without a mask, only decoder labels determine the padding, since decoder positions do not
+        attend to later positions."""
         mask = self._mask(name, batch, total)
         counted = [] if mask is None else [mask != 0]
         if mask is not None or name == DECODER:
@@ -205,7 +205,7 @@ class Ragged:
                 )
 
     def _counts_left(self, name: str, batch: Batch) -> str | None:
-        """The reason why left padding counts in batches like this one, with a remedy, or None."""
+        """The reason why left padding changes the loss of batches like this one, with a remedy, or None."""
         needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
         on_right = "Pad on the right (tokenizer.padding_side = 'right')"
         if counting := [path for path in batch.tensors if path.endswith("_positions")]:  # positions of an answer
@@ -218,8 +218,8 @@ class Ragged:
         return DECODER if is_of_decoder(path, self.encoder_decoder) else ENCODER
 
     def _dims(self, path: str, batch: Batch, total: int) -> list[int]:
-        """The sequence dimensions of a leaf: in every batch so far, their size was the number of positions of the
-        leaf's side."""
+        """The sequence dimensions of a leaf: in every batch so far, the size of such a dimension was the number of
+        positions of the leaf's side."""
         leaf, row_dim = batch.tensors[path], batch.row_dims[batch.paths.index(path)]
         if leaf.ndim < 2 or (media_kind(path) is not None and not is_mask(path)):
             return []
@@ -228,7 +228,8 @@ class Ragged:
         return [dim for dim in dims if (path, dim) not in self._fixed]
 
     def _part(self, batch: Batch, rows: list[int], sides: Mapping[str, Side]) -> Batch:
-        """Return the microbatch with these samples, without padding that none of these samples needs."""
+        """Return the microbatch of these samples, without the first and last positions that are padding in all of these
+        samples."""
         spans: dict[str, Span] = {}
 
         def narrowed(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -250,7 +251,8 @@ class Ragged:
 
     def left_padded(self, batch: Batch) -> Batch | None:
         """Return the batch with 25 % more positions, all of them padding on the left. Returns None if left padding of
-        such batches is not removed, because the batch has padding on the right or left padding would count."""
+        such batches is not removed, because the batch has padding on the right or because left padding would change the
+        loss."""
         sides = {
             name: side
             for name, side in self._sides(batch).items()
@@ -260,7 +262,7 @@ class Ragged:
         }
 
         def unpredicted(path: str, leaf: Tensor, dim: int | None) -> Tensor:
-            """The labels, except that the labels of the first tokens are ignored: the model would predict them from
+            """The labels, with the labels of the first tokens ignored: the model would predict these tokens from
             padding."""
             side = sides.get(self._side_of(path))
             if side is None or path not in targets(batch.tensors) or not self._dims(path, batch, side.total):

@@ -30,8 +30,8 @@ SAMPLE = 8192  # at most this many values of a tensor enter the digest of a whol
 
 
 def digest(batch: Batch, paths: Collection[str] | None = None) -> int:
-    """Return a 56-bit hash of the leaves at `paths` with all their values or, without `paths`, of all leaves with a
-    sample of the values of large tensors."""
+    """Return a 56-bit hash of all values of the leaves at `paths`. Without `paths`, hash all leaves, but only a sample
+    of the values of large tensors."""
     state = hashlib.blake2b(digest_size=7)
     for path, leaf in zip(batch.paths, batch.leaves, strict=True):
         if paths is None or path in paths:
@@ -71,8 +71,8 @@ class Report(NamedTuple):
 
 
 class News(NamedTuple):
-    """A rank's report on the batches that it has read (`bits`, and a number that identifies their `ways`) and on the
-    last update (`options` and `factor`, see `Updates.numbers`)."""
+    """A rank's report on the batches that it has read (`bits`, and a number that identifies the batches' `ways`) and on
+    the last update (`options` and `factor`, see `Updates.numbers`)."""
 
     bits: int = 0
     ways: int = 0
@@ -84,7 +84,8 @@ class Agreement(NamedTuple):
     """The result of comparing all ranks' reports. `seed` is the first rank's seed, which all ranks use for random
     numbers. `parts` contains the number of microbatches of each replica, and `news` is the bitwise OR of all ranks'
     `news`. `alike` is True if the ranks of each replica have the same ways, and `updated_alike` if the last updates of
-    all ranks had the same options and factors. `repeated` are the replicas whose batch another replica also has."""
+    all ranks had the same options and factors. `repeated` are the replicas with a batch that another replica also
+    has."""
 
     seed: int
     parts: list[int]
@@ -95,8 +96,8 @@ class Agreement(NamedTuple):
 
 
 def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: News) -> Agreement:
-    """Compare the reports of all ranks on this step. Every rank raises BatchError if a rank has no batch, or if batches
-    or modes differ.
+    """Compare all ranks' reports on this step. Every rank raises BatchError if a rank has no batch, or if batches or
+    modes differ.
 
     `batches` is an exception if reading failed on this rank. `mode` describes the step (forward only, the requested
     outputs, ...).

@@ -2,7 +2,7 @@
 
 A simulation of the schedule shows where bubbles should be, and torch.profiler shows one rank at a time, without
 actions. A Recording contains the compute actions of all ranks on one time axis, and simulates the same program with the
-measured costs. The times of different hosts are aligned by wall clocks, so several hosts need synchronized clocks
+measured costs. The times of different hosts are aligned by their wall clocks, so these clocks must be synchronized
 (NTP).
 """
 
@@ -36,8 +36,8 @@ class Recording(Timetable):
         spans: the compute actions of each rank.
         waited: `waited[r][q]` is the time that rank r waited for messages from rank q.
         step: the number of the step, from 0.
-        memory: the peak memory of each rank so far in bytes, allocated on its GPU or used by its process.
-        samples: the number of samples in the step, of all replicas.
+        memory: the peak memory of each rank so far in bytes, allocated on the rank's GPU or used by the rank's process.
+        samples: the number of samples in the step, summed over the replicas.
         tokens: the number of elements of `input_ids` in these samples, or 0 without `input_ids`.
     """
 
@@ -67,7 +67,7 @@ class Recording(Timetable):
         return max(0.0, cost - self._cost(Kind.W, stage)) if whole and splits else cost
 
     def simulation(self) -> Simulation:
-        """Simulate the same program. Each action takes the `cost` of its kind on its stage; messages take no time."""
+        """Simulate the same program. An action takes the `cost` of its kind on its stage. Messages take no time."""
         return simulate(self.program, self.cost(Kind.F), self.cost(Kind.B), self.cost(Kind.W))
 
     def summary(self) -> str:
@@ -84,8 +84,8 @@ class Recording(Timetable):
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
 
     def _beside_others(self, rank: int) -> str:
-        """Return text that compares a rank's busy time with the median rank's if the rank is a straggler (or its stage
-        is too large), otherwise ""."""
+        """Return text that compares a rank's busy time with that of the median rank if the rank is a straggler (or its
+        stage is too large), otherwise ""."""
         median = statistics.median_low(self.busy)
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""

@@ -106,8 +106,8 @@ def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
 
 
 def refuse_released(model: nn.Module) -> None:
-    """Raise UsageError for the inner model of a boosted model, in which this rank has released the parameters of other
-    stages."""
+    """Raise UsageError if `model` is the inner model of a boosted model, since this rank has released the parameters of
+    other stages."""
     name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, Ghost)), None)
     if name is not None:
         raise UsageError(
@@ -117,7 +117,7 @@ def refuse_released(model: nn.Module) -> None:
 
 
 def refuse_blank_adapters(model: nn.Module) -> None:
-    """Raise ConfigurationError for adapters on meta, since the values that peft has assigned to them are lost."""
+    """Raise ConfigurationError for adapters on meta, since their initial values from peft are lost."""
     if not has_adapters(model):
         return
     known = base_names(model)
@@ -172,7 +172,7 @@ def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
 
 
 def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigurationError for a compiled module that contains units, or a unit whose call is compiled in place.
+    """Raise ConfigurationError for a compiled module that contains units, or for a unit that was compiled in place.
 
     A unit that `torch.compile(layer)` returned, and compiled modules inside a unit, are allowed: stages run them as a
     whole.
@@ -192,8 +192,8 @@ def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 
 def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
-    """Raise UsageError if a module that contains units (`around`) recomputes its forward. Recomputation may have been
-    enabled after boost."""
+    """Raise UsageError if a module that contains units (one of `around`) recomputes its forward. Recomputation may have
+    been enabled after boost."""
     whole = next(filter(recomputes, around), None)
     if whole is not None:
         name = next(name for name, module in model.named_modules() if module is whole)
@@ -225,8 +225,8 @@ def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]
 
 
 def refuse_differentiable(batches: Iterable[Batch], num_stages: int, num_microbatches: int) -> None:
-    """Raise BatchError for an input whose gradient is required but would be lost: with several stages, or with several
-    microbatches if the input is not a leaf tensor."""
+    """Raise BatchError for an input that requires a gradient if the gradient would be lost: with several stages, or
+    with several microbatches if the input is not a leaf tensor."""
     for path, leaf in ((path, leaf) for batch in batches for path, leaf in batch.tensors.items()):
         if leaf.requires_grad and (num_stages > 1 or (num_microbatches > 1 and not leaf.is_leaf)):
             raise BatchError(

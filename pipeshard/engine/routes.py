@@ -41,8 +41,7 @@ class Routes:
         return self._routes[key]
 
     def sliced(self, flow: Dataflow, outputs: Wanted) -> SlicedRoutes:
-        """The routes of this Dataflow for a step that runs in slices, with the head as a separate stage after the last
-        stage."""
+        """The routes of this Dataflow for a step with slices. The head is a separate stage after the last stage."""
         key = id(flow), outputs
         if key not in self._sliced:
             ordinary = self.of(flow, outputs)  # raises an error if the model cannot be split
@@ -55,8 +54,8 @@ class Routes:
         return self._sliced[key]
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
-        """Raise TraceError if glue reads a parameter that the stage has released: with another batch, glue may take a
-        different path than at boost."""
+        """Raise TraceError if glue reads a parameter that the stage has released. With another batch, glue may take a
+        different path than at boost, and read other parameters."""
         uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
         for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:
             released = sorted(use.parameters - self.policy.ownership.held[self.policy.placement[stage]])

@@ -2,7 +2,7 @@
 
 Every stage runs the glue once per microbatch, in the order of the microbatches. So state that glue updates (counters,
 generators, values computed from the batch) is the same on all stages as in the unsplit model. State computed from unit
-results is correct on the stages that have these results, and only these stages read it; on other stages, the state is
+results is correct on the stages that have these results, and only these stages read it. On other stages, such state is
 not updated. Batch norm is handled separately: with `deferred`, its running statistics are updated once per step, from
 the whole batch.
 """
@@ -28,7 +28,7 @@ class Carry:
         self.places: dict[str, Place] = {}
 
     def begin(self, routes: Sequence[Route]) -> None:
-        """Prepare a step with one forward on each of these routes."""
+        """Prepare a step that runs one forward on each of these routes."""
         has_one_stage, has_one_forward = len({route.stage for route in routes}) == 1, len(routes) == 1
         carried = {
             place.name: place
@@ -93,7 +93,7 @@ class Carry:
 
 
 def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
-    """Whether a rank with one stage need not carry the state at a place. Tensors must be carried between several
+    """Whether a rank with one stage need not carry the state at a place. Tensors must be carried if there are several
     forwards, since a backward may need a value that a later forward overwrites."""
     if place.kind == "tensor" and not has_one_forward:
         return False
@@ -101,8 +101,8 @@ def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
 
 
 class Moments(NamedTuple):
-    """The number of the values that a step has normalized in each channel, their mean, and the sum of their squared
-    deviations from this mean, in fp64."""
+    """The moments of the values that a step has normalized in each channel: their number, their mean, and the sum of
+    their squared deviations from this mean, in fp64."""
 
     size: int
     mean: Tensor
@@ -117,7 +117,7 @@ class Moments(NamedTuple):
         return cls(size, mean.double(), variance.double() * size)
 
     def merged(self, other: "Moments") -> "Moments":
-        """The moments of both inputs (Chan et al. 1979). Subtracting sums of squares would lose precision by
+        """The moments of both inputs together (Chan et al. 1979). Subtracting sums of squares would lose precision by
         cancellation."""
         size, difference = self.size + other.size, other.mean - self.mean
         mean = self.mean + difference * (other.size / size)

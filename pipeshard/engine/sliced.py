@@ -4,7 +4,7 @@
     stage 1             F(0,0)  F(0,1)  F(0,2) head    B(0,2)  B(0,1)  B(0,0)
 
 The last stage concatenates the values that the loss needs from all slices. The head (the glue after the last unit, and
-the loss) then runs once for the whole microbatch, as it does without slices. So labels, sums and counts cover the whole
+the loss) then runs once for the whole microbatch, as without slices. So labels, sums and counts cover the whole
 microbatch.
 """
 
@@ -96,13 +96,14 @@ def _joint(value: Value, head: Microbatch, slices: Sequence[Microbatch], rows: i
 
 
 class SlicedStage(Stage):
-    """Runs forwards and backwards of slices: index i * n + s is slice s of microbatch i. On the last stage, `head`
-    computes the loss."""
+    """Runs forwards and backwards of slices. With n slices per microbatch, index i * n + s is slice s of microbatch i.
+    On the last stage, `head` computes the loss."""
 
     head: Stage | None = None
 
     def listener(self, args: Any, kwargs: Any) -> None:
-        """A Listener that does nothing: its presence allows calls with a cache, whose sizes differ from the trace."""
+        """A Listener that does nothing. With a listener, calls with a cache are allowed, although their sizes differ
+        from the trace."""
 
     @property
     def end_of_loss(self) -> Stage:

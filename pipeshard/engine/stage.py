@@ -41,8 +41,8 @@ class NaNCheck:
     """Checks that the results and parameters of a stage are finite, and with `gradients` also the gradients (which may
     overflow under a loss scale). `parameters` are the stage's parameters by name.
 
-    Every method raises NonFiniteError, which names the stage, the microbatch (unless an optimizer's step is checked),
-    and a non-finite parameter if there is one.
+    Every method raises NonFiniteError. The error names the stage, the microbatch (unless an optimizer's step is
+    checked), and a non-finite parameter if there is one.
     """
 
     def __init__(self, stage: int, parameters: Mapping[str, nn.Parameter], gradients: bool = True) -> None:
@@ -104,8 +104,8 @@ def _is_finite(tensor: Tensor) -> bool:
 @dataclass(frozen=True)
 class Microbatch:
     """One microbatch with its route through a stage. The batch's loss is the sum of the microbatches' losses, each
-    times its `share`; with `summed`, these losses are the criterion's sums, not divided by their counts. For a slice,
-    the model is called with `sliced` instead of `batch`."""
+    times its `share`. With `summed`, these losses are the criterion's sums, not divided by counts. For a slice, the
+    model is called with `sliced` instead of `batch`."""
 
     batch: Batch
     route: Route
@@ -124,7 +124,7 @@ class Microbatch:
 class Saved:
     """The state of a forward that its backward needs: the inputs whose gradients are sent back (`entered`), the other
     inputs that require a gradient (`others`), the autograd root of each output (`left`; None without a graph), and the
-    `loss`. The outputs themselves are freed once they are sent. `carried` are the states that a slice has passed to
+    `loss`. The outputs themselves are freed after they are sent. `carried` are the states that a slice has passed to
     later slices."""
 
     entered: list[Tensor]
@@ -143,9 +143,9 @@ class Stage:
 
     The last stage computes the loss. `loss` is the sum of the microbatches' losses, each times its share, and `outputs`
     keeps the requested outputs of the model. Forwards run inside `around()` and `carry(route)`. If `deferral` is
-    installed, a split `backward` defers weight gradients to `weight`. Any other `backward` defers only the weight
-    gradients of large embeddings, until its end. `listener` receives the arguments of unit calls with a cache. With
-    `offload`, activations are kept on the host until their backward.
+    installed, a split `backward` defers weight gradients to `weight`. An unsplit `backward` defers only the weight
+    gradients of large embeddings, until the end of `backward`. `listener` receives the arguments of unit calls with a
+    cache. With `offload`, activations are kept on the host until their backward.
     """
 
     listener: Listener | None = None
@@ -248,8 +248,8 @@ class Stage:
         return sent
 
     def try_zeros(self, microbatch: Microbatch, criterion: Criterion | None) -> None:
-        """Run the forward of `microbatch` with zeros for other stages' values, and discard the results. Raises the
-        model's own error if the forward fails."""
+        """Run the forward of `microbatch` with zeros instead of other stages' values, and discard the results. Raises
+        the model's own error if the forward fails."""
         route, replay = microbatch.route, self.replay
         shapes = {value: microbatch.shape(value) for value in route.enters.values}
         zeros = {v: torch.zeros(shape, dtype=dtype, device=replay.device) for v, (shape, dtype) in shapes.items()}
@@ -325,7 +325,7 @@ class Stage:
 
     def _refuse_none(self) -> None:
         """Raise TraceError if an input has received no gradient in the step. The stage that computed the input would
-        receive zeros, and some optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a
+        receive zeros. Some optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a
         gradient."""
         for place in (place for place, is_reached in self.reached.items() if not is_reached):
             if place in self._before:
@@ -384,8 +384,8 @@ class Stage:
         return loss
 
     def _refuse_foreign(self, loss: Tensor, output: Any, received: Collection[Tensor]) -> None:
-        """Raise ConfigurationError for a criterion that trains its own weights, but did not when it was traced. Only
-        the autograd graph of the criterion itself is searched."""
+        """Raise ConfigurationError for a criterion that trains its own weights now, but did not in the trace. Only the
+        autograd graph of the criterion itself is searched."""
         until = tree_tensors(output)
         leaves = leaves_of(loss, until)
         if not leaves:
@@ -397,7 +397,7 @@ class Stage:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The same values as a contiguous tensor without lazy conjugation or negation."""
+    """A contiguous tensor with the same values, without lazy conjugation or negation."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

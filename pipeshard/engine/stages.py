@@ -78,8 +78,8 @@ class Stages:
         scale: float,
         program: Program,
     ) -> None:
-        """Prepare a step of `program`, with slices if `sliced` is not empty. `planned` and `sliced` have one entry per
-        stage of this rank."""
+        """Prepare a step that runs `program`, with slices if `sliced` is not empty. `planned` and `sliced` have one
+        entry per stage of this rank."""
         self.running = self.sliced if sliced else self.whole
         if sliced:
             for slicing, of_stage in zip(self.sliced, sliced, strict=True):
@@ -102,9 +102,9 @@ class Stages:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Context manager for a step's actions. Layers defer their weight gradients to W; in a step without W, only
-        large embeddings defer them, to the end of each B. Forwards share autocast's casts, and deferred batch norm
-        updates its running statistics on exit."""
+        """Context manager for a step's actions. Layers defer their weight gradients to W. In a step without W, only
+        large embeddings defer their weight gradients, to the end of each B. Forwards share autocast's casts, and
+        deferred batch norm updates its running statistics on exit."""
         splits = any(stage.splits for stage in self.running)
         lookups = not splits and self.config.defers and torch.is_grad_enabled()
         later = self.config.deferred_batch_norm

@@ -1,8 +1,8 @@
 """Step guard: refuses an optimizer that steps on parameters of a boosted model but was not passed to boost.
 
-Such an optimizer would neither clip by the norm of the whole model, nor unscale gradients, nor update fp32 values. If
-the model was boosted without an optimizer, there would be no gradients at all. The guard is a global hook that torch
-calls before the step of any optimizer. It is installed while a boosted model is alive.
+Such an optimizer would neither clip by the norm of the whole model, nor unscale gradients, nor update fp32 master
+weights. If the model was boosted without an optimizer, there would be no gradients at all. The guard is a global hook
+that torch calls before the step of any optimizer. It is installed while a boosted model is alive.
 """
 
 import weakref
@@ -86,8 +86,8 @@ GUARD = StepGuard()
 
 
 def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Boosted]) -> Mapping[Tensor, str]:
-    """Map each of `parameters` that is a parameter of the model, or that an optimizer updates in place of one, to the
-    parameter's name in the model."""
+    """Map each of `parameters` that is a parameter of the model, or the master weight of one, to the parameter's name
+    in the model."""
     named: dict[Tensor, str] = {}
     for parameter in parameters:
         names = (gradients.names, *(optimizer.names for optimizer in boosted))
@@ -101,8 +101,8 @@ def _check_related(
     optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list[Boosted]
 ) -> None:
     """Raise UsageError unless the step is allowed. A step inside a boosted optimizer's step is allowed if it updates
-    the same tensors. A step of an optimizer that contains a boosted optimizer or is inside one is allowed if it leaves
-    no copy of a parameter stale."""
+    the same tensors. A step of an optimizer that contains a boosted optimizer, or is contained in one, is allowed if no
+    copy of a parameter is stale afterwards."""
     kind = type(optimizer).__name__
     if stepping := next((other for other in boosted if other.is_stepping), None):
         for parameter, name in named.items():

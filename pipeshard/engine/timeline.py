@@ -1,8 +1,8 @@
 """Timeline: the start and end of one rank's compute actions, from the host's clock or a GPU's events.
 
-A host queues work on its GPU and continues, so its own clock shows when an action was launched, not when it ran.
+A host queues work on its GPU and continues, so the host's clock shows when an action was launched, not when it ran.
 Waiting for the device in every action would change the measurement. Instead, events are recorded between kernels, and
-read after the step. The events also show how far the GPU is behind the host.
+are read after the step. The events also show how far the GPU is behind the host.
 """
 
 import functools
@@ -23,9 +23,9 @@ MAX_AHEAD = 3  # compute actions that a host may be ahead of its GPU
 
 @dataclass(slots=True)
 class Moments:
-    """The moments of one compute action: its turn, the arrival of its messages (`start`) and its end. Each moment is a
-    time on the host or a GPU event. `source` is the pipeline rank that sends the messages, and `waits` contains the
-    global rank of `source`.
+    """The moments of one compute action: the start of its turn, the arrival of its messages (`start`) and its end. Each
+    moment is a time on the host or a GPU event. `source` is the pipeline rank that sends the messages, and `waits`
+    contains the global rank of `source`.
     """
 
     action: Action
@@ -40,13 +40,13 @@ class Timeline:
     """Records the timeline of each step of one rank: call `begin`, then `turn`, `received` and `done` for each compute
     action, then `end`.
 
-    With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. With this
-    limit, the host can release sent tensors, and the watchdog can report which action hangs, and whether this action
+    With a GPU, the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. Because of
+    this limit, the host can release sent tensors. The watchdog can report which action hangs, and whether this action
     waits for a message or computes.
 
     Attributes:
-        spans: the start and end of every compute action of the last step, as in `time.time()`. The start is after the
-            wait for messages.
+        spans: the start and end of every compute action of the last step, as values of `time.time()`. The start is
+            after the wait for messages.
         waited: the seconds that this rank has waited for each other rank of the pipeline in the last step.
         event: creates an event of the GPU; None on a CPU.
     """
@@ -67,7 +67,7 @@ class Timeline:
         self._moments.append(Moments(action, now, now))
 
     def received(self, source: int, waits: Sequence[int]) -> None:
-        """Record that the inputs of the current action have arrived, or that the GPU waits for them before it
+        """Record that the inputs of the current action have arrived, or that the GPU waits for these inputs before it
         continues."""
         last = self._moments[-1]
         last.start, last.source, last.waits = self._now(), source, waits

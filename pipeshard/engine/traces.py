@@ -1,8 +1,8 @@
 """Traces: caches the traces of all batches so far, and plans the microbatches of a step.
 
 A trace takes longer than a step of a small model, so traces are cached: for a batch of different sizes, shapes are
-computed from an existing trace. The model is traced again if the batch's structure, a flag of the model or an answer
-that glue gets from the batch differs.
+computed from an existing trace. The model is traced again if the batch's structure, a flag of the model, or the result
+of a branch of glue on the batch's values differs.
 """
 
 from collections.abc import Hashable, Sequence
@@ -108,8 +108,7 @@ class Traces:
 
     @property
     def foreign(self) -> dict[str, Tensor]:
-        """The trainable tensors that the model's code reaches and that are not parameters of the model, by their
-        places."""
+        """By place, the trainable tensors that the model's code reaches and that are not parameters of the model."""
         return self.flags.foreign(self._state[0])
 
     def stepped(self) -> None:
@@ -140,7 +139,7 @@ class Traces:
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
 
     def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None, looks: bool = True) -> FoundWays:
-        """Find the ways of microbatches in the current state of the model and the criterion, or without `looks` in the
+        """Find the ways of microbatches in the current state of the model and the criterion. Without `looks`, use the
         state that the last `look` recorded."""
         if looks:
             self.look(criterion)
@@ -202,7 +201,7 @@ class Traces:
         return found
 
     def _said(self, found: FoundWays | None, outputs: Wanted, failure: str) -> Said:
-        """The report on these ways that is sent to the other ranks."""
+        """The report on these ways for the other ranks."""
         ways = [] if found is None else [way for of_batch in found.ways for way in of_batch]
         if found is None:
             return Said([], [], failure or "a batch could not be traced")
@@ -274,8 +273,8 @@ class Traces:
         return way
 
     def _mode(self, criterion: Criterion | None, batch: Batch | None = None) -> tuple[Any, ...]:
-        """The state on which a Dataflow depends, except for the sizes of the batch and the answers that glue gets from
-        the batch."""
+        """The state on which a Dataflow depends, except the sizes of the batch and the batch's answers to glue's
+        questions."""
         paths = self._watched.intersection(batch.paths) if batch is not None else ()
         watched = digest(batch, paths) if batch is not None and paths else 0
         entry = batch.entry if batch is not None else ""
@@ -351,5 +350,6 @@ class Traces:
 
 
 def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:
-    """Whether glue gets the same answers from this batch, whose sizes differ by `deltas`, as from the traced batch."""
+    """Whether this batch gives the same answers to glue's questions as the traced batch. The sizes of the batch differ
+    from the traced sizes by `deltas`."""
     return all(question.holds(batch.tensors, deltas) for question in flow.questions)

@@ -2,8 +2,8 @@
 
 A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
 Stages would then silently train differently. So ranks compare the options of the optimizers' groups, and the factor by
-which the loop has multiplied all gradients of its rank. The first updates of a model are compared before they change a
-parameter; later updates are compared in the first message of the next step.
+which the loop on each rank has multiplied all gradients of that rank. The first updates of a model are compared before
+they change a parameter; later updates are compared in the first message of the next step.
 """
 
 import hashlib
@@ -59,8 +59,9 @@ class Told(NamedTuple):
         used: the options that the update applied, for each group with parameters on the rank. The key of a group
             contains a digest of the names in the group.
         options: the current options of these groups.
-        factor: the factor of the gradients, or None if they were changed otherwise or do not exist.
-        before: the latest factor other than 1 in earlier updates.
+        factor: the factor by which the loop has multiplied the gradients, or None if they were changed otherwise or do
+        not exist.
+        before: the latest factor of an earlier update that is not 1.
         norm: the norm of the multiplied gradients, if known.
         found: a description of a value that the training loop has written and that depends on one stage only, or "".
         numbered: by parameter, the numbers that the loop used in writes after it had read several parameters
@@ -106,7 +107,7 @@ class Snapshot:
 
     @property
     def is_written(self) -> bool:
-        """Whether a changed gradient is nonzero, so that the change was not a zero_grad."""
+        """Whether a changed gradient is nonzero: the change was then not a zero_grad."""
         return any(p.grad is not None and bool(p.grad.any()) for p in self._changed)
 
     def factor(self) -> float | None:
@@ -129,7 +130,8 @@ def _some(parameter: Tensor) -> Tensor:
 
 
 def _factor(before: Tensor, after: Tensor) -> float | None:
-    """The positive factor below LARGEST by which `before` was multiplied to get `after`, or None if there is none."""
+    """The positive factor, below LARGEST, by which `before` must be multiplied to get `after`, or None if there is
+    none."""
     square = float(before.dot(before))
     if square == 0.0 or not math.isfinite(square):
         return None
@@ -223,8 +225,9 @@ class Updates:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """The two numbers that are sent in the first message of a step. The first is a digest of the last update's
-        options, the current options and findings about the training loop; the second is the last update's factor."""
+        """The two numbers that are sent in the first message of a step. The first number is a digest of the last
+        update's options, the current options and findings about the training loop. The second number is the last
+        update's factor."""
         used = self._digest_of(self._stepped)  # usually the current options, whose digest is cached
         now = self._digest_of(self._options())
         written = zlib.crc32(repr((self.found, self._numbers, self._drops)).encode())
@@ -383,8 +386,8 @@ def has_one_factor(numbers: Iterable[int]) -> bool:
 
 
 def _is_of_a_norm(told: Sequence[Told]) -> bool:
-    """Whether factors that differ between ranks were computed from gradients. Constants would neither change between
-    updates nor result in the same gradient norm on several ranks."""
+    """Whether factors that differ between ranks were computed from gradients. Constant factors would neither change
+    between updates nor result in the same gradient norm on several ranks."""
     if any(_is_scaled(each.factor) and not alike([each.factor, each.before]) for each in told):
         return True
     measured = [each for each in told if each.norm is not None]
@@ -404,7 +407,7 @@ def _shown(told: Sequence[Told], named: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """The value of an option if it can be compared between processes, otherwise None. A tensor on a GPU is not read,
-    since that would wait for the GPU."""
+    since the host would wait for the GPU."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, list | tuple):

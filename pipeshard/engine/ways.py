@@ -1,10 +1,10 @@
 """Ways: the paths of a step's microbatches through the model, which must be the same on all ranks of a pipeline.
 
-No message has a header: sender and receiver compute its size from their own traces. A unit that cannot run on shapes
-alone is traced with values, which are zeros for a parameter that another stage holds. If a shape or a number that the
-unit returns depends on such values, ranks find different ways. So ranks compare a number that identifies their ways at
-the beginning of every step. If the numbers differ, ranks send each other the small tensors of such units, trace again,
-and compare the values that cross cuts, line by line.
+No message has a header: sender and receiver compute the size of a message from their own traces. A unit that cannot run
+on shapes alone is traced with values. The values of a parameter that another stage holds are zeros. If a shape or a
+number that the unit returns depends on such values, ranks find different ways. So ranks compare a number that
+identifies their ways at the beginning of every step. If the numbers differ, ranks send each other the small tensors of
+the units that were traced with values, trace again, and compare the values that cross cuts, line by line.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def fingerprint(flow: Dataflow) -> str:
 
 
 def constants(call: Call) -> list[tuple[int, Any]]:
-    """The constants that a call returns, as (leaf index, constant), if they can be compared between processes."""
+    """The constants that a call returns and that can be compared between processes, as (leaf index, constant)."""
     of_result = call.leaves[: call.parts[0].tree.num_leaves]
     plain_kinds = (*PLAIN, Count)
     return [(k, x) for k, x in enumerate(of_result) if isinstance(x, plain_kinds) and not isinstance(x, torch.device)]
@@ -87,9 +87,9 @@ def valued(ways: Sequence[Way]) -> set[str]:
 
 
 def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
-    """Gather the small tensors of the units in `asked`, for each unit from the first of `ranks` that holds it, since
-    buffers on later ranks may be stale. `held` are this rank's units. Call it on all ranks of `group`, with the same
-    `asked`."""
+    """Gather the small tensors of the units in `asked`. The tensors of a unit come from the first of `ranks` that holds
+    the unit, since buffers on later ranks may be stale. `held` are this rank's units. Call it on all ranks of `group`,
+    with the same `asked`."""
     of_ranks = gather_objects({unit: _small(held[unit]) for unit in asked if unit in held}, group)
     lent: dict[str, dict[str, Tensor]] = {unit: {} for unit in asked}
     for rank in reversed(ranks):

@@ -1,9 +1,9 @@
 """Weight gradients: computes dW of linear and embedding layers separately from the rest of a backward pass.
 
-Zero-bubble schedules run the backward of a microbatch in two actions: B computes the gradients that the previous stage
-waits for, and W the weight gradients. autograd computes both in one pass; torch.distributed.pipelining splits its graph
-in two and runs it twice. Here layers run a forward whose backward omits dW and keeps the inputs of dW, so that W is a
-list of matrix products. A large dW is then never materialized, but accumulated into `.grad`.
+Zero-bubble schedules run the backward of a microbatch in two actions: B computes the gradients for which the previous
+stage waits, and W computes the weight gradients. autograd computes both in one pass. torch.distributed.pipelining
+splits the autograd graph in two and runs it twice. Here, the backward of a layer omits dW and keeps the inputs of dW,
+so W is a list of matrix products. A large dW is never materialized: the product is accumulated directly into `.grad`.
 """
 
 import inspect
@@ -85,8 +85,8 @@ class Deferral:
     appends the inputs of dW to the list of the current backward pass. `finish` computes and accumulates dW. The
     gradients of all other parameters, and of weights with hooks, are computed in the backward pass itself (the split of
     Qi et al. 2023, arXiv:2401.10241, by layer). A backward pass defers no gradients if it does not run between `begin`
-    and `end`, or if it runs inside another pass (a hook or a custom backward may call autograd, and read the result). A
-    forward that runs while `whole` is true defers only the gradients of large embeddings.
+    and `end`, or if it runs inside another pass (a hook or a custom backward may call autograd, and read the result).
+    If a forward runs while `whole` is true, only the gradients of large embeddings are deferred.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -131,7 +131,7 @@ class Deferral:
         self._pending = self._within = None
 
     def defer(self, parameter: nn.Parameter, term: Term) -> bool:
-        """Append a term to the list if the current pass would add it to `.grad`, so that it can be added later. Returns
+        """Append a term to the list, to be added to `.grad` later, if the current pass would add it to `.grad`. Returns
         whether the term was appended."""
         if self._pending is None or torch.is_grad_enabled():  # the latter with create_graph=True
             return False
@@ -152,8 +152,8 @@ class Deferral:
 
         The kernels and their order are the same as in autograd, which sums the terms of one parameter before it adds
         the sum to `.grad`. The exception is an existing gradient of a weight with at least 131,072 elements: a product
-        is accumulated directly into this gradient, and a lookup into the rows that were read. The sums are then the
-        same up to the order of their terms.
+        is accumulated directly into this gradient, and a lookup into the rows that were read. The sums then differ only
+        in the order of their terms.
         """
         pending.reverse()
         remaining = Counter(id(parameter) for parameter, _ in pending)
@@ -245,7 +245,7 @@ def _references() -> int:
 
 
 def _weight_grad(ctx: Any, term: Term) -> Tensor | None:
-    """Return the gradient of the weight for a backward, or None if this gradient is deferred or not needed."""
+    """Return the weight's gradient for a backward, or None if this gradient is deferred or not needed."""
     if not ctx.needs_input_grad[1] or ctx.deferral.defer(ctx.weight, term):
         return None
     return term.value()
@@ -256,7 +256,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """The same memory as a tensor that is not a view: an in-place ReLU must not write to a view that a Function
+    """A tensor that is not a view, on the same memory: an in-place ReLU must not write to a view that a Function
     returned."""
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 

@@ -1,7 +1,7 @@
 """Cache: the entries of a cache that this rank's units have written, and their description for other ranks.
 
-A stage holds the states of its own layers. For other layers it has ghosts: entries of the same class with the same
-plain values, whose tensors are on meta. Lengths are therefore correct, and ghosts need no memory. Code that reads the
+A stage holds the states of its own layers. For other layers, it has ghosts: entries of the same class with the same
+plain values, but with tensors on meta. Lengths are therefore correct, and ghosts need no memory. Code that reads the
 values of a ghost fails with a torch error, since meta tensors cannot be combined with other tensors.
 """
 
@@ -49,7 +49,7 @@ class Entries:
         return {_text(path): _described(entry) for path, entry in changed.items()}
 
     def update(self, changes: dict[str, Any]) -> None:
-        """Create ghosts for entries that another rank has changed, except those that this rank has written itself."""
+        """Create ghosts for entries that another rank has changed, except entries that this rank has written itself."""
         for text, told in changes.items():
             path = _path(text)
             if path not in self._own:
@@ -78,7 +78,7 @@ class Entries:
         return holder
 
     def _lengthen(self, entries: list[Any], last: int) -> None:
-        """Extend `entries` to index `last`, for a cache that creates entries when layers run."""
+        """Extend `entries` to index `last`. This is needed for a cache that creates its entries when layers run."""
         if not entries:
             raise TraceError(
                 f"{type(self.cache).__name__} creates its entries only when layers run, and this rank has run none, so "
@@ -102,8 +102,8 @@ def _put_at(holder: Any, last: str | int, entry: Any) -> None:
 
 
 def _entries(cache: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The path and the value of each entry of a cache: the members of the cache's lists and mappings, and its other
-    attributes. Each entry is sent separately."""
+    """The path and the value of each entry of a cache. The entries are the members of the cache's lists and mappings,
+    and the cache's other attributes. Each entry is sent separately."""
     for name, value in vars(cache).items():
         path = (*at, name)
         if is_cache(value):

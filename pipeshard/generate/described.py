@@ -22,7 +22,7 @@ Get = Callable[[Any], Tensor]
 
 def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
     """The value as plain data for `restore`. `known` maps the ids of objects that the other ranks also have to their
-    names. An object that is neither known nor built from plain values, tensors and containers becomes None."""
+    names. An object becomes None if it is neither known nor built from plain values, tensors and containers."""
     if isinstance(value, Tensor | dict | list | tuple) and id(value) in known:
         return {"known": known[id(value)]}
     if isinstance(value, Tensor):

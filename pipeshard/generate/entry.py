@@ -1,8 +1,8 @@
 """Entry: one call of a module of the model that all stages run together.
 
-While a model generates, its code calls the whole model, only its encoder, or another part of it. Each such call is a
-forward of the pipeline. Its routes are taken from a twin: the same call without a cache, with only the new positions.
-The twin is traced like a training batch.
+The code of `generate` calls the whole model, only its encoder, or another part of the model. Each such call is a
+forward of the pipeline. The routes of the call are taken from a twin: the same call without a cache, with only the new
+positions. The twin is traced like a training batch.
 """
 
 import inspect

@@ -1,8 +1,8 @@
 """Forward: one call of a module of the model, in which every stage runs its own units.
 
-Lengths grow with every token, so a trace for each length would take longer than the forward. The trace of a twin
-(`entry.py`) determines the values that cross a cut. A stage sends the sizes of these values to the next stage in a
-header.
+Lengths grow with every token, and a trace for each length would take longer than the forward. So the values that cross
+a cut are determined by the trace of a twin (`entry.py`), and a stage sends the sizes of these values to the next stage
+in a header.
 """
 
 import json
@@ -57,7 +57,7 @@ class Forward:
         self._caches: dict[int, Entries] = {}
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the module `path`, whose own forward is `forward`, on all stages; return its result on every rank."""
+        """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank."""
         self.is_running = True
         try:
             return self._make(path, forward, by_name(forward, args, kwargs))
@@ -131,9 +131,9 @@ class Forward:
         return self._ways[key]
 
     def _agreed(self, found: FoundWays | None, failure: str, entry: Batch) -> FoundWays:
-        """The trace that all ranks of the pipeline have found. If the ranks' traces differ and there is one replica,
-        the ranks exchange the values that decide, as in a training step. Raises TraceError on every rank if the traces
-        still differ, or if a rank found no trace."""
+        """The trace that all ranks of the pipeline have found. If the ranks' traces differ and there is only one
+        replica, the ranks exchange the values on which the traces depend, as in a training step. Raises TraceError on
+        every rank if the traces still differ, or if a rank found no trace."""
         grid, traces = self.pipeline.grid, self.pipeline.traces
         number = -1 if found is None else traces.number(found)
         numbers = gather(torch.tensor([number]), self.group)[:, 0].tolist()
@@ -154,7 +154,7 @@ class Forward:
         return found
 
     def _run(self, batches: Sequence[Batch], ways: Sequence[Way]) -> Any:
-        """Run this rank's stages, and return the output for all microbatches on the rank of the last stage, None on
+        """Run this rank's stages. Return the output for all microbatches on the rank of the last stage, and None on
         other ranks."""
         pipeline = self.pipeline
         replay, placement = pipeline.policy.replay, pipeline.policy.placement
@@ -190,7 +190,7 @@ class Forward:
 
     def _copies(self, rows: int) -> list[tuple[Entries, Entries]]:
         """For each cache, its Entries and the Entries of a copy for one stage of this rank. Glue runs on every stage,
-        and must read the lengths from before the forward."""
+        and must read the lengths that the caches had before the forward."""
         copies = []
         for entries in self._used.values():
             parts = CacheParts(entries.cache, [rows])
@@ -289,8 +289,8 @@ class Forward:
         return self._checked(output)
 
     def _checked(self, output: Any) -> Any:
-        """Return `output`. Raises TraceError on every rank if its logits contain NaN: a stage replaces values that it
-        lacks with NaN."""
+        """Return `output`. Raises TraceError on every rank if the logits contain NaN: a stage replaces missing values
+        with NaN."""
         logits = getattr(output, LOGITS, None)
         if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
             raise TraceError(
@@ -314,14 +314,14 @@ def _part_of(leaf: Any, cut: Sequence[CacheParts], i: int) -> Any:
 
 
 def _has_content(value: Any) -> bool:
-    """Whether to send this input by name instead of by content, since every rank has it: true for tensors, caches and
-    dicts."""
+    """Whether to send this input by name instead of by content, since every rank has it. This applies to tensors,
+    caches and dicts."""
     return isinstance(value, Tensor) or is_cache(value) or isinstance(value, dict)
 
 
 def _gathered(said: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """The plain data of every rank of the group, sent as JSON. This runs once per token, and takes a twentieth of the
-    time of `gather_objects`, which also sends tensors."""
+    """The plain data of every rank of the group, sent as JSON. This function runs once per token, and takes a twentieth
+    of the time of `gather_objects`, which also sends tensors."""
     content = json.dumps(said).encode()
     lengths = gather(torch.tensor([len(content)]), group)[:, 0].tolist()
     padded = torch.frombuffer(bytearray(content.ljust(max(lengths), b" ")), dtype=torch.uint8)

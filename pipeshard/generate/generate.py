@@ -1,8 +1,8 @@
 """Generate: transformers' own `generate` on a boosted model, whose forwards all stages run together.
 
-Every rank of a pipeline runs the same loop: it has the same tokens, logits and random numbers, and a cache with the
-entries of its own layers. Therefore, every feature of the loop (beams, processors, criteria, streamers) works as in one
-process.
+Every rank of a pipeline runs the same loop, with the same tokens, logits and random numbers, and with a cache that has
+the entries of the rank's own layers. Therefore, every feature of the loop (beams, processors, criteria, streamers)
+works as in one process.
 """
 
 import functools
@@ -155,7 +155,7 @@ def _content(value: Any) -> str:
 
 
 class _Together:
-    """Replaces a module's forward with a call on all stages; during such a call, the module's own forward runs."""
+    """Replaces a module's forward with a call on all stages. During such a call, the module's own forward runs."""
 
     def __init__(self, make: Forward, name: str, own: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)

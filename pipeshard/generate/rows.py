@@ -12,10 +12,10 @@ from pipeshard.hf import is_cache
 
 
 class CacheParts:
-    """A cache split into one cache per microbatch; microbatch i has `sizes[i]` samples.
+    """A cache split into one cache per microbatch. Microbatch i has `sizes[i]` samples.
 
     Attributes:
-        parts: the cache of each microbatch, whose states are views of the original cache's states, so that in-place
+        parts: the cache of each microbatch. Its states are views of the original cache's states, so that in-place
             writes change the original.
     """
 
@@ -49,8 +49,8 @@ class CacheParts:
         return part
 
     def _join(self, whole: Any, parts: Sequence[Any]) -> Any:
-        """Join `parts`, the parts of `whole`, into one value, and return it; `whole` is changed in place if
-        possible."""
+        """Join `parts`, the parts of `whole`, into one value, and return this value. If possible, `whole` is changed in
+        place."""
         first = parts[0]
         if isinstance(first, Tensor):
             return whole if all(map(self._is_as_given, parts)) else joined(parts, self.sizes)
@@ -74,7 +74,8 @@ class CacheParts:
         return mine
 
     def _is_as_given(self, part: Tensor) -> bool:
-        """Whether the tensor is a view of the original cache, or an unchanged copy: the original is then up to date."""
+        """Whether the tensor `part` is a view of the original cache, or an unchanged copy. The original is then up to
+        date."""
         _, version = self._given.get(id(part), (None, -2))
         return version == -1 or version == part._version
 

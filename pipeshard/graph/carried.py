@@ -2,8 +2,8 @@
 
 In one process, this state needs no handling. In a pipeline, every stage runs the glue. So for each place with such
 state, a stage needs three facts: the last call of a forward at which the place changes, the unit results from which the
-state is computed, and the readers of the state in the next forward. Two additional runs of the glue determine these
-facts: the first run watches the places before and after every call, and the second run starts from the state that the
+state is computed, and the readers of the state in the next forward. These facts are determined by two additional runs
+of the glue. The first run watches the places before and after every call. The second run starts from the state that the
 first run left.
 """
 
@@ -36,7 +36,7 @@ from pipeshard.graph.tracer import Tracer
 
 
 class Held(NamedTuple):
-    """The recorded content of a place: the value and, unless the value is plain or a tensor, a Snapshot of its
+    """The recorded content of a place: the value and, unless the value is plain or a tensor, a Snapshot of the value's
     content."""
 
     value: Any
@@ -99,12 +99,13 @@ class _Record:
 
     @property
     def is_late(self) -> bool:
-        """Whether the last change of the place is after the last call, and its value contains no tensor."""
+        """Whether the last change of the place is after the last call, and the value of the place contains no
+        tensor."""
         return self.until is None and not self.held.tensors
 
     def look(self, call: int | None, is_through: bool) -> None:
-        """If the place has changed since the last look, record `call` as its last change. The writer is this call if it
-        has just ended (`is_through`), otherwise glue."""
+        """If the place has changed since the last look, record `call` as its last change. The writer is this call if
+        the call has just ended (`is_through`), otherwise glue."""
         if not self.place.has(self.held) or self.is_written:
             self._take()
             self.until = call
@@ -167,8 +168,8 @@ class _Record:
 
 
 def run_watched(tracer: Tracer, batch: Batch, real: Batch | None) -> Dataflow:
-    """Run the glue on `batch`, and return the Dataflow. Its `passing` lists the places outside the modules in units
-    whose values differ from those at the start after some call, but not at the end."""
+    """Run the glue on `batch`, and return the Dataflow. The Dataflow's `passing` lists the places, outside the modules
+    in units, with values that differ from the initial values after some call, but not at the end."""
     inside = (module for unit in tracer.units.values() for module in unit.modules() if module is not unit)
     before = Snapshot({"": tracer.model}, without=inside)
     passing: dict[str, Path] = {}
@@ -218,8 +219,8 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 def _run_next(
     tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
 ) -> tuple[str, ...]:
-    """Run the next forward, and record the readers of each place. Returns descriptions of the kept values on which glue
-    branches although no stage can compute them."""
+    """Run the next forward, and record the readers of each place. Returns a description of each kept value on which
+    glue branches although no stage can compute this value."""
     tracer.reset = lambda: None
     tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
     with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):
@@ -270,8 +271,8 @@ def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
 
 
 def informed(flow: Dataflow) -> Dataflow:
-    """Return `flow` in which each reader of a carried place also depends on the inputs of the place that are computed
-    before this reader."""
+    """Return `flow` with additional dependencies: each reader of a carried place also depends on those inputs of the
+    place that are computed before this reader."""
     calls, loss, outputs, consulted = list(flow.calls), flow.loss, list(flow.outputs), flow.consulted
     for place in flow.carried:
         consulted |= place.uses.inputs
@@ -290,8 +291,8 @@ def _changed(model: nn.Module, before: Before) -> list[Path]:
 
 
 def place_of(model: nn.Module, path: Path) -> Path:
-    """The path of the place to which the value at `path` belongs: for content of a collection, a tuple, an array or a
-    generator, the path of that object."""
+    """The path of the place to which the value at `path` belongs. If the value is content of a collection, a tuple, an
+    array or a generator, this is the path of that object."""
     value: Any = model
     for k, step in enumerate(path[1:], 2):
         try:

@@ -20,8 +20,8 @@ Wanted = bool | frozenset[str]  # True: the model's whole output; False: only th
 @dataclass(frozen=True)
 class Reads:
     """The dependencies of a call, the loss or an output: unit results, parameters that glue reads directly, leaves of
-    the batch, calls from which tensors escaped untracked, gradient hooks of glue, and places with state that an
-    earlier forward left."""
+    the batch, calls from which tensors escaped untracked, gradient hooks of glue, and places with state of an earlier
+    forward."""
 
     values: frozenset[Value] = frozenset()
     parameters: frozenset[str] = frozenset()
@@ -59,9 +59,9 @@ class Call:
 
     `leaves` are the TensorSpecs and constants of all parts, in order. The gradient of leaf k flows to
     `differentiated[k]`: the read values from which the leaf was computed differentiably. `flops` and `elements`
-    (computed by the call's operators) are counted for one forward at the traced size; `flops` include the operators of
-    glue that read parameters before the call. `writes` is True if the call changes an argument in place, and `is_cut`
-    if the unit is a CutPoint.
+    (computed by the call's operators) are counted for one forward at the traced size. `flops` include glue's operators
+    on parameters before the call. `writes` is True if the call changes an argument in place, and `is_cut` if the unit
+    is a CutPoint.
     """
 
     unit: str
@@ -77,8 +77,8 @@ class Call:
     @property
     def answered(self) -> Iterator[tuple[Part, range]]:
         """The parts that a stage without the unit must reproduce, each with the range of its leaf indices. A part that
-        a hook inside the unit leaves is omitted if it contains no tensor, since such a hook only counts runs of the
-        unit."""
+        a hook inside the unit leaves is omitted if the part contains no tensor, since such a hook only counts runs of
+        the unit."""
         start = 0
         for part in self.parts:
             numbers = range(start, start + part.tree.num_leaves)
@@ -101,7 +101,7 @@ class Carried:
     state, and None if the state is final only at the end of the forward. `uses` are the inputs from which one forward
     computes the state. `readers` are the unit calls that depend on the state in the next forward, with -1 for the loss
     and the outputs. `kind` is "tensor" for a tensor that is written to in place, "parameter" for a parameter, "settled"
-    for a parameter that the next forward does not write to, "generator" for a random generator, "number" for a number
+    for a parameter to which the next forward does not write, "generator" for a random generator, "number" for a number
     or array that every forward changes, or "" for anything else.
     """
 
@@ -131,18 +131,18 @@ class Dataflow:
     `outputs` are the tensor leaves of the model's output, as (path, Reads, TensorSpec). `written` are values that are
     changed in place after they were computed. `decisions` are the lines of glue that branch on an activation before the
     last call. `late_decisions` are the lines of the forward that branch on an activation after the last call.
-    `has_branches` is True if the forward or the criterion does so after the last call. `consulted` are the leaves of
-    the batch on which glue branches, or to which it writes (`rewritten`). The Dataflow is specific to the values of the
-    leaves `watched`, such as image sizes and masks used as indices. `glue_random` is True if glue uses random numbers,
-    and `python_random` if any code uses `random` or numpy's generator. `tail` is the number of flops of glue's
-    operators on parameters after the last call. `touched` are the values that operators of glue received. `questions`
-    are the decisions of glue on the batch's values: the Dataflow is valid only for batches with the same answers.
-    `hooks` are the gradient hooks that glue registers, `carried` the places with state for the next forward, `passing`
-    the places that the forward changes and restores before it ends. `together` lists the first and the last call in
-    each of the model's own checkpoints, whose backward runs these calls again. `valued` are the units that were visited
-    with values, since they do not run on meta. `deciders` are the modules outside units that were running when glue
-    branched, and that could be units. `differentiated` are the values that receive a gradient of the loss through glue.
-    `counts_results` is True if the criterion returns a count that depends on unit results.
+    `has_branches` is True if the forward or the criterion branches on an activation after the last call. `consulted`
+    are the leaves of the batch on which glue branches, or to which it writes (`rewritten`). The Dataflow is specific to
+    the values of the leaves `watched`, such as image sizes and masks used as indices. `glue_random` is True if glue
+    uses random numbers, and `python_random` if any code uses `random` or numpy's generator. `tail` is the number of
+    flops of glue's operators on parameters after the last call. `touched` are the values that operators of glue
+    received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only for batches with
+    the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with state for the next
+    forward, `passing` the places that the forward changes and restores before it ends. `together` lists the first and
+    the last call in each of the model's own checkpoints, whose backward runs these calls again. `valued` are the units
+    that were visited with values, since they do not run on meta. `deciders` are the modules outside units that were
+    running when glue branched, and that could be units. `differentiated` are the values that receive a gradient of the
+    loss through glue. `counts_results` is True if the criterion returns a count that depends on unit results.
     """
 
     calls: tuple[Call, ...]
@@ -178,7 +178,7 @@ class Dataflow:
 
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
-        """The indices of the calls of CutPoints. If there are any, cuts are allowed only after these calls."""
+        """The indices of CutPoint calls. If the model has CutPoints, cuts are allowed only after these calls."""
         return tuple(k for k, call in enumerate(self.calls) if call.is_cut)
 
     @property
@@ -188,8 +188,8 @@ class Dataflow:
 
     @cached_property
     def gradients_from(self) -> tuple[frozenset[Value], ...]:
-        """The values to which each call, and last the loss itself, passes the gradient of the loss. A value that is
-        computed only from integers or frozen units receives no gradient."""
+        """For each call, and last for the loss itself, the values to which it passes the gradient of the loss. A value
+        that is computed only from integers or frozen units receives no gradient."""
         from_loss = self._trained(self.differentiated)
         from_calls: list[frozenset[Value]] = []
         found = set(from_loss)
@@ -220,7 +220,7 @@ class Dataflow:
         return spec
 
     def is_aside(self, value: Value) -> bool:
-        """Whether the value leaves its unit through a hook or a place, not in the unit's result."""
+        """Whether the value leaves its unit through a hook or a place instead of the unit's result."""
         return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
     def uses(self) -> list[Reads]:

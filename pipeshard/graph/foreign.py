@@ -1,6 +1,6 @@
 """Foreign parameters: trainable tensors that a loss depends on, but that do not belong to the model.
 
-The foreign parameters of a criterion are found in the autograd graph of the loss, so they may be in a module, a
+The foreign parameters of a criterion are found in the autograd graph of the loss, so they may be stored in a module, a
 closure, a global, a list or a bound method. Foreign parameters in the model's own code are found when they receive a
 gradient in a step.
 """

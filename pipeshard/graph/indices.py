@@ -31,8 +31,8 @@ INDEXING |= {getattr(aten, name + end) for name in WRITING for end in ("", "_")}
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """Run an indexing operator on the CPU if one of its tensors (`inputs`) is on a GPU, so that an index out of range
-    raises an error. Only the values of indices and masks are copied to the CPU."""
+    """If one of the tensors (`inputs`) of an indexing operator is on a GPU, run the operator on the CPU, so that an
+    index out of range raises an error. Only the values of indices and masks are copied to the CPU."""
 
     def on_cpu(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu") if tensor.is_floating_point() else tensor.cpu()

@@ -1,9 +1,9 @@
 """Kinds: groups of unit calls that behave the same, so that a trace runs only one call of each group.
 
 Most layers of a model behave the same for inputs of the same shape. One call of each kind is visited: its forward runs
-on meta, where torch propagates shapes. The visit also finds the values that the forward writes to Python objects,
-shares, or passes on. Another call is of the same kind if everything that the visited call has read is equal for both
-calls.
+on meta, where torch propagates shapes. The visit also finds the values that the forward writes to Python objects, and
+the results that are inputs or share memory with inputs. Another call is of the same kind if everything that the visited
+call has read is equal for both calls.
 """
 
 import contextlib
@@ -97,10 +97,10 @@ class Kind:
 
     `watched` are the paths of the modules whose attribute reads were recorded, `read` the attributes that the call
     read. `leaves` are the leaves of all `parts`. For each leaf, `reached` lists the inputs that receive a gradient from
-    the leaf, and `reached_aside` the other values that do. `shares` are the pairs (leaf, input) and `twins` the pairs
-    (leaf, earlier leaf) that share memory. `written` are the inputs that the call writes to, `met` the tags of
-    everything that the call reads except its inputs and parameters. `own` are the values of the unit's smallest
-    tensors, since sizes may depend on these values, or None for a visit on meta.
+    the leaf, and `reached_aside` lists the other values that receive one. `shares` are the pairs (leaf, input) and
+    `twins` the pairs (leaf, earlier leaf) that share memory. `written` are the inputs to which the call writes, and
+    `met` are the tags of everything that the call reads except its inputs and parameters. `own` contains the values of
+    the unit's smallest tensors, since sizes may depend on these values, or is None for a visit on meta.
     """
 
     settings: Settings
@@ -121,8 +121,8 @@ class Kind:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other units may have this kind: the visited call used no state that units share, changed no list of
-        the unit, and returned no opaque object."""
+        """Whether other units may have this kind. This is the case if the visited call used no state that units share,
+        changed no list of the unit, and returned no opaque object."""
         common = any(step.how in ("cell", "global", "class") for part in self.parts for step in part.source.place)
         lists = any(p.source.how in LISTS and p.source.place[0].key == UNIT for p in self.parts)
         opaque = any(not isinstance(leaf, (TensorSpec, Known, Enum, *PLAIN)) for leaf in self.leaves)
@@ -140,10 +140,10 @@ class Kind:
 
     @cached_property
     def _unreached(self) -> frozenset[Path]:
-        """The paths of objects, other than modules, to which only unread attributes lead. One example is the dict with
-        the layer's name that peft keeps in every LoRA layer. The registered dicts of a module (REGISTERED) count as
-        read, since the module reads their entries by other names. Objects to which a tuple or a function refers also
-        count as read."""
+        """The paths of objects, other than modules, that can be reached only through unread attributes. One example is
+        the dict with the layer's name that peft keeps in every LoRA layer. The registered dicts of a module
+        (REGISTERED) count as read, since the module reads the entries of these dicts as attributes. Objects to which a
+        tuple or a function refers also count as read."""
         snapshot = self.settings.snapshot
         paths = {id(h.object): h.path for h in snapshot.holders if not isinstance(h.object, nn.Module)}
         leading: dict[int, list[tuple[Path, Any, int]]] = defaultdict(list)  # by object: places, and their holders
@@ -165,10 +165,10 @@ class Kind:
 class Kinds:
     """The known kinds of a model's units, kept between runs. `meter` observes every visit. `device` is glue's device.
     `runs_on` is the device for units that do not run on meta: it may be a GPU while the model is on another device.
-    `lent` maps units to the values, by name, of their tensors that other ranks hold.
+    `lent` maps each unit to the values (by name) of the unit's tensors that other ranks hold.
 
     Attributes:
-        valued: the units whose kind was visited with values rather than on meta.
+        valued: the units with a kind that was visited with values rather than on meta.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Kinds:
         return settings
 
     def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
-        """Run a unit's own forward on meta. If the forward fails on meta, as it does if autocast would cast, run it on
+        """Run a unit's own forward on meta. If the forward fails on meta (as always if autocast would cast), run it on
         a device with temporary tensors."""
         try:
             return self._visit_on(torch.device("meta"), call, taint, settings)
@@ -303,7 +303,7 @@ class Kinds:
         )
 
     def _plain(self, meter: Meter, device: torch.device, call: UnitCall, taint: Taint) -> Visit:
-        """The Visit of a call of a unit that recomputes its activations, without recomputation."""
+        """For a unit that recomputes its activations, the Visit of a call without recomputation."""
         module = call.module
         with disable_current_modes():
             inputs = [_lent(leaf, device, taint) for leaf in call.leaves]

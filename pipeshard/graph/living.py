@@ -18,8 +18,8 @@ def _as_ever(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Living(DispatchMode):
-    """Mode that counts the bytes of new storages that are alive. When a storage of `before` is freed, its bytes are
-    subtracted. `run` runs each operator; the results of operators in `but` do not count.
+    """Mode that counts the bytes of new storages that are alive. When a storage in `before` is freed, its bytes are
+    subtracted. `run` runs each operator. The results of operators in `but` do not count.
 
     Attributes:
         bytes: the size of the living new storages, minus the size of the freed storages of `before`.

@@ -84,15 +84,15 @@ NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # their results ali
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one unit call and of the glue between the previous call and this call, at the traced sizes.
+    """The work, at the traced sizes, of one unit call and of the glue between the previous call and this call.
 
     `flops` and `elements` (elements computed) are counted for one forward. `by_parameter` maps names of the unit's
-    parameters to the flops of operators that read them; the flops of an operator that reads several parameters count
-    for the largest (the weight, not the bias). `kept` maps the tensors that autograd saves for the backward, except
-    parameters and leaves of the batch, to their bytes. The key is the `Value` of a unit's result, or another key that
-    is the same for all calls that save the tensor; a call's intermediate tensors share one key. `temporary` is the peak
-    of the bytes that the backward allocates, including the gradients of the results, minus the bytes of `kept` that the
-    backward has freed.
+    parameters to the flops of the operators that read the parameter. The flops of an operator that reads several
+    parameters count for the largest parameter (the weight, not the bias). `kept` maps the tensors that autograd saves
+    for the backward, except parameters and leaves of the batch, to their bytes. The key of a tensor is the `Value` of a
+    unit's result, or another key that is the same for all calls that save the tensor. A call's intermediate tensors
+    share one key. `temporary` is the peak of the bytes that the backward allocates, including the gradients of the
+    results, minus the bytes of `kept` that the backward has freed.
     """
 
     flops: int
@@ -118,10 +118,10 @@ class _Kept:
 class Visit:
     """The work of one run of a unit, and the tensors that autograd saves during the run.
 
-    `own` are the bytes of the unit's saved intermediate tensors, by storage; `inputs` and `results` are the positions
-    of saved inputs and results. `passed` maps each result that is an unchanged input to that input. By storage, `given`
-    are the positions of inputs and `parameters` the names of parameters. If the unit recomputes its activations,
-    `plain` is a visit without recomputation, in which `own` includes the saved results.
+    `own` contains the bytes of the unit's saved intermediate tensors, by storage. `inputs` and `results` are the
+    positions of saved inputs and results. `passed` maps each result that is an unchanged input to that input. `given`
+    maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters. If the unit
+    recomputes its activations, `plain` is a visit without recomputation, in which `own` includes the saved results.
     """
 
     flops: int = 0
@@ -142,7 +142,7 @@ class Meter(DispatchMode):
     """Mode that measures the runs of a Tracer; in the stack of dispatch modes, it is below the Taint.
 
     Glue that computes with unit results runs on shapes only, since these results have no values. So a batch of the real
-    size needs no additional time or memory. Attention runs as one fused operator, as on a GPU.
+    size takes no more time or memory than a small one. Attention runs as one fused operator, as on a GPU.
 
     Attributes:
         works: the Work of each unit call.
@@ -178,8 +178,8 @@ class Meter(DispatchMode):
 
     @contextmanager
     def visit(self, module: nn.Module, inputs: Sequence[Any]) -> Iterator[Visit]:
-        """Context manager that measures a run of one unit on temporary tensors, and yields its Visit; then pass the
-        results to `end`."""
+        """Context manager that measures a run of one unit on temporary tensors, and yields the run's Visit. Afterwards,
+        pass the results to `end`."""
         self.visiting = visit = Visit()
         visit.parameters = {storage_of(t): name for name, t in module.named_parameters()}
         visit.given = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
@@ -204,7 +204,8 @@ class Meter(DispatchMode):
         visit.temporary = self._temporary(visit, leaves, parameters)
 
     def end_plain(self, visit: Visit, leaves: Sequence[Any], parameters: Iterable[Tensor]) -> None:
-        """Complete a visit without recomputation; its leaves may differ from those of the visit with recomputation."""
+        """Complete a visit without recomputation. The leaves of this visit may differ from the leaves of the visit with
+        recomputation."""
         own = visit.own
         self.end(visit, leaves, parameters)
         visit.own, visit.results = own, set()
@@ -312,8 +313,8 @@ class Meter(DispatchMode):
 
 
 def _computes(func: Any) -> bool:
-    """Whether an operator on placeholders can run on shapes only. A view cannot, and neither can an operator that uses
-    only the shape of its input, since its result has real values."""
+    """Whether an operator on placeholders can run on shapes only. A view cannot. Neither can an operator that uses only
+    the shape of its input, since the operator's result has real values."""
     changes_shape = torch.Tag.inplace_view in func.tags
     return not (_is_view(func) or changes_shape or func._overloadpacket in SHAPED)
 

@@ -6,8 +6,8 @@ from torch.autograd.graph import Node
 
 
 def nodes_from(roots: Iterable[Node | None], until: Container[Node] = ()) -> Iterator[Node]:
-    """Yield each node of autograd's graph that can be reached from `roots`, roots included. Nodes in `until` are
-    yielded, but the search does not continue past them."""
+    """Yield each node of autograd's graph that can be reached from `roots`, including the roots. Nodes in `until` are
+    yielded, but the search does not continue past these nodes."""
     stack, seen = [node for node in roots if node is not None], set[Node]()
     while stack:
         node = stack.pop()

@@ -20,7 +20,7 @@ INSTALLED = ("site-packages", "dist-packages")  # folders that only installers w
 
 
 def is_library(module: str) -> bool:
-    """Whether objects of this Python module's package have no model state."""
+    """Whether this Python module belongs to a package whose objects have no model state."""
     return module.partition(".")[0] in LIBRARIES
 
 
@@ -44,8 +44,8 @@ def _is_installed(package: str) -> bool:
 
 
 def _is_of_directory(package: str) -> bool:
-    """Whether the package was installed from a local folder (`pip install .`), as the user's own package may be, and
-    not from an index."""
+    """Whether the package was installed from a local folder (`pip install .`) instead of an index: it may then be the
+    user's own."""
     for distribution in _distributions().get(package, ()):
         origin = importlib.metadata.distribution(distribution).read_text("direct_url.json")
         if origin is not None and "dir_info" in json.loads(origin):

@@ -2,7 +2,8 @@
 
 A model's code leaves values in attributes, slots, lists, dicts, closures, globals, classes and random generators. Torch
 tracks only registered parameters and buffers. In this module, each object that keeps such values is a holder: its
-content can be listed, compared and replaced. A place is one entry of a holder, given by the path of steps to the entry.
+content can be listed, compared and replaced. A place is one entry of a holder, identified by the path (the steps) to
+this entry.
 """
 
 import functools
@@ -126,7 +127,7 @@ def put_content(holder: Any, content: Iterable[Any]) -> None:
 
 
 def content_of(holder: Any, how: str) -> Any:
-    """A copy of the current content of a holder: a dict by key, or for "list" a list."""
+    """A copy of the current content of a holder: a dict by key, or a list if `how` is "list"."""
     if how == "attr":
         held = {key: value for key, value in getattr(holder, "__dict__", {}).items() if key not in OF_TORCH}
         return {key: getattr(holder, key) for key in slots(holder) if hasattr(holder, key)} | held
@@ -144,7 +145,7 @@ def content_of(holder: Any, how: str) -> Any:
 
 
 def entries_of(content: Any) -> Iterable[tuple[Any, Any]]:
-    """The entries of a holder's content with their keys; in a list, the keys are the indices."""
+    """The entries of a holder's content with their keys. The keys of a list are the indices."""
     return content.items() if isinstance(content, dict) else enumerate(content)
 
 
@@ -178,7 +179,7 @@ def _is_builtin(value: Any) -> bool:
 
 
 def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
-    """The objects to which a value refers in ways that do not allow replacement, each as (step, object)."""
+    """The objects to which a value refers and that cannot be replaced in the value, each as (step, object)."""
     if _is_builtin(value):
         return
     if isinstance(value, tuple):
@@ -204,7 +205,7 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> tuple[str, ...]:
-    """All names in a function's code, and its strings, since the function may pass these to `getattr`."""
+    """All names in a function's code, and all strings in it, since the function may pass a string to `getattr`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_in(const)]
     strings = (const for const in code.co_consts if isinstance(const, str))
     return tuple(dict.fromkeys((*code.co_names, *code.co_freevars, *strings, *inner)))
@@ -221,7 +222,7 @@ def is_array(value: Any) -> bool:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether the value is one of Python's built-in iterators, which cannot be rewound."""
+    """Whether the value is one of Python's built-in iterators. They cannot be rewound."""
     return hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
 
 

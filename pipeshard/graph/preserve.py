@@ -1,7 +1,8 @@
 """Preserving: running a model, and restoring its state afterwards.
 
-A copy of the model would not fit if the model fills the machine's memory, and would be useless on meta. So the model
-itself is run. Python state is restored from a Snapshot; only tensors that an operator is about to write to are copied.
+A copy of the model would not fit if the model fills the machine's memory, and a copy on meta would have no values. So
+the model itself is run. Python state is restored from a Snapshot, and a tensor is copied only when an operator is about
+to write to it.
 """
 
 import contextlib
@@ -23,13 +24,13 @@ from pipeshard.private import DispatchMode
 def preserving(
     model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False, before: "Before | None" = None
 ) -> Iterator["Before"]:
-    """Context manager that restores, on exit, the modules and everything that their code or the criterion reaches:
-    cached tensors, counters, statistics, generators, hooks, and tensors that were written to, including parameters.
-    Inside the context, the model's caches (`use_cache`) are disabled.
+    """Context manager that restores, on exit, the modules and everything reachable from their code or from the
+    criterion: cached tensors, counters, statistics, generators, hooks, and tensors that were written to, including
+    parameters. Inside the context, the model's caches (`use_cache`) are disabled.
 
-    With `timed`, no operator is intercepted, and buffers are the only tensors whose values are restored. A snapshot of
-    a large model takes a long time: if nothing has changed the model since an earlier call, pass the object that the
-    earlier call yielded as `before`.
+    With `timed`, no operator is intercepted, and only the values of buffers are restored. A snapshot of a large model
+    takes a long time. If nothing has changed the model since an earlier call, pass the object that this call yielded as
+    `before`.
     """
     cached = disable_caches(model)
     before = before or Before(model, criterion)
@@ -81,7 +82,7 @@ class Before:
 
 
 class Writes(DispatchMode):
-    """Mode that copies each of `storages` before an operator first writes to the storage; `undo` restores the content.
+    """Mode that copies each storage in `storages` before an operator first writes to it. `undo` restores the content.
 
     Attributes:
         times: the number of writes to each storage.
@@ -127,7 +128,8 @@ def is_moved(tensor: Tensor, data: Tensor) -> bool:
 
 @contextlib.contextmanager
 def as_trained(model: nn.Module) -> Iterator[None]:
-    """Context manager in which released parameters require gradients, as they do on the stages that hold them."""
+    """Context manager in which released parameters require gradients if they require gradients on the stages that hold
+    them."""
     ghosts = [p for p in model.parameters() if is_trainable(p) and not p.requires_grad]
     for ghost in ghosts:
         ghost.requires_grad_(True)

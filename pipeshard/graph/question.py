@@ -1,8 +1,8 @@
 """Questions: Python decisions of glue on a batch's values (`if mask.all():`), evaluated again for every other batch.
 
-If the answer differs, the model may take a different path, which needs another Dataflow. torch.export fails at such a
+If the answer differs, the model may take a different path, and another Dataflow is needed. torch.export fails at such a
 branch, or specializes to one path. Here, the operators that compute the answer from the batch are recorded. Integers
-among their arguments may depend on the sizes of the batch (`mask.sum() == mask.numel()`).
+among the operators' arguments may depend on the sizes of the batch (`mask.sum() == mask.numel()`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ def _are_alike(a: Any, b: Any) -> bool:
 @dataclass(frozen=True)
 class Question:
     """A decision of glue on the batch's leaves `paths`. `steps` are the operators that compute the decision; the last
-    operator returned `answer` in the trace. `steps` is None if the question cannot be evaluated for other batches: the
+    operator returned `answer` in the trace. `steps` is None if the question cannot be evaluated for other batches. The
     answer is then valid only for the traced values."""
 
     steps: tuple[Operator, ...] | None
@@ -91,7 +91,7 @@ class Question:
 
     def ask(self, tensors: Mapping[str, Tensor], deltas: Sequence[int] = ()) -> tuple[bool, Any]:
         """Return (True, answer) for these leaves of a batch, or (False, None) if the question cannot be evaluated for
-        them."""
+        these leaves."""
         if self.steps is None:
             return False, None
         results: list[Any] = []
@@ -137,8 +137,8 @@ class Recipes:
     """For each tensor that glue computed from the batch alone, the operators that computed the tensor."""
 
     def __init__(self, device: torch.device, batch: Batch | None = None, real: Batch | None = None) -> None:
-        """If the traced `batch` is a shortened batch, pass the original batch as `real`: the questions are then
-        evaluated on the values of `real`."""
+        """If the traced `batch` is shortened, pass the original batch as `real`: the questions are then evaluated on
+        the values of `real`."""
         self.device, self.real = device, real
         self.questions: list[Question] = []
         self._sizes = {} if batch is None or real is None else _products(batch, real)
@@ -199,7 +199,8 @@ class Recipes:
 
 
 def _products(batch: Batch, real: Batch) -> dict[int, int]:
-    """Map the sizes of `batch` (except 1), and the products of two such sizes, to those of `real`."""
+    """Map the sizes of `batch` (except 1), and the products of two such sizes, to the corresponding sizes and products
+    of `real`."""
     sizes = {size: of for path, leaf in batch.tensors.items() for size, of in zip(leaf.shape, real.tensors[path].shape)}
     sizes = {size: of for size, of in sizes.items() if size > 1}
     return {a * b: sizes[a] * sizes[b] for a, b in combinations(sizes, 2)} | sizes

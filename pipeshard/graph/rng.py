@@ -17,13 +17,13 @@ from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
 
 
 class Randomness:
-    """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so that a dropout mask is
-    the same for every p. In a forward-only call, the hash also contains the number of the call since the last training
-    step. For each `model` except 0, the hash also contains the model's number.
+    """Seeds all generators with a hash of (seed, step, microbatch, position in the forward), so a dropout mask does not
+    depend on the number of stages. In a forward-only call, the hash also contains the number of forward-only calls
+    since the last training step. For each `model` except 0, the hash also contains the model's number.
 
     A position is a unit call or the glue before the call. Every stage that runs this code uses the same random numbers
-    as the unsplit model. Torch is always seeded, for dropout. `random` and numpy take longer to seed, and are seeded
-    only if `python` is True: the model then uses them (LayerDrop, masked features).
+    as the unsplit model. Torch is always seeded, for dropout. `random` and numpy take longer to seed. They are seeded
+    only if `python` is True, that is, if the model uses them (LayerDrop, masked features).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -159,8 +159,8 @@ def own_checkpoint() -> object:
 
 
 class CheckpointSpans:
-    """The unit calls that the model's own non-reentrant checkpoints run again: the first and the last call of each
-    checkpoint."""
+    """The first and the last unit call in each of the model's own non-reentrant checkpoints, which run these calls
+    again."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
@@ -178,8 +178,8 @@ class CheckpointSpans:
 @dataclass(slots=True)
 class Repeat:
     """The state that a second run of a call needs. `before` and `after` restore the generators to their states before
-    and after the first run. With `is_answered`, `result` is the result of a call that another stage ran (possibly on
-    the same rank)."""
+    and after the first run. With `is_answered`, `result` is the result of a call that another stage (possibly of the
+    same rank) ran."""
 
     before: Callable[[], object] = tuple
     after: Callable[[], object] = tuple
@@ -188,9 +188,9 @@ class Repeat:
 
 
 class Repeats:
-    """The Repeats of calls in checkpoints. A checkpoint restores torch's generators to their state at its start, and
-    each microbatch calls a unit with a different state, so unit and state identify a repeated call. `stage` is part of
-    the key, since several stages of a rank may call the unit with the same state."""
+    """The Repeats of calls in checkpoints. A checkpoint restores torch's generators to their state at its start. Each
+    microbatch calls a unit with a different state of the generators, so unit and state identify a repeated call.
+    `stage` is part of the key, since several stages of a rank may call the unit with the same state."""
 
     def __init__(self, randomness: Randomness) -> None:
         self.randomness = randomness
@@ -198,9 +198,9 @@ class Repeats:
         self._kept: dict[tuple[int, str, bytes], Repeat] = {}
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
-        """An empty Repeat of the current call of `unit`, for the caller to fill; kept only if the call is in a
-        checkpoint. With `reentrant`, a call without gradients counts as a call in a reentrant checkpoint, whose later
-        calls are all on one stage."""
+        """An empty Repeat of the current call of `unit`. The caller fills in the fields. The Repeat is kept only if the
+        call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a reentrant checkpoint,
+        whose later calls are all on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat
@@ -209,7 +209,7 @@ class Repeats:
         return repeat
 
     def pop(self, unit: str) -> Repeat | None:
-        """Remove and return the Repeat of the call that runs again now, or None if user code makes the call."""
+        """Remove and return the Repeat of the call that is now repeated. Returns None if user code makes the call."""
         return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 
     def clear(self) -> None:
@@ -265,8 +265,8 @@ def torch_states() -> list[Tensor]:
 
 
 def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
-    """The part of `full` with this shape: in each dimension where `shape` is smaller, the start if `rows` starts at 0,
-    otherwise the end."""
+    """The part of `full` with this shape. In each dimension in which `shape` is smaller, this is the start of `full` if
+    `rows` starts at 0, otherwise the end."""
     for dim, size in enumerate(shape):
         if size != full.shape[dim]:
             full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)

@@ -128,8 +128,8 @@ class Axes:
         return tuple(deltas)
 
     def shortened(self, batch: Batch, length: int) -> Batch:
-        """`batch` with every group except group 0 (the samples) shortened to at most `length`; the same object if no
-        such group is longer."""
+        """`batch` with every group except group 0 (the samples) shortened to at most `length`. The same object is
+        returned if no such group is longer."""
         deltas = self.deltas(batch) or (0,) * len(self.sizes)
         for group, (size, delta) in list(enumerate(zip(self.sizes, deltas)))[1:]:
             if size + delta > length:
@@ -171,8 +171,8 @@ class _StandIn(torch.autograd.Function):
 
 
 def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Zeros whose memory the system allocates only if glue touches it: most placeholders of a large model are only
-    passed on."""
+    """Zeros whose memory is allocated by the system only when glue accesses it: most placeholders of a large model are
+    only passed on."""
     if device.type != "cpu" or 0 in spec.shape:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     size = math.prod(spec.shape) * spec.dtype.itemsize
@@ -188,24 +188,24 @@ def placeholder(spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A placeholder on `device` with the values of `tensor`, so that masks and positions that no unit computed are
-    correct."""
+    """A placeholder on `device` with the values of `tensor`, so that masks and positions that were not computed by a
+    unit are correct."""
     copied = placeholder(TensorSpec.of(tensor), device)
     copied.data.copy_(tensor)
     return copied
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a unit's own tensor has values on this rank: it is neither on meta, nor released, nor sharded across
-    ranks."""
+    """Whether a unit's own tensor has values on this rank, that is, it is neither on meta, nor released, nor sharded
+    across ranks."""
     values = getattr(tensor, "pipeshard_values", tensor)
     return not (values.is_meta or hasattr(tensor, "pipeshard_trainable") or isinstance(tensor, DTensor))
 
 
 def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """New tensors on `device`, by name, for a unit's parameters and buffers; tied names share one tensor. Unless
-    `device` is meta, a tensor has the values in `lent` (from another rank) or on this rank, or zeros if neither has
-    values."""
+    `device` is meta, a tensor has its values in `lent` (from another rank), otherwise its values on this rank,
+    otherwise zeros."""
     lent = lent or {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     blanks: dict[Tensor, Tensor] = {}

@@ -1,12 +1,12 @@
 """Snapshot: a record of the mutable state that code can reach from some objects, used to find later changes.
 
 The state that a unit or glue leaves behind is found by comparison: everything that the code can reach is recorded
-before a run, and compared after the run. So no list of the ways in which models leave state is needed. Copies would not
-work, since hooks, generators and shared objects must stay the same objects.
+before a run, and compared after the run. So no list of the ways in which models leave state is needed. Running a copy
+of the objects would not work, since hooks, generators and shared objects must stay the same objects.
 
 A Dataflow is valid only for the flags with which it was traced. torch.compile guards the values that its trace has
-read. Here, not everything that glue and units read is known, so every step compares the whole Python state. Each known
-state has a number.
+read. Here, some reads of glue and units are unknown, so every step compares the whole Python state. Each known state
+has a number.
 """
 
 import functools
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 class Holder(NamedTuple):
     """An object whose content can be changed, and a copy of this content. `live` is the dict that stores the content,
-    if there is one, and `values` are its recorded values."""
+    if there is one, and `values` are the recorded values of this dict."""
 
     path: Path
     object: Any
@@ -101,8 +101,8 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The changes of places whose values were replaced. Fast if there are none, since every step compares the state
-        of a whole model.
+        """The changes of places whose values were replaced. This is fast if there are none, since every step compares
+        the state of a whole model.
 
         `same(before, now)` decides whether two different objects count as equal.
         """
@@ -120,7 +120,7 @@ class Snapshot:
                     yield Change((*path, _step(how, key)), holder, key, old, new)
 
     def constants(self) -> set[int]:
-        """The ids of the values to which other values refer in ways that are not places, such as items of a tuple."""
+        """The ids of values to which other values refer without a place, such as items of a tuple."""
         return {id(value) for seen in self._seen.values() for _, value in constants_of(seen)}
 
     def restore(self) -> None:
@@ -193,7 +193,7 @@ def _step(how: str, key: Any) -> PathStep:
 
 @contextmanager
 def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> Iterator[set[int]]:
-    """Context manager that calls `note(object, name)` whenever an attribute of one of `objects` is read.
+    """Context manager that calls `note(object, name)` whenever the attribute `name` of an object in `objects` is read.
 
     Yields the ids of the objects that are watched. An object whose class is implemented in C cannot be watched.
     """
@@ -225,10 +225,10 @@ MOST_STATES = 16  # the maximum number of states that are recognized
 class Flags:
     """Numbers the states of a model's Python objects, or of another object (`beside`), such as a criterion.
 
-    Changes by the forwards themselves (counters, caches, lists that they fill) do not count: `stepped` finds them by
-    comparing the state before and after a step. For another object, changed values of tensors (except parameters) also
-    count, even if the tensor was replaced. A float counts as changed if its `kind_of_number` changes, so weights may be
-    annealed from step to step.
+    Changes by the forwards themselves (to counters, caches, lists that they fill) do not count: `stepped` finds such
+    changes by comparing the state before and after a step. For another object, changed values of tensors (except
+    parameters) also count, even if the tensor was replaced. A float counts as changed if its `kind_of_number` changes,
+    so weights may be annealed from step to step.
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
@@ -242,7 +242,7 @@ class Flags:
         self.now = self.next = 0  # the number of the current state, and of the next new one
 
     def number(self) -> int:
-        """The number of the current state: that of a known equal state, otherwise a new number."""
+        """The number of the current state: the number of an equal known state, otherwise a new number."""
         self.now = self._number()
         return self.now
 
@@ -292,7 +292,8 @@ class Flags:
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
-    """The changes since the snapshot `before` that may affect a trace. A changed value of a tensor does not."""
+    """The changes since the snapshot `before` that may affect a trace. A changed value of a tensor does not affect a
+    trace."""
     return before.replaced(_is_alike)
 
 
@@ -327,8 +328,8 @@ def kind_of_number(number: float) -> Hashable:
 
 
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
-    """Whether the code of a module outside `unit`, or of the criterion, mentions the name of `place`: it may then read
-    the value that a call of the unit has written to this place. True for a place without a name."""
+    """Whether the code of a module outside `unit`, or of the criterion, mentions the name of `place`. The code may then
+    read the value that a call of the unit has written to this place. True for a place without a name."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True

@@ -1,8 +1,8 @@
 """Taint: the values from which every tensor was computed, recorded for each storage.
 
-Autograd's graph shows the dependencies of floating-point results. It does not show the dependencies of integers and
-masks, or dependencies through in-place writes and through values on which Python has branched. So a dispatch mode
-propagates tags from the inputs of each operator to its outputs. Tags belong to storages, so a view has the tags of its
+Autograd's graph shows the dependencies of floating-point results. It shows neither the dependencies of integers and
+masks, nor dependencies through in-place writes or through values on which Python has branched. So a dispatch mode
+propagates tags from the inputs of each operator to the outputs. Tags belong to storages, so a view has the tags of its
 base.
 """
 
@@ -80,8 +80,8 @@ CASTING = "cuda", "cpu"  # device types for which torch.autocast may be enabled
 
 
 class Hook(NamedTuple):
-    """A gradient hook that glue registers at `line`, after `calls` unit calls. `home` is the Value on which it is
-    registered, or None for a tensor that is computed from values."""
+    """A gradient hook that glue registers at `line`, after `calls` unit calls. `home` is the Value on which the hook is
+    registered, or None for a tensor that glue computed from Values."""
 
     calls: int
     home: Value | None
@@ -93,12 +93,12 @@ class Taint(DispatchMode):
 
     Outside units (`inside is None`), a result has the tags of the operator's inputs. Inside unit call c, every result
     is tagged Hidden(c), the tags of all inputs are collected in `met`, and work is counted in `flops` and `elements`.
-    Glue does not compute with meta tensors (parameters of a model on meta): an operator that receives one runs on
-    shapes only, and returns zeros.
+    Glue does not compute with meta tensors (parameters of a model on meta): an operator with a meta tensor as input
+    runs on shapes only, and returns zeros.
     """
 
     def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
-        """Pass `recipes` to evaluate the questions of glue on the values of another batch than the traced one."""
+        """Pass `recipes` to evaluate the questions of glue on the values of a batch other than the traced batch."""
         super().__init__()
         self.device = device
         self.recipes = recipes or Recipes(device)
@@ -132,8 +132,8 @@ class Taint(DispatchMode):
         return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
 
     def reached(self, tensor: Tensor) -> frozenset[Value]:
-        """The values that receive a gradient if `tensor` receives one, according to autograd's graph, which ends at a
-        detach or a comparison."""
+        """The values that receive a gradient if `tensor` receives one, according to autograd's graph. This graph ends
+        at a detach or a comparison."""
         nodes = nodes_from([tensor.grad_fn], until=self.nodes)
         return frozenset[Value]().union(*(self.nodes[node] for node in nodes if node in self.nodes))
 
@@ -231,9 +231,9 @@ class Taint(DispatchMode):
     def decide(
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
     ) -> None:
-        """Record a decision: a Python branch, or with `shaping` a shape, depends on values with these tags. Ignored
-        inside a unit. `is_asked` means that a Question records the decision, `is_for_all` that no stage, not even the
-        last, can make it."""
+        """Record a decision: a Python branch, or with `shaping` a shape, depends on values with these tags. Decisions
+        inside a unit are ignored. `is_asked` means that a Question records the decision, `is_for_all` that no stage,
+        not even the last, can make the decision."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
@@ -313,8 +313,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> Any:
-    """An object that prevents reuse of the address of a tensor's storage without keeping the storage's memory. For a
-    sparse tensor, this object is the tensor itself."""
+    """An object that prevents reuse of the address of a tensor's storage, but does not keep the storage's memory
+    allocated. For a sparse tensor, this object is the tensor itself."""
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
 
 

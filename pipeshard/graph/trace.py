@@ -51,11 +51,12 @@ def trace(
 
     Modules named in `cuts` are units at any depth. A module without parameters is also a unit if its code branches on
     activations. A unit that does not run on meta (it needs values, or its kernels need memory) runs once on `device`
-    (default: the model's). Its own tensors then have the values in `lent` (by unit and name) or on this rank, and are
-    zeros if neither has values. Without `grad`, the glue runs as under no_grad, and no result requires grad.
+    (default: the model's). The unit's own tensors then have the values in `lent` (by unit and name) or the values on
+    this rank, or are zeros if there are none. Without `grad`, the glue runs as under no_grad, and no result requires
+    grad.
 
-    Raises TraceError, which names the unit or line that fails, and PartitionError for a name in `cuts` that is not a
-    module inside the model.
+    Raises TraceError if a unit or a line fails (the error names it), and PartitionError for a name in `cuts` that is
+    not a module inside the model.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
@@ -79,8 +80,8 @@ def _traced(
     device: torch.device | None,
     lent: Mapping[str, Mapping[str, Tensor]] | None,
 ) -> Dataflow:
-    """The Dataflow whose units include `cuts`, for batches of any size. With `exact`, or if such a trace fails, the
-    Dataflow is valid only for the sizes of `sample`."""
+    """The Dataflow, with the modules in `cuts` among its units, for batches of any size. With `exact`, or if a trace
+    for any size fails, the Dataflow is valid only for the sizes of `sample`."""
     if not exact:
         try:
             return _trace_any(model, sample, criterion, encoder_decoder, cuts, device, lent)
@@ -144,13 +145,14 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: 
 
 
 def _pinned(flow: Dataflow, keep: int) -> Dataflow:
-    """`flow` with only the first `keep` groups of axes free; the sizes of all other groups are fixed."""
+    """`flow` with only the first `keep` groups of axes free. The sizes of all other groups are fixed."""
     return replace(flow, axes=flow.axes.pin(set(range(keep, len(flow.axes.sizes)))))
 
 
 def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch) -> bool:
     """Whether the shapes of `general` are correct if every free size is slightly larger and, if the model runs with
-    such lengths, for much larger lengths. Sizes rounded to windows or strides look constant for small changes."""
+    such lengths, for much larger lengths. If a size is rounded to windows or strides, it looks constant for small
+    changes."""
     lengths = len(general.axes.sizes) - 1
     near = _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)])
     far = (

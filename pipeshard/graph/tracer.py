@@ -1,9 +1,9 @@
 """Tracer: runs a model's glue with placeholders for its units, and tracks the dependencies between values.
 
-torch.fx and torch.export need a graph of the whole model. Much of the code in transformers does not allow such a graph:
-it reads values in Python, changes objects, and calls libraries. A pipeline needs only the dependencies between units.
-So the model's own forward runs on the values of a small batch. Each unit call returns zeros of the shapes of its kind,
-and a Taint propagates dependencies from these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
+torch.fx and torch.export need a graph of the whole model. There is none for much of transformers' code, which reads
+values in Python, changes objects, and calls libraries. A pipeline needs only the dependencies between units. So the
+model's own forward runs on the values of a small batch. Each unit call returns zeros of the shapes of its kind, and a
+Taint propagates dependencies from these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ SMALL = 4  # the maximum number of elements per sample of an input that contains
 
 
 class _SeenOutside(Exception):
-    """Raised if glue uses a tensor that escaped a unit untracked: every call must then be visited, even a call of a
+    """Raised if glue uses a tensor that escaped a unit untracked. Every call must then be visited, even a call of a
     known kind."""
 
 
@@ -85,8 +85,8 @@ class Tracer:
 
     @collector_paused()
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
-        """Run the glue on `batch`, and return the Dataflow, with the shapes for the sizes of `batch` and no slopes.
-        With `real`, glue that branches on values of the batch uses the values of `real`."""
+        """Run the glue on `batch`, and return the Dataflow, with shapes for the sizes of `batch` and without slopes.
+        With `real`, branches of glue on values of the batch use the values of `real`."""
         batch = batch.to(self.device)
         try:
             return self._run(batch, real)
@@ -187,8 +187,8 @@ class Tracer:
     def _dataflow(
         self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int], of_forward: Mapping[str, int]
     ) -> Dataflow:
-        """The Dataflow of this run. `sealed` are the unit calls inside custom autograd functions, `of_forward` the
-        decisions made before the criterion was called."""
+        """The Dataflow of this run. `sealed` are the unit calls inside custom autograd functions, and `of_forward` are
+        the decisions that were made before the criterion was called."""
         taint, rewritten, through = self.taint, self.taint.recipes.rewritten, len(self.calls)
         late = self._use([], taint.decided.get(through, frozenset()))  # read by decisions after the last call
         named, _ = flatten_with_names(output)
@@ -269,7 +269,7 @@ class Tracer:
         return answered
 
     def _refuse_seed(self, unit: str) -> None:
-        """Raise TraceError if the forward has seeded torch, and calls this unit before it uses random numbers: stages
+        """Raise TraceError if the forward has seeded torch, and calls this unit before using random numbers: stages
         reseed torch in and after each unit."""
         seed = torch.initial_seed()
         if seed != self.seed and torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.get_rng_state()):
@@ -312,12 +312,12 @@ class Tracer:
 class Reading(TorchFunctionMode):
     """Mode that reports to a Taint the uses of tensors that bypass the dispatcher.
 
-    Three uses are reported as decisions: reading a tensor with `tolist`, `numpy` or `np.asarray`; turning a list that
-    contains tensors into a tensor or an index; and computing gradients of unit results in glue, since each stage has
+    Three uses are reported as decisions: reading a tensor with `tolist`, `numpy` or `np.asarray`; converting a list
+    that contains tensors to a tensor or an index; and computing gradients of unit results in glue, since each stage has
     only a part of their graph (in a trace, these gradients are zeros). Range checks of `one_hot` are not decisions.
     Hooks on gradients are also reported. Raises RuntimeError inside a unit on meta if autocast would cast, since meta
-    tensors are not cast. Also raises RuntimeError for the address of a meta tensor: the address is 0, and a (Triton)
-    kernel that receives it would access memory at 0.
+    tensors are not cast. Also raises RuntimeError if the address of a meta tensor is read: it is 0, and a (Triton)
+    kernel would access memory at this address.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)

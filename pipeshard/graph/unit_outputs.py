@@ -2,8 +2,8 @@
 
 A stage that does not run a unit must reproduce all outputs of the unit. The result alone is not enough: models leave
 auxiliary losses in attributes, lists and contexts, and transformers collects router logits with forward hooks. Places
-that a unit writes to are found by comparison with a Snapshot. Each output is a pytree whose tensors can be sent.
-Objects of the user's classes are nodes of the pytree, and need not be registered with torch.
+to which a unit writes are found by comparison with a Snapshot. Each output is a pytree whose tensors can be sent.
+Objects of the user's classes are nodes of the pytree. The classes need not be registered with torch.
 """
 
 import itertools
@@ -34,12 +34,13 @@ UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 
 
 class Source(NamedTuple):
-    """How a tree of values leaves a unit call. Without `module` and `place`, the tree is the unit's result.
+    """The way in which a tree of values leaves a unit call. Without `module` and `place`, the tree is the unit's
+    result.
 
     With `module`, the tree is the result of this module inside the unit, in the module's call number `occurrence`;
-    forward hooks collect such results (attentions, router logits). With `place`, a path from the unit or from its
-    arguments, the unit left the tree at this place: `how` is "set", "added" (to a list), "all" (the content of a list)
-    or "written" (into a tensor).
+    forward hooks collect such results (attentions, router logits). With `place`, a path that starts at the unit or its
+    arguments, the unit left the tree at this place. `how` is then "set", "added" (to a list), "all" (the content of a
+    list) or "written" (into a tensor).
     """
 
     module: str = ""
@@ -258,7 +259,7 @@ def flattened(result: Any, known: Mapping[int, Path]) -> tuple[list[Any], TreeSp
 def _tell(unit: nn.Module, path: str, result: Any) -> None:
     """Call the forward hooks of a module inside a unit as if the module had just returned `result`.
 
-    The module's arguments are not available. A hook that fails without them is skipped, as in the trace.
+    The module's arguments are not available. A hook that fails without these arguments is skipped, as in the trace.
     """
     module = unit.get_submodule(path)
     for key, hook in list(module._forward_hooks.items()):

@@ -27,7 +27,7 @@ class CutPoint(nn.Module):
     """Marks a place where the model may be cut. Call it on the value that crosses this place: `x = self.cut(x)`
     (Varuna, Athlur et al. 2022, arXiv:2111.04007). It returns the same object that it receives.
 
-    A model with CutPoints is cut only after CutPoints; p stages need at least p - 1 of them. Each CutPoint marks one
+    A model with CutPoints is cut only after CutPoints; p stages need at least p - 1 CutPoints. Each CutPoint marks one
     place: in a loop, use an `nn.ModuleList` of CutPoints. `x` is a tensor (b, ...) whose dimension 0 counts the
     samples, or a tuple, list or dict that contains tensors. Other values that are used on both sides of a cut (skip
     connections, numbers, masks) need no CutPoint: the trace finds them.
@@ -52,8 +52,8 @@ class CutPoint(nn.Module):
 
 
 def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: int) -> None:
-    """Raise TraceError if the earlier `calls` include CutPoint `name`, or if dimension 0 of its tensor does not count
-    the `rows` samples."""
+    """Raise TraceError if the earlier `calls` include a call of the CutPoint `name`, or if dimension 0 of the tensor in
+    `args` does not count the `rows` samples."""
     if any(call.unit == name for call in calls):
         raise TraceError(
             f"CutPoint {name} is called twice: use a separate CutPoint for each place (in a loop, an nn.ModuleList of "
@@ -69,8 +69,8 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
 
 def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Reads"]) -> None:
     """Raise TraceError if the output of a CutPoint is changed in place and the CutPoint's input is read later: at a
-    cut, the output is a copy of the input. `written` are the values changed in place, `final` the Reads of the loss and
-    the outputs."""
+    cut, the output is a copy of the input. `written` are the values that are changed in place, and `final` are the
+    Reads of the loss and the outputs."""
     changed = {value.call for value in written}
     for index in [k for k, call in enumerate(calls) if call.is_cut and k in changed]:
         given, later = calls[index].reads.values, [*(call.reads for call in calls[index + 1 :]), *final]
@@ -110,7 +110,8 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     seen: set[nn.Module] = set()
 
     def walk(prefix: str, module: nn.Module, in_hierarchy: bool = False) -> None:
-        """Visit the children of a module that is not a unit; `in_hierarchy` means inside a stage of a hierarchy."""
+        """Visit the children of a module that is not a unit. `in_hierarchy` means that the module is inside a stage of
+        a hierarchy."""
         uncut, in_sequence = getattr(module, "pipeshard_uncut", False), sequences and _is_sequence(module)
         is_list = (
             isinstance(module, nn.ModuleList) or in_sequence or (isinstance(module, nn.Sequential) and in_hierarchy)
@@ -152,14 +153,14 @@ def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """The modules outside the units; their own forward is glue."""
+    """The modules outside the units. Their own forwards are glue."""
     inside = {child for unit in units.values() for child in unit.modules()}
     return [module for module in model.modules() if module not in inside]
 
 
 def modules_apart(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for each callable module outside the units that contains no unit, such as a module without
-    parameters. These modules could be units."""
+    """Yield (name, module) for each callable module that is outside the units and contains no unit, such as a module
+    without parameters. These modules could be units."""
     inside = {child for unit in units.values() for child in unit.modules()}
     for name, module in model.named_modules():
         if name and inside.isdisjoint(module.modules()) and _is_callable(module):
@@ -191,8 +192,8 @@ def _is_layers(module: nn.Module) -> bool:
 
 
 def _is_hierarchy(layers: nn.ModuleList) -> bool:
-    """Whether these layers are stages of a hierarchy: each contains layers, none is recomputed as a whole, and the
-    stages' parameter shapes differ."""
+    """Whether these layers are stages of a hierarchy: each contains layers, none is recomputed as a whole, and they
+    differ in the shapes of their parameters."""
     shapes: dict[str, torch.Size] = {}
     differ = False
     for stage in layers.children():  # a ModuleList may also contain None
@@ -216,8 +217,8 @@ class Interception:
     forward (`compiled`, if set, or `original`).
 
     The instance attribute is replaced, so the unit keeps its class, its hooks and its activation checkpointing. In
-    transformers 5, checkpointing is inside `forward`; in earlier versions, it wraps the call of the unit, and a
-    `Recomputation` moves it into the forward.
+    transformers 5, checkpointing is inside `forward`. In earlier versions, checkpointing wraps the call of the unit,
+    and a `Recomputation` moves it into the forward.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -284,8 +285,8 @@ def unrecomputed(module: nn.Module) -> Iterator[None]:
 class Recomputation:
     """Replaces the checkpointing function of a unit that checkpoints its whole call, not only its forward.
 
-    A replayed call must not be recomputed, since the unit may be on another stage. So the function is passed to the
-    Interception, which checkpoints only the unit's own forward.
+    A replayed call must not be recomputed, since the unit may be on another stage. So the checkpointing function is
+    passed to the Interception, which checkpoints only the unit's own forward.
     """
 
     def __init__(self, module: nn.Module, checkpoint: Callable[..., Any]) -> None:
@@ -318,7 +319,7 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
 def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
     """Context manager in which `handler` answers the units' calls. Everything is restored on exit.
 
-    Compiled units run in eager mode, so that a trace does not compile them for its own shapes.
+    Compiled units run in eager mode, so that a trace does not compile units for the trace's shapes.
     """
     global _handling
     before = {name: module.__dict__.get("forward") for name, module in units.items()}
@@ -341,7 +342,7 @@ def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
 
 
 class Sliced:
-    """The forward of a module whose parameters are sharded across tensor-parallel ranks: `sliced`, or in a trace
+    """The forward of a module whose parameters are sharded across tensor-parallel ranks. It is `sliced`, or in a trace
     (`unsliced`) the original forward `plain`."""
 
     tracing = False
@@ -355,7 +356,7 @@ class Sliced:
 
 @contextmanager
 def unsliced() -> Iterator[None]:
-    """Context manager in which sliced modules run their original forward, on full parameters that the caller sets."""
+    """Context manager in which Sliced modules run their original forward, on full parameters that the caller sets."""
     before, Sliced.tracing = Sliced.tracing, True
     try:
         yield

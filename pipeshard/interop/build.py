@@ -32,13 +32,13 @@ SHIPPED_TARGETS = "pipeshard.interop.targets"
 class StageModule(nn.Module):
     """Stage `index` of a model, called as `stage(*received, **batch)`, in one process or in several.
 
-    `received` are the tensors that the previous stage returned (none for stage 0); `batch` is the full microbatch as
+    `received` are the tensors that the previous stage returned (none for stage 0). `batch` is the full microbatch as
     keyword arguments of the model, on every stage. The call returns a tuple of tensors for the next stage, with their
     autograd graph. The last stage returns the loss instead, or the model's output (without a loss, or with `whole`).
 
-    The module contains the units that the stage runs, under their names in the model, and the parameters that its glue
-    reads. Random numbers depend on torch's seed, which must be the same on every rank, and on the number of forwards so
-    far.
+    The module contains the units that the stage runs, under their names in the model, and the parameters that the
+    stage's glue reads. Random numbers depend on torch's seed, which must be the same on every rank, and on the number
+    of forwards so far.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class StageModule(nn.Module):
 
 
 def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The parent module of `path` and the last name in `path`; missing parents are created as empty modules."""
+    """The parent module of `path` and the last name in `path`. Missing parents are created as empty modules."""
     *above, key = path.split(".")
     for name in above:
         if name not in root._modules:
@@ -115,7 +115,7 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
-    """The batch as keyword arguments of the model; raises BatchError if the batch does not fit the model's
+    """The batch as keyword arguments of the model. Raises BatchError if the batch does not fit the model's
     arguments."""
     if isinstance(data, Mapping):
         return dict(data)
@@ -135,7 +135,7 @@ class Split:
     Attributes:
         model, sample, criterion: the arguments of `build`; the sample is its `batch`, as a Batch.
         flow, policy: the Dataflow of the model, and the Policy of this process.
-        ties: the groups of tied names with their stages, as `analyze_tied_weights` returns them;
+        ties: the groups of tied names with their stages, as `analyze_tied_weights` returns them.
             `policy.ownership.shared()` lists all parameters that several processes hold, including parameters that glue
             reads.
         live: the values that enter each stage.
@@ -169,7 +169,7 @@ class Target:
     shards_itself = False
 
     def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
-        """The process of each stage, and the number of this process; by default, all stages are on this process."""
+        """The process of each stage, and the number of this process. By default, all stages are on this process."""
         return [0] * num_stages, 0
 
     def take(self, split: Split) -> Any:
@@ -182,8 +182,8 @@ _KINDS: dict[str | None, type[Target]] = {}
 
 
 def register_target(name: str | None, kind: TargetClass) -> TargetClass:
-    """Register `kind` for `build(..., target=name)`; raises ConfigurationError for a name in use, or if `kind` is not a
-    Target."""
+    """Register `kind` for `build(..., target=name)`. Raises ConfigurationError if the name is in use, or if `kind` is
+    not a Target."""
     if not (isinstance(kind, type) and issubclass(kind, Target)):
         raise ConfigurationError(f"register_target({name!r}, ...) requires a subclass of Target, got {kind!r}")
     importlib.import_module(SHIPPED_TARGETS)  # registers the built-in targets
@@ -196,7 +196,7 @@ def register_target(name: str | None, kind: TargetClass) -> TargetClass:
 
 
 def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
-    """Create the target with this name and these options; raises ConfigurationError for an unknown name or option."""
+    """Create the target with this name and these options. Raises ConfigurationError for an unknown name or option."""
     importlib.import_module(SHIPPED_TARGETS)
     if name not in _KINDS:
         names = sorted(known for known in _KINDS if known is not None)
@@ -225,17 +225,17 @@ def build(
     """Split `model` into stages, pass them to `target`, and return the target's object.
 
     Args:
-        cuts: the names of the modules to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005), also nested modules; or
+        cuts: the names of the modules (possibly nested) to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005); or
             the number of unit calls of each stage; or the number of stages, balanced by cost.
         target: None keeps all stages in this process, as one module that is called like the model; otherwise the name
             of a target in `pipeshard.interop`, or of a target added with `register_target`.
-        batch: a microbatch with the sizes of training; by default, dummy inputs (transformers models only).
+        batch: a microbatch with the sizes used in training; by default, dummy inputs (transformers models only).
         criterion: `criterion(output, batch)`, for a model whose output has no loss.
         device: the device of the stages' tensors.
         options: the arguments of the target (see `pipeshard.interop`).
 
     Raises ConfigurationError for an invalid argument or an unknown target or option, PartitionError for impossible
-    cuts, TraceError for a model that cannot be split.
+    cuts, and TraceError for a model that cannot be split.
     """
     chosen = find_target(target, options)
     tie_on_meta(model)
@@ -258,7 +258,7 @@ def partition(
     target: Target,
     device: torch.device,
 ) -> tuple[Dataflow, Policy]:
-    """Trace the model, and assign unit calls to stages and stages to processes; returns the Dataflow and this process's
+    """Trace the model, and assign unit calls to stages and stages to processes. Returns the Dataflow and this process's
     Policy."""
     if isinstance(cuts, str) or (isinstance(cuts, int) and cuts < 1):
         raise ConfigurationError(
@@ -287,8 +287,8 @@ def consolidate(model: nn.Module, policy: Policy, device: torch.device) -> None:
 
 
 def liveness(flow: Dataflow, policy: Policy, whole: bool) -> list[Boundary]:
-    """The values that enter each stage: values of earlier stages that this or a later stage needs, for the loss or,
-    with `whole`, for all outputs."""
+    """The values that enter each stage: values of earlier stages that this or a later stage needs for the loss or, with
+    `whole`, for all outputs."""
     return boundaries(flow, policy.stages, len(policy.placement), whole)
 
 

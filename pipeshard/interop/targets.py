@@ -21,7 +21,7 @@ STEP_ARGUMENTS = {"target", "losses", "return_outputs", "loss_kwargs"}  # argume
 
 
 class SplitModel(nn.Module):
-    """A module that runs all stages of a model in turn; only values that cross a cut pass from one stage to the
+    """A module that runs all stages of a model in turn. Only values that cross a cut are passed from one stage to the
     next."""
 
     def __init__(self, model: nn.Module, stages: list[StageModule]) -> None:
@@ -98,7 +98,7 @@ register_target("colossalai", Colossalai)
 
 
 def loss_of_stage(output: Tensor, target: Any) -> Tensor:
-    """A loss function for runtimes that require one; returns `output`, since the last stage computes the loss."""
+    """A loss function for runtimes that require one. Returns `output`, since the last stage computes the loss."""
     return output
 
 
@@ -137,7 +137,7 @@ class TorchStages:
 
 
 class Torch(Target):
-    """`target="torch"`: TorchStages; requires a process group with one rank per stage (or per `num_model_chunks`
+    """`target="torch"`: TorchStages. Requires a process group with one rank per stage (or per `num_model_chunks`
     stages).
 
     Args:
@@ -194,8 +194,8 @@ class Torch(Target):
 
 
 def _stage_class(stages: Iterable[StageModule]) -> Any:
-    """torch's PipelineStage with one change: if several stages of this rank share a weight, its gradient is divided by
-    the number of microbatches only once, after the last of these stages."""
+    """torch's PipelineStage with one change: if several stages of this rank share a weight, the weight's gradient is
+    divided by the number of microbatches only once, after the last of these stages."""
     from torch.distributed.pipelining import PipelineStage
 
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
@@ -244,8 +244,8 @@ class StageLayer(nn.Module):
 
 
 class Tied(nn.Module):
-    """A layer with one tied weight of a stage, so that DeepSpeed broadcasts the weight and sums its gradients; returns
-    its input."""
+    """A layer with one tied weight of a stage, so that DeepSpeed broadcasts the weight and sums its gradients. The
+    layer returns its input."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -256,8 +256,8 @@ class Tied(nn.Module):
 
 
 class Deepspeed(Target):
-    """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`; additional ranks form replicas.
-    Each stage is one layer, built only on the stage's ranks; tied weights are additional TiedLayerSpecs.
+    """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`. Additional ranks form replicas.
+    Each stage is one layer, built only on the stage's ranks. Tied weights are additional TiedLayerSpecs.
 
     Pass `module.microbatches(batches)` to DeepSpeed's engine, where each of `batches` is one microbatch: a dict of
     tensors whose keys are `module.microbatch_names`, the names in the batch passed to `build`.
@@ -317,8 +317,8 @@ class Deepspeed(Target):
 
 
 def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:
-    """Raise BatchError or TraceError for values that DeepSpeed cannot send: it sends only tensors, and returns a
-    gradient for each floating-point tensor."""
+    """Raise BatchError or TraceError for values that DeepSpeed cannot send: DeepSpeed sends only tensors, and sends
+    back a gradient for each floating-point tensor."""
     for name, value in batch.items():
         if not isinstance(value, Tensor) or (value.is_floating_point() and split.num_stages > 1):
             what = f"a {type(value).__name__}" if not isinstance(value, Tensor) else f"a tensor of {value.dtype}"

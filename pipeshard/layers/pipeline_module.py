@@ -25,11 +25,11 @@ from pipeshard.split.ties import names_of
 class PipelineModule(nn.Module):
     """A sequence of layers: `model(inputs, *labels)` returns the output of the last layer.
 
-    The first layer receives `inputs`, and each other layer the previous output, as a single argument (tuples are not
-    unpacked). Layers are never cut. A layer given by a spec is on meta until it is built: in `booster.boost` on the
-    ranks that hold it, otherwise by `build()`, the first call, a move to a device or `load_state_dict`. The layer's
-    initial values depend only on `torch.initial_seed()` (in a pipeline, the first rank's) and the layer's index in the
-    list.
+    The first layer receives `inputs`, and each other layer receives the previous output, as a single argument (tuples
+    are not unpacked). Layers are never cut. A layer given by a spec is on meta until it is built. `booster.boost`
+    builds it on the ranks that hold it. Otherwise, it is built by `build()`, the first call, a move to a device or
+    `load_state_dict`. The layer's initial values depend only on `torch.initial_seed()` (in a pipeline, the first
+    rank's) and the layer's index in the list.
 
     Args:
         layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
@@ -37,10 +37,10 @@ class PipelineModule(nn.Module):
         num_stages: the number of stages (ranks x chunks) that a pipeline must have; None allows any number.
         topology: must be None; the plugin assigns the ranks.
         activation_checkpoint_func: must be None; pipeshard recomputes layers itself.
-        loss_fn: `loss_fn(output, labels)` that returns a scalar, used as the criterion if `boost` receives none.
-            Batches are then `(inputs, labels)`, or `(inputs,)` without labels.
+        loss_fn: `loss_fn(output, labels)` that returns a scalar, used as the criterion if `boost` receives no
+            criterion. Batches are then `(inputs, labels)`, or `(inputs,)` without labels.
         seed_layers: call `seed_fn(base_seed + k)`, by default torch.manual_seed, before layer k is built from a spec.
-        partition_method: like `partition` of PipelinePlugin, which overrides it unless it is "auto".
+        partition_method: like `partition` of PipelinePlugin. A plugin's `partition` other than "auto" takes precedence.
         activation_checkpoint_interval: if k > 0, each group of k layers keeps only the input of its first layer, and
             runs again in the backward pass. In a pipeline, each layer runs again separately, unless the plugin's
             arguments select layers.
@@ -121,7 +121,8 @@ class PipelineModule(nn.Module):
     def build(self) -> Self:
         """Build every layer that is not built yet, and return the module itself.
 
-        Raises UsageError for a stage of a pipeline, ConfigurationError for a layer that differs from its meta version.
+        Raises UsageError for a stage of a pipeline, and ConfigurationError for a layer that differs from its meta
+        version.
         """
         if self._is_cut:
             raise UsageError(
@@ -182,7 +183,7 @@ class LabelledLoss:
 
 
 def _layer_entries(layers: Any) -> list[Any]:
-    """The entries of `layers` in order; for a Sequential, its members, as in DeepSpeed."""
+    """The entries of `layers` in order. A Sequential is replaced by its members, as in DeepSpeed."""
     if isinstance(layers, nn.Sequential):
         hooked = any(vars(layers)[name] for name in vars(layers) if name.endswith("_hooks"))
         if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
@@ -216,7 +217,7 @@ def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any
 
 
 def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
-    """The module for an entry of the list; for a spec, a module on meta that is built later."""
+    """The module for an entry of the list. For a spec, this is a module on meta that is built later."""
     if isinstance(entry, LayerSpec):
         return skeleton(entry.construct, functools.partial(entry.build, seed), place, repr(entry))
     if isinstance(entry, nn.Module):
@@ -232,5 +233,6 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
 
 
 def _seed_torch(number: int) -> None:
-    """Call torch.manual_seed, which itself cannot be pickled once torch.compile has replaced it."""
+    """Call torch.manual_seed. Unlike torch.manual_seed after torch.compile has replaced it, this function can be
+    pickled."""
     torch.manual_seed(number)

@@ -17,7 +17,7 @@ class LayerSpec:
     Attributes:
         builds: the number of times this process has built the layer with allocated parameters.
 
-    Raises ConfigurationError for a `typename` that cannot be called, UsageError for modules that are already built.
+    Raises ConfigurationError for a `typename` that cannot be called, and UsageError for modules that are already built.
     """
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -47,12 +47,12 @@ class LayerSpec:
         return self.construct()
 
     def construct(self) -> nn.Module:
-        """Build the layer without seeding or counting it; on meta, only its shapes are needed."""
+        """Build the layer without seeding or counting it. On meta, only shapes are needed."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A LayerSpec whose parameters are tied to those of all other TiedLayerSpecs with the same `key`.
+    """A LayerSpec with parameters that are tied to the parameters of all other TiedLayerSpecs with the same `key`.
 
     Each occurrence is a separate module. The parameters in `tied_weight_attr` (one name or a list; names may have dots)
     are tied, in order, to the parameters that the first occurrence names, and have the first occurrence's values. All
@@ -74,11 +74,11 @@ class TiedLayerSpec(LayerSpec):
 
 
 def tie(layers: nn.ModuleList, specs: Mapping[int, TiedLayerSpec]) -> None:
-    """For each key, tie the parameters of all occurrences to those of the first one; `specs` maps indices in `layers`
-    to specs.
+    """For each key, tie the parameters of all occurrences to the parameters of the first occurrence. `specs` maps
+    indices in `layers` to specs.
 
-    Raises ConfigurationError for a name that a module lacks, and if the number of names, the shapes or the dtypes
-    differ.
+    Raises ConfigurationError for a name that a module lacks, and for a different number of names, different shapes or
+    different dtypes.
     """
     originals: dict[str, list[str]] = {}
     for place, spec in specs.items():
@@ -97,7 +97,7 @@ class Function(nn.Module):
 
     Modules to which `fn` refers (a bound method's instance, arguments of a partial) are registered, so that their
     parameters are found. Raises ConfigurationError for modules and parameters in closures or defaults, and for
-    parameters that no module holds, since these cannot be registered.
+    parameters outside modules, since none of these can be registered.
     """
 
     def __init__(self, fn: Callable[..., Any], place: int, module: nn.Module | None = None) -> None:
@@ -118,7 +118,8 @@ class Function(nn.Module):
 
     @property
     def pipeshard_type(self) -> str:
-        """The name of the function (or of a callable object's class); with a module, the name of the module's class."""
+        """The name of the function (or of a callable object's class) or, with a module, the name of the module's
+        class."""
         return _function_name(self.fn) if self.module is None else type(self.module).__name__
 
     def forward(self, x: Any) -> Any:

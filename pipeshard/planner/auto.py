@@ -42,14 +42,14 @@ class Cutter:
         self.draws = random.Random(0)
 
     def initial(self) -> Edges:
-        """The cuts of the named schedules, which balance the costs of the stages."""
+        """The cuts of the named schedules. These cuts balance the costs of the stages."""
         weights, forbidden = [sum(cost) for cost in self.subject.costs], forbidden_cuts(self.subject.flow)
         counts = balance(weights, len(self.placement), forbidden, ranks=self.placement)
         return (0, *itertools.accumulate(counts))
 
     def moved(self, edges: Edges) -> Edges:
-        """Return `edges` with one or more consecutive cuts moved by one legal position; unchanged if no legal move
-        was found."""
+        """Return `edges` with one or more consecutive cuts moved by one legal position. If no legal move was found,
+        return `edges` unchanged."""
         if len(edges) < 3:
             return edges
         places = [self.starts.index(edge) for edge in edges]
@@ -63,9 +63,9 @@ class Cutter:
         return edges
 
     def _part(self, start: int, end: int) -> tuple[float, ...]:
-        """A stage's costs of F, B and W, then four sizes in bytes: its memory without activations, the additional
-        memory at the end of a step, the activations of a microbatch (0 if they are offloaded), and the temporary memory
-        of a backward."""
+        """A stage's costs of F, B and W, then four sizes in bytes: the stage's memory without activations, the
+        additional memory at the end of a step, the activations of a microbatch (0 if they are offloaded), and the
+        temporary memory of a backward."""
         footprint = self.subject.footprint
         temporary, kept = footprint.temporary(start, end), footprint.activations(start, end)
         always = footprint.total(start, end, IDLE)
@@ -94,8 +94,8 @@ class Cutter:
 
     @cached_property
     def sent(self) -> list[tuple[int, int]]:
-        """For a cut before each call: the bytes that cross the cut, and the bytes of the gradients sent back. Without
-        links, both are 0."""
+        """For a cut before each call: the bytes that cross the cut, and the bytes of the gradients that are sent back.
+        Without links, both numbers are 0."""
         flow, last = self.subject.flow, len(self.subject.costs)
         live = live_values(flow, range(last), last, flow.needed()) if self.subject.devices.links else [set()] * last
 
@@ -113,7 +113,7 @@ class Cutter:
         return {edges for edges in (initial, *leasts) if self.estimate(1.0, edges)[0] < math.inf}
 
     def start(self) -> list[Found]:
-        """A list with the fastest combination of starting cuts and starting rule; empty if no program fits."""
+        """A list with the fastest combination of starting cuts and starting rule. It is empty if no program fits."""
         best, found = math.inf, list[Found]()
         for edges in sorted(self.cuts()):
             for rule in rules(self.work(edges), self.m):
@@ -122,8 +122,8 @@ class Cutter:
         return found
 
     def search(self, start: Choice, time: float, actions: int) -> Found:
-        """Return the best choice found from `start`, whose step takes `time`, by scheduling at most `actions`
-        actions."""
+        """Search from `start`, whose step takes `time`, by scheduling at most `actions` actions. Return the best choice
+        found."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
         return *climb(start, time, self.time, self.change, tries), self
 
@@ -141,7 +141,8 @@ class Cutter:
 
 
 def placements(p: int) -> Iterator[tuple[int, ...]]:
-    """Yield the rank of each stage, with one stage per rank, two per rank in a V, and several per rank in a loop."""
+    """Yield the rank of each stage for each placement: one stage per rank, two per rank in a V, and several per rank in
+    a loop."""
     yield tuple(range(p))
     yield (*range(p), *reversed(range(p)))
     for chunks in CHUNKS:
@@ -150,8 +151,8 @@ def placements(p: int) -> Iterator[tuple[int, ...]]:
 
 def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | None:
     """Search for the fastest program of m microbatches that fits in the memory of each rank. Returns the model cut for
-    this program and the program's schedule; None if no such program was found. The program is checked not to
-    deadlock."""
+    this program and the program's schedule, or None if no such program was found. The program is proven free of
+    deadlocks."""
     found: list[Found] = []
     for placement in placements(p):
         with suppress(PartitionError):  # the model has too few units

@@ -25,7 +25,7 @@ class Layout:
     `global_batch` samples per step.
 
     A step has the same microbatches under every layout, since no microbatch is split between replicas. Therefore, the
-    loss and the gradients are sums of the same terms in a different order, and dropout uses the same masks.
+    loss and the gradients are the same sums up to the order of their terms, and dropout uses the same masks.
     """
 
     pp_size: int
@@ -62,7 +62,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class ToldLayout(Layout):
-    """A layout that another rank has chosen, of any subclass of Layout; `told` is its `arguments`, as received."""
+    """A layout, of any subclass of Layout, that another rank has chosen. `told` is the layout's `arguments`, as
+    received."""
 
     told: dict[str, Any]
 
@@ -124,12 +125,13 @@ class Considered:
 
 @dataclass(frozen=True)
 class AutoConfig(Layout):
-    """A layout and a schedule that fit in memory, with the fastest step or nearly so; returned by `AutoConfig.choose`.
+    """A layout and a schedule that fit in memory, with the shortest (or nearly the shortest) step time. Returned by
+    `AutoConfig.choose`.
 
     `partition` is the number of unit calls of each stage. `time` is the time of a step in `unit`: "seconds" if units
     were measured or `tflops` was given, otherwise "relative", where 1 is a step in which no rank is ever idle.
-    `considered` lists every combination of layout and schedule that was compared, the fastest first; combinations that
-    cannot be cut are last.
+    `considered` lists every combination of layout and schedule that was compared, the fastest first. Combinations for
+    which the model cannot be cut are last.
     """
 
     schedule: str
@@ -174,9 +176,9 @@ class AutoConfig(Layout):
 
         Arguments not listed here are the same as in `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
         or is None. Of the combinations that are at most 3 % slower than the fastest, `choose` takes the one with the
-        fewest stages, then with the simplest schedule. Without `link`, messages take no time, and the time to reduce
-        gradients across replicas is never counted. Without `device_memory`, replicas of the unsplit model are therefore
-        the fastest.
+        fewest stages, then with the simplest schedule. Without `link`, messages take no time. The time to reduce
+        gradients across replicas is never counted, so without `device_memory`, replicas of the unsplit model are the
+        fastest.
 
         Args:
             microbatch_size: the number of samples in a microbatch, or several sizes to choose from. Only measured times
@@ -190,7 +192,7 @@ class AutoConfig(Layout):
             link: one link between any two ranks, or a list of links, one from each rank to the next.
 
         Raises ConfigurationError if no layout is legal, PartitionError if the model cannot be cut for any layout or no
-        layout fits in `device_memory`, and the other errors of `pipeshard.plan`.
+        layout fits in `device_memory`, and otherwise the errors of `pipeshard.plan`.
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)

@@ -44,7 +44,7 @@ def metered(
     meter: Meter | None = None,
     cuts: Sequence[str] = (),
 ) -> tuple[Dataflow, Meter]:
-    """Trace `model` for exactly the sizes of `microbatch`, and meter its unit calls; only shapes are computed. Returns
+    """Trace `model` for exactly the sizes of `microbatch`, and meter its unit calls. Only shapes are computed. Returns
     the Dataflow and the meter.
 
     The model is traced in training mode, even if it is in evaluation mode. Modules named in `cuts` are units.
@@ -96,7 +96,7 @@ class Captures(Meter):
 
 
 def copied_argument(leaf: Any) -> Any:
-    """A copy of an argument that a unit may modify, such as a cache; otherwise the argument itself."""
+    """A copy of the argument if a unit may modify it (such as a cache), otherwise the argument itself."""
     return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
 
 
@@ -144,9 +144,9 @@ def fit(
     of calls of each stage, or None if no such partition was found. `speeds` is the same as in `balance`.
 
     With one stage per rank, a rank's memory depends only on its own calls, and dynamic programming finds the best
-    partition. With several stages per rank, the search is best-first: if a rank exceeds its limit, one of its stages
-    must become smaller, so each choice of this stage gives a new partition. At most `TRIES` partitions are visited, in
-    the order of their cost.
+    partition. With several stages per rank, the search is best-first: if a rank exceeds its limit, one of the rank's
+    stages must become smaller, so each choice of this stage gives a new partition. At most `TRIES` partitions are
+    visited, in the order of their cost.
     """
     order = itertools.count()
     num_stages = len(program.placement)
@@ -188,15 +188,16 @@ def fit(
 
 
 def _alone(moments: Sequence[Moment]) -> list[Part]:
-    """The parts during which a stage alone must fit in memory: all if it is its rank's only stage, otherwise FIRST."""
+    """The parts during which a stage alone must fit in memory: all parts if it is the only stage of its rank, otherwise
+    FIRST."""
     return [part for ((_, part),) in moments] if len(moments[0]) == 1 else [FIRST]
 
 
 def _heaviest(
     moments: Sequence[Sequence[Moment]], runs: Sequence[tuple[int, int]], footprint: Footprint, limits: Sequence[int]
 ) -> tuple[dict[int, tuple[Part | None, int]], int]:
-    """The moment at which a rank exceeds its limit the most. Returns a dict from each stage of this rank to the stage's
-    part (None: the end of a step) and bytes, and the rank's excess in bytes (at most 0 if all ranks fit)."""
+    """The moment at which a rank exceeds its limit the most. Returns a dict that maps each stage of this rank to the
+    stage's part (None: the end of a step) and bytes, and the rank's excess in bytes (at most 0 if all ranks fit)."""
     found = []
     for of_rank, limit in zip(moments, limits, strict=True):
         parts: list[dict[int, Part | None]] = [dict(moment) for moment in of_rank]
@@ -229,11 +230,11 @@ class Subject:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name; a tied parameter is listed once, by its first name."""
+        """The model's parameters by name. A tied parameter is listed once, by its first name."""
         return dict(self.model.named_parameters())
 
     def takes(self, parameters: Sequence[nn.Parameter]) -> Memory:
-        """The memory of these parameters, with their gradients, optimizer states and fp32 values."""
+        """The memory of these parameters, with their gradients, optimizer states and fp32 master weights."""
         return self.training.takes(parameters, self.forms)
 
     def replicated(self, dp_size: int) -> "Subject":
@@ -260,8 +261,8 @@ class Subject:
 class Candidate:
     """The model cut into the stages of `program`.
 
-    A partition given by name is replaced if a rank would exceed its limit and a partition that fits is found. Raises
-    PartitionError if the model cannot be cut.
+    A partition given by name is replaced by one that fits, if a rank would exceed its limit and such a partition is
+    found. Raises PartitionError if the model cannot be cut.
     """
 
     def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:
@@ -344,8 +345,8 @@ class Candidate:
         return [crossings(self.subject.flow, each) for each in self.boundaries]
 
     def sent(self, stage: int) -> tuple[int, int]:
-        """The bytes of a microbatch's message to a stage, and of the gradients that the stage sends back; both are 0 if
-        the stage is the first or the previous stage is on the same rank."""
+        """The bytes of a microbatch's message to a stage, and the bytes of the gradients that the stage sends back.
+        Both are 0 if the stage is the first or the previous stage is on the same rank."""
         placement = self.program.placement
         if stage == 0 or placement[stage - 1] == placement[stage]:
             return 0, 0

@@ -27,7 +27,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: Any) -> Self:
-        """Parse a string such as "50GB/s,10us" or "400Gbit/s". Raises ConfigurationError for anything else."""
+        """Parse a string such as "50GB/s,10us" or "400Gbit/s". Raises ConfigurationError for an invalid string."""
         bandwidth, comma, latency = str(text).partition(",")
         link = cls(
             _quantity(text, "bandwidth", bandwidth, BANDWIDTHS),
@@ -110,12 +110,13 @@ class Devices:
         return ", ".join(map(format_bytes, self.memory if len({*self.memory}) > 1 else self.memory[:1]))
 
     def excess(self, memory: Sequence[Memory]) -> list[int]:
-        """The bytes by which each rank exceeds its limit; without limits, the total memory of each rank."""
+        """The bytes by which each rank exceeds its limit. Without limits, these are the bytes of the total memory of
+        each rank."""
         return [each.total - limit for each, limit in zip(memory, self.memory or (0,) * len(memory), strict=True)]
 
     def transfers(self, placement: Sequence[int], sizes: Iterable[tuple[float, float]]) -> dict[str, list[float]]:
-        """The durations of messages for `simulate_parts`, in seconds: `latency` of the message to each stage, and
-        `returned` of the gradients that it sends back; {} without links.
+        """The durations of messages for `simulate_parts`, in seconds: `latency` for the message to each stage, and
+        `returned` for the gradients that the stage sends back. {} without links.
 
         `sizes` contains the bytes of these two messages for each stage. A message passes through all links between its
         two ranks.
@@ -131,8 +132,8 @@ class Devices:
 
     def of_stages(self, pp_size: int, dp_size: int, tp_size: int) -> "Devices":
         """The devices of a pipeline's stages, given these devices of all ranks of a job. A stage has the smallest
-        memory and the lowest speed of its ranks, and the lowest bandwidth and highest latency of their links to the
-        next stage."""
+        memory and the lowest speed of its ranks, and the lowest bandwidth and highest latency of the links from its
+        ranks to the next stage."""
         replicas = [
             [(d * pp_size + s) * tp_size + t for d in range(dp_size) for t in range(tp_size)] for s in range(pp_size)
         ]

@@ -29,7 +29,7 @@ UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "tib": 2**40}  # as i
 
 
 def parse_bytes(size: str | int, name: str = "device_memory") -> int:
-    """The number of bytes in "80GB", "79.2 GiB" or a plain number; raises ConfigurationError for anything else."""
+    """The number of bytes in "80GB", "79.2 GiB" or a plain number. Raises ConfigurationError for an invalid size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
     unit = found[2].lower() if found else ""
     if found is None or (unit or "b") not in UNITS or float(found[1]) <= 0:
@@ -64,7 +64,8 @@ FULL = 4  # bytes of an fp32 element
 class Memory:
     """Bytes on a device, by purpose.
 
-    `values` are the fp32 values of 16-bit parameters, or the shards that a replica keeps with fsdp. The peak is during
+    `values` are the fp32 master weights of 16-bit parameters, or the shards that a replica keeps with fsdp. The peak is
+    during
     a backward: microbatches keep `activations`, the backward has allocated or recomputed `temporary` bytes more than it
     has freed, and `absent` bytes of gradients do not exist yet. `update` is the temporary memory at the end of a step,
     when no activations exist, so `total` counts only the larger of `backward` and `update`. `host` is host memory,
@@ -83,12 +84,12 @@ class Memory:
 
     @property
     def always(self) -> int:
-        """The memory once gradients exist, without activations and temporary memory."""
+        """The memory after gradients exist, without activations and temporary memory."""
         return self.parameters + self.gradients + self.values + self.optimizer
 
     @property
     def backward(self) -> int:
-        """The memory in addition to `always` at the peak, which is during a backward."""
+        """The additional memory, beyond `always`, at the peak. The peak is during a backward."""
         return self.activations + self.temporary - self.absent
 
     @property
@@ -102,8 +103,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms in which a rank holds parameters: `lowered` contains the parameters that are cast to 16 bits, `sliced`
-    the number of elements on a rank of each sharded parameter, and `packed` the layer of each quantized parameter."""
+    """The forms in which a rank holds parameters. `lowered` contains the parameters that are cast to 16 bits, `sliced`
+    contains the number of a rank's elements of each sharded parameter, and `packed` contains the layer of each
+    quantized parameter."""
 
     lowered: Container[Tensor] = ()
     sliced: Mapping[nn.Parameter, int] = field(default_factory=dict)
@@ -117,15 +119,15 @@ class Forms:
 @dataclass(frozen=True)
 class Training:
     """The settings of training that affect memory: arguments of the plugin with the same names, and the optimizer.
-    "adamw" and "adam" have two states per parameter, "sgd" (with momentum) has one, and "none" has none; "adamw_8bit"
+    "adamw" and "adam" have two states per parameter, "sgd" (with momentum) has one, and "none" has none. "adamw_8bit"
     and "lion_8bit" are bitsandbytes optimizers.
 
-    With `precision` "bf16" or "fp16", parameters are 16-bit, and gradients, values and states are fp32. `zero_stage=1`
-    shards the states and these values across `dp_size` replicas. `fsdp` shards the states and the values (with "fp32",
-    the parameters themselves); within a step, a stage's parameters and gradients are unsharded. Parameters in a
-    tensor-parallel plan are sharded across `tp_size` ranks, parameters of experts across `ep_size` ranks. With
-    `offload` "activations" or "both", a rank keeps the activations of at most two microbatches on its device; with
-    "optimizer" or "both", the states, fp32 copies of the trained parameters, and copies of the gradients are on the
+    With `precision` "bf16" or "fp16", parameters are 16-bit, and gradients, master weights and states are fp32.
+    `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards the states and the
+    master weights (with "fp32", the parameters themselves). Within a step, a stage's parameters and gradients are
+    unsharded. Parameters in a tensor-parallel plan are sharded across `tp_size` ranks, parameters of experts across
+    `ep_size` ranks. With `offload` "activations" or "both", a rank keeps the activations of at most two microbatches on
+    its device; with "optimizer" or "both", the states, the fp32 master weights, and copies of the gradients are on the
     host.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
@@ -163,8 +165,8 @@ class Training:
     def config(
         self, schedule: Schedule, pp_size: int, num_microbatches: int, num_model_chunks: int = 1
     ) -> PipelineConfig:
-        """The plugin's configuration for this training and a schedule; raises ConfigurationError if the plugin refuses
-        them."""
+        """The plugin's configuration for this training and a schedule. Raises ConfigurationError if the plugin refuses
+        these arguments."""
         return PipelineConfig(
             pp_size=pp_size,
             num_microbatches=num_microbatches,
@@ -181,7 +183,7 @@ class Training:
 
     def moments(self, actions: Sequence[Action]) -> list["Moment"]:
         """The distinct moments of a rank: the parts of all its stages during each B and W of the rank. A stage has
-        gradients once its first microbatch is complete."""
+        gradients when its first microbatch is complete."""
         compute = [action for action in actions if action.kind.is_compute]
         last = {action[1:]: action for action in compute}
         stages, trained, found = sorted({action.stage for action in compute}), set[int](), dict[Moment, None]()
@@ -199,7 +201,7 @@ class Training:
 
     def on_host(self, actions: Sequence[Action], sizes: Sequence[int]) -> int:
         """The largest number of bytes that a rank's activations take on the host, given the activation bytes of a
-        microbatch on each stage; 0 unless `offload` includes activations."""
+        microbatch on each stage. 0 unless `offload` includes activations."""
         return most_on_host(actions, sizes) if self.offloads("activations") else 0
 
     def offloads(self, what: str) -> bool:
@@ -217,11 +219,11 @@ class Training:
 
     @property
     def parts(self) -> int:
-        """The number of replicas across which the states are sharded; 1 if they are not sharded."""
+        """The number of replicas across which the states are sharded, or 1 if they are not sharded."""
         return self.dp_size if self.fsdp or self.zero_stage else 1
 
     def takes(self, parameters: Collection[nn.Parameter], forms: Forms) -> Memory:
-        """The memory of these parameters, with their gradients, states and values."""
+        """The memory of these parameters, with their gradients, states and master weights."""
         sizes = gradients = states = values = host = 0
         for parameter in parameters:
             is_low, count = parameter in forms.lowered, forms.sliced.get(parameter, parameter.numel())
@@ -242,16 +244,16 @@ class Training:
         return Memory(sizes, gradients, states, values=values, update=self.update(gradients), host=host)
 
     def states(self, count: int, trained: int) -> int:
-        """The bytes of the states of `count` elements whose gradients take `trained` bytes (0 if frozen)."""
+        """The bytes of the states of `count` elements. Their gradients take `trained` bytes (0 if frozen)."""
         if self.optimizer in OPTIMIZERS:
             return OPTIMIZERS[self.optimizer] * trained
         each = FULL * count if count < SMALL else count + FULL * -(-count // BLOCK)
         return IN_8_BITS[self.optimizer] * each if trained else 0
 
     def update(self, gradients: int) -> int:
-        """The temporary bytes at the end of a step, given the bytes of the gradients. It is the larger of two sizes:
-        the messages between replicas (two are in flight), and the square roots of the second moments, which torch's
-        AdamW computes together on a GPU (`foreach`), unless they are on the host."""
+        """The temporary bytes at the end of a step, given the bytes of the gradients. These bytes are the larger of two
+        sizes: the messages between replicas (two are in flight), and the square roots of the second moments. torch's
+        AdamW computes these roots together on a GPU (`foreach`), unless the states are on the host."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
         has_roots = OPTIMIZERS.get(self.optimizer) == 2 and not self.offloads("optimizer")
         return max(messages, gradients // self.parts if has_roots else 0)
@@ -263,7 +265,7 @@ def pinned(size: int) -> int:
 
 
 class Part(NamedTuple):
-    """A stage's part of a moment: the number of microbatches that it keeps `alive`, whether its gradients exist,
+    """A stage's part of a moment: the number of microbatches that the stage keeps `alive`, whether its gradients exist,
     whether its B is running, and the number of its microbatches that wait for W."""
 
     alive: int
@@ -276,8 +278,8 @@ Moment = tuple[tuple[int, Part], ...]  # a rank's stages, each with its part
 
 
 class Footprint:
-    """The memory of each run of consecutive unit calls: its parameters in their `forms`, with their gradients, states
-    and values under `training`, and the activations of a microbatch.
+    """The memory of each run of consecutive unit calls: the run's parameters in their `forms`, with their gradients,
+    states and master weights under `training`, and the activations of a microbatch.
 
     Memory that several calls share (tied parameters, masks, a result that two units keep) counts once per run.
     """
@@ -364,8 +366,8 @@ class Footprint:
         return sum(self._waiting[start : self._end(end)])
 
     def temporary(self, start: int, end: int, first: bool = False) -> int:
-        """The peak, during a backward of this stage, of the bytes that it has allocated minus the activations that it
-        has freed. The `first` backward also allocates the gradients."""
+        """The peak, during a backward of this stage, of the bytes that the backward has allocated minus the activations
+        that it has freed. The `first` backward also allocates the gradients."""
         end = self._end(end)
         if (start, first) not in self._peaks:
             made = (
@@ -386,7 +388,7 @@ def tensor_bytes(spec: TensorSpec) -> int:
 
 
 class _Union:
-    """Sums of sizes over runs of calls; a key in several calls of a run counts once."""
+    """Sums of sizes over runs of calls. A key in several calls of a run counts once."""
 
     def __init__(self, per_call: Sequence[Mapping[Hashable, int]]) -> None:
         previous: dict[Hashable, int] = {}

@@ -44,8 +44,8 @@ def build(
 ) -> nn.Module:
     """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
 
-    `fields` are config fields as `key=value`, with JSON or plain text values. `dtype` is "bf16", "fp16" or "fp32"; the
-    default is the config's dtype or, if the config has none, bf16. A positive `lora` is the rank of adapters on all
+    `fields` are config fields as `key=value`, with values in JSON or plain text. `dtype` is "bf16", "fp16" or "fp32".
+    The default is the config's dtype or, if the config has none, bf16. A positive `lora` is the rank of adapters on all
     linear layers; only the adapters are then trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are
     quantized as with the `quantization_config` of `from_pretrained`. Raises ConfigurationError for a missing or unknown
     model, and for invalid arguments.
@@ -116,13 +116,14 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
 
 
 def _reads(config: Any, key: str) -> bool:
-    """Whether the model's code reads this config field, which the config may lack, as Qwen3-MoE reads head_dim."""
+    """Whether the model's code reads this config field. The config may lack the field: Qwen3-MoE reads head_dim."""
     code = inspect.getsource(sys.modules[_class_of(config).__module__])
     return re.search(rf"""config\.{key}\b|["']{key}["']""", code) is not None
 
 
 def _of_hub(name: str) -> Path:
-    """The path of a model's config.json in the Hugging Face Hub cache; raises ConfigurationError if it is missing."""
+    """The path of a model's config.json in the Hugging Face Hub cache. Raises ConfigurationError if the file is
+    missing."""
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     except (OSError, ValueError):
@@ -155,7 +156,7 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _class_of(config: Any) -> Any:
-    """The model class that the config names, or the class for the first task that supports the config."""
+    """The model class that the config names, or the model class of the first task with a class for this config."""
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)

@@ -43,12 +43,12 @@ def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
 class StagePlan:
     """The plan of one stage. If ranks have several chunks, each chunk is a stage.
 
-    `units` abbreviates the names of its `calls` unit calls; `parameters` is the number of its parameters' elements.
-    `forward`, `backward` and `weight` are the times of F, B and W of one microbatch; in a schedule without W, a B takes
-    `backward` + `weight`. `memory` is the stage's part of its rank's peak, at which `alive` microbatches keep `kept`
-    bytes each; a parameter that an earlier stage of the rank also holds counts only in the earlier stage. `enters` are
-    the values that the stage receives from the previous stage, in a message of `received` bytes; it sends back
-    `returned` bytes of gradients. Both numbers are 0 if the previous stage is on the same rank.
+    `units` abbreviates the names of the stage's `calls` unit calls. `parameters` is the number of its parameters'
+    elements. `forward`, `backward` and `weight` are the times of F, B and W of one microbatch. In a schedule without W,
+    a B takes `backward` + `weight`. `memory` is the stage's part of its rank's peak, at which `alive` microbatches keep
+    `kept` bytes each. A parameter that an earlier stage of the rank also holds counts only in the earlier stage.
+    `enters` are the values that the stage receives from the previous stage, in a message of `received` bytes. The stage
+    sends back `returned` bytes of gradients. `received` and `returned` are 0 if the previous stage is on the same rank.
     """
 
     stage: int
@@ -73,7 +73,7 @@ SHOWN_UNITS = 5  # the largest number of names that `in_short` lists
 def in_short(names: Sequence[str]) -> str:
     """Join names, and merge names that differ only in consecutive numbers: embed, layers.0-11, norm.
 
-    More than `SHOWN_UNITS` names are shortened to the first and the last.
+    If there are more than `SHOWN_UNITS` names, only the first and the last are kept.
     """
     groups: list[tuple[str, str, int, int]] = []  # before the number, after it, the first and last number
     for name in names:
@@ -125,13 +125,13 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """The memory of the rank that needs the most, in bytes."""
+        """The memory, in bytes, of the rank that needs the most memory."""
         return max(memory.total for memory in self.memory)
 
 
 class InSlices(NamedTuple):
-    """The estimate of a schedule whose microbatches are split into `n` slices of equal time: the time of a step, the
-    idle share of all ranks' time, and the bytes of each rank."""
+    """The estimate of a schedule with microbatches that are split into `n` slices of equal time: the time of a step,
+    the idle share of all ranks' time, and the bytes of each rank."""
 
     n: int
     time: float
@@ -155,8 +155,8 @@ class Plan:
     "relative", where 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a step
     without idle time takes `num_microbatches`. `stages` are the stages of `schedule`, which is the `recommended`
     schedule (for the `reason` given) unless another schedule was requested. `counts` can be passed to the plugin as
-    `partition`. `training` has the other settings that determine the memory; `devices` are the ranks' devices and their
-    links. `searched` is the schedule if it was found by a search, otherwise None.
+    `partition`. `training` has the other settings that determine the memory. `devices` are the ranks' devices and their
+    links. `searched` is the schedule if a search has found it, otherwise None.
     """
 
     model: str
@@ -193,7 +193,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in a step of all replicas, or 0 if the model reads no `input_ids`."""
+        """The number of tokens in a step, summed over the replicas, or 0 if the model reads no `input_ids`."""
         shape = self.microbatch.get("input_ids", (0,))
         return math.prod(shape) * self.num_microbatches * self.training.dp_size
 
@@ -210,7 +210,8 @@ class Plan:
         return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), **self.transfers())
 
     def in_slices(self) -> list[InSlices]:
-        """Estimate `schedule` with 1 to 16 slices. Raises ConfigurationError if it does not support slices."""
+        """Estimate `schedule` with 1 to 16 slices. Raises ConfigurationError if the schedule does not support
+        slices."""
         costs = list(zip(*((stage.forward, stage.backward, stage.weight) for stage in self.stages), strict=True))
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         found = []

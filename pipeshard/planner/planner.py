@@ -41,7 +41,7 @@ NEAR = 0.03  # the fraction by which a simpler schedule may be slower
 
 def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tuple[Estimate, str]:
     """Return the estimate of the recommended schedule, and the reason as one sentence. The recommendation is the
-    fastest schedule that fits, or a simpler one that is nearly as fast; if no schedule fits, all schedules are
+    fastest schedule that fits, or a simpler one that is nearly as fast. If no schedule fits, all schedules are
     compared."""
     possible = [e for e in estimates if not e.problem]
     fitting = [e for e in possible if e.fits is not False] or possible
@@ -65,7 +65,7 @@ def recommend(estimates: Sequence[Estimate], limits: Sequence[int] = ()) -> tupl
 
 
 def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
-    """The remedies for a `candidate` that needs too much memory, as text; `others` are all estimates."""
+    """The remedies for a `candidate` that needs too much memory, as text. `others` are all estimates."""
     fitting = [e.name for e in others if e.fits]
     static = sum(memory.always for memory in candidate.memory)
     least = -(-static // max(candidate.subject.devices.memory))
@@ -114,13 +114,13 @@ def plan(
 ) -> Plan:
     """Estimate how `model` would train on `pp_size` ranks with each schedule, and recommend a schedule. Needs no
     process group and no GPU, and accepts any model that `pipeshard.trace` accepts, also on meta: only shapes are
-    computed. `batch` must have the sizes of the training batches; it is split by `num_microbatches` or
+    computed. `batch` must have the sizes of the training batches. It is split by `num_microbatches` or
     `microbatch_size` (pass only one) as in the plugin. Without a batch, the plan is for `num_microbatches` microbatches
     of `microbatch_size` samples (by default 1) with `seq_len` tokens each (by default as many as the model accepts, at
     most 2048).
 
     Args:
-        schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended one.
+        schedule: the schedule whose stages are shown, with its `num_model_chunks`; by default the recommended schedule.
             "auto" searches for a schedule within `device_memory` (by default, the most memory that a rank needs with
             1F1B). If a known schedule is as fast, it is shown instead.
         partition: same as in `PipelinePlugin`. A partition given by name is changed if a rank would exceed
@@ -128,13 +128,13 @@ def plan(
         device_memory: one value for all ranks, such as "80GB" or a number of bytes, or one value per rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (one, with momentum) or "none"; a state is as large as the
             parameter's gradient. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers.
-        precision: same as in `PipelinePlugin`: "bf16" and "fp16" need fp32 gradients, values and states in addition to
-            the 16-bit parameters.
+        precision: same as in `PipelinePlugin`: "bf16" and "fp16" need fp32 gradients, master weights and states in
+            addition to the 16-bit parameters.
         dp_size: same as in `PipelinePlugin`.
         zero_stage: same as in `PipelinePlugin`. 1 shards the optimizer's state across the replicas.
         fsdp: same as in `PipelinePlugin`. True shards the persistent memory of each unit across the replicas.
         tp_size: same as in `PipelinePlugin`. The memory counts only one rank's shards of parameters, gradients and
-            states; times and activations are estimated for unsharded units.
+            states. Times and activations are estimated for unsharded units.
         tp_plan: same as in `PipelinePlugin`.
         ep_size: same as in `PipelinePlugin`. The experts' parameters count as with `tp_size`.
         ep_plan: same as in `PipelinePlugin`.
@@ -153,8 +153,8 @@ def plan(
             `partition="speed:1.0,0.6"`, otherwise 1.
 
     Raises PartitionError if the requested schedule (by default, every schedule) is impossible or needs more than
-    `device_memory`; ConfigurationError for invalid arguments; UsageError if the model returns no loss; TraceError if
-    the model cannot be traced.
+    `device_memory`, ConfigurationError for invalid arguments, UsageError if the model returns no loss, and TraceError
+    if the model cannot be traced.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
         raise ConfigurationError(f"pp_size, the number of stages, must be a positive integer, got {pp_size!r}")
@@ -211,8 +211,8 @@ def plan(
 
 
 class Automatic(NamedTuple):
-    """The fastest candidate, with a searched or a known schedule; its schedule; and the fastest candidate with a known
-    schedule (None if none fits)."""
+    """The fastest candidate (with a searched or a known schedule), the schedule of this candidate, and the fastest
+    candidate with a known schedule (None if none fits)."""
 
     candidate: Candidate
     schedule: Schedule
@@ -295,8 +295,8 @@ def study(
 
 
 def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
-    """Convert the subject's costs to seconds if `tflops` is given. Raises ConfigurationError for an invalid `tflops`, a
-    `tflops` in addition to a profile, and a `link` without times in seconds."""
+    """Convert the subject's costs to seconds if `tflops` is given. Raises ConfigurationError for an invalid `tflops`,
+    for `tflops` in addition to a profile, and for a `link` without times in seconds."""
     if tflops is not None:
         if isinstance(tflops, bool) or not isinstance(tflops, int | float) or not 0 < tflops < math.inf:
             raise ConfigurationError(f"tflops must be a positive number, got {tflops!r}")
@@ -318,7 +318,7 @@ def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | 
 
 
 def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) -> list[tuple[str, int]]:
-    """Every known schedule with its chunks per rank; "interleaved" is listed with two, and with the requested
+    """Every known schedule with its chunks per rank. "interleaved" is listed with two chunks, and with the requested
     number."""
     wanted = {2, num_model_chunks} - {1} | ({chosen[1]} if chosen and chosen[0] == "interleaved" else set())
     names = [(name, v) for name in SCHEDULES for v in (sorted(wanted) if name == "interleaved" else [1])]
@@ -328,7 +328,7 @@ def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) 
 def first_microbatch(
     model: nn.Module, batch: Any, num_microbatches: int | None, microbatch_size: int | None, seq_len: int | None
 ) -> tuple[Batch, int]:
-    """The first microbatch of `batch`, or of a created batch, and the number of microbatches."""
+    """The first microbatch of `batch` (or of a generated batch), and the number of microbatches."""
     sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size, "seq_len": seq_len}
     check_positive(**{name: size for name, size in sizes.items() if size is not None})
     if batch is None:
@@ -354,7 +354,7 @@ def _profile(
     microbatch: Batch,
     criterion: Criterion | None,
 ) -> Profile | None:
-    """Load or measure the times of units; None if no measured times are requested."""
+    """Load or measure the times of units. Returns None if no measured times are requested."""
     if profile is None and is_profile(partition):
         path = partition.partition(":")[2]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

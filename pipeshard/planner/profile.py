@@ -81,7 +81,8 @@ class Stopwatch:
         return Cost(forward, middle - start, _now(self.device) - middle)
 
     def _placed(self, leaf: Any, made_up: bool) -> Any:
-        """Copy an argument to the device, with random values if it is a float tensor that other units compute."""
+        """Copy an argument to the device, with random values if it is a floating-point tensor that other units
+        compute."""
         if isinstance(leaf, MutableMapping):
             placed = copy.copy(leaf)
             placed.update(tree_map_only(Tensor, lambda t: self._placed(t, True), dict(leaf)))
@@ -99,7 +100,7 @@ def _tail_time(
     model: nn.Module, flow: Dataflow, microbatch: Batch, criterion: Criterion | None, device: torch.device, repeats: int
 ) -> Cost:
     """Median seconds of the forward and backward after the last unit call, in which the model's own code or the
-    criterion computes the loss. `flow` must be traced for this microbatch. Units return random values; if the model
+    criterion computes the loss. `flow` must be traced for this microbatch. Units return random values. If the model
     fails on these values, the times are 0."""
     runs: list[Cost] = []
     with contextlib.suppress(Exception):  # a model may raise any error on random values
@@ -154,7 +155,7 @@ def _median(runs: Sequence[Cost]) -> Cost:
 class Profile:
     """Seconds of F, B and W of each unit call of one microbatch, with the model and device of the measurement.
 
-    `estimated` are the units that could not be timed; their times are estimates, scaled to the measured times.
+    `estimated` are the units that could not be timed. Their times are estimates, scaled to the measured times.
     """
 
     model: str
@@ -166,13 +167,13 @@ class Profile:
     estimated: tuple[str, ...] = ()
 
     def costs(self, flow: Dataflow) -> list[float]:
-        """Seconds of each unit call of `flow` (F, B and W together). Raises ConfigurationError if its unit calls differ
+        """Seconds of each unit call of `flow` (F, B and W together). Raises ConfigurationError if the unit calls differ
         from the profile's."""
         self._refuse("unit calls", self.units, tuple(call.unit for call in flow.calls))
         return [sum(cost) for cost in self.times]
 
     def check(self, model: nn.Module, flow: Dataflow, microbatch: Batch) -> None:
-        """Raise ConfigurationError if the profile is of a different model class, of different unit calls, or of
+        """Raise ConfigurationError if the profile was measured for a different model class, different unit calls, or
         microbatches of different sizes."""
         self._refuse("model classes", (self.model,), (type(model).__name__,))
         self.costs(flow)
@@ -184,7 +185,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that `save` wrote; raises ConfigurationError for anything else."""
+        """Read a file that `save` wrote. Raises ConfigurationError for any other file."""
         try:
             data = json.loads(Path(path).read_text())
             return cls(
@@ -221,13 +222,13 @@ def profile_units(
     """Time the unit calls of `flow` on `device`, for a microbatch like `batch`.
 
     Each kind of unit runs alone in training mode, forward and backward, three times to warm up and `repeats` times for
-    the median. Inputs that other units compute are random values in the shapes of the trace; masks and positions are as
-    the model computes them. Parameters that are not on `device` are also random. If a unit fails on these values, its
+    the median. Inputs that other units compute are random values in the shapes of the trace. Masks and positions are
+    computed by the model. Parameters that are not on `device` are also random. If a unit fails on these values, its
     time is estimated from the times of the other units, with a warning. Only one unit is on the device at a time. The
     time of the last call includes the loss, which the model or `criterion` computes.
 
-    Raises ConfigurationError if the batch leads to unit calls that differ from `flow`, UsageError if no unit could be
-    timed.
+    Raises ConfigurationError if the unit calls for the batch differ from the calls in `flow`, and UsageError if no unit
+    could be timed.
     """
     microbatch = batch if isinstance(batch, Batch) else read_batch(model, batch)
     device = torch.device(device)
@@ -286,7 +287,7 @@ def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
 
 
 def _completed(measured: Sequence[Cost | None], estimates: Sequence[Cost]) -> list[Cost]:
-    """The measured times; for units without a measurement, estimates scaled to seconds."""
+    """The measured times and, for units without a measurement, estimates scaled to seconds."""
     known = [(cost, estimate) for cost, estimate in zip(measured, estimates, strict=True) if cost is not None]
     total = sum(sum(estimate) for _, estimate in known)
     if not total:
@@ -324,11 +325,12 @@ def measured_costs(
     group: dist.ProcessGroup,
     criterion: Criterion | None = None,
 ) -> list[float]:
-    """Seconds of each unit call: the median of the measurements of all ranks of `group`. Call it on these ranks.
+    """Seconds of each unit call: the median of the measurements of all ranks of `group`. Call it on all ranks of
+    `group`.
 
-    `partition` is "profile" or "profile:PATH": an existing file is read; otherwise the first rank writes the file.
-    `cut` is the number of microbatches in `batch` and the number of samples in each; one of the two is None. Raises the
-    errors of `find_profile`.
+    `partition` is "profile" or "profile:PATH". An existing file is read; otherwise, the first rank writes the file.
+    `cut` is the number of microbatches in `batch` and the number of samples in each microbatch. One of the two is None.
+    Raises the errors of `find_profile`.
     """
     file = partition.partition(":")[2]
     profile = find_profile(file, model, flow, batch.split(*cut)[0], device, criterion)

@@ -21,7 +21,7 @@ _DIGIT = 0.078  # the width of a digit in inches
 
 
 def draw_text(program: Program | Simulation) -> str:
-    """Draw a program as text: one line per rank, with time running to the right in cells of equal length; `..` is idle
+    """Draw a program as text: one line per rank, with time running to the right in cells of equal length. `..` is idle
     time, and `--` continues the last action.
 
     A Program is drawn with F = B = W = 1 cell and messages that take no time. The times of a Simulation are rounded to
@@ -50,7 +50,7 @@ def draw_text(program: Program | Simulation) -> str:
 
 
 def _cell(time: float) -> int:
-    """The nearest cell border; halves are always rounded up, so that a span of a cell or more never disappears."""
+    """The nearest cell border. Halves are always rounded up, so that a span of at least one cell never disappears."""
     return math.floor(time + 0.5 + 1e-9)
 
 
@@ -61,9 +61,9 @@ def draw_timeline(
 
     Each panel is (label, rows), where `rows` contains the spans of each rank, with times in seconds or in the unit that
     `relative` names. All panels share one time axis (for example, measured above simulated). A panel's time starts at
-    its first span; the panel's duration and idle share are printed above it. If ranks hold several chunks of the model,
-    later chunks are darker. Numbers are microbatches; numbers that do not fit are omitted. The picture is at most about
-    24 by 16 inches. Requires matplotlib.
+    its first span. The panel's duration and idle share are printed above the panel. If ranks hold several chunks of the
+    model, later chunks are darker. Numbers are microbatches; numbers that do not fit are omitted. The picture is at
+    most about 24 by 16 inches. Requires matplotlib.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -119,7 +119,7 @@ def _shade(kind: Kind, chunk: int) -> str:
 
 
 def _draw_panel(axes: "Axes", rows: Rows, scale: float, inch: float, row_height: float) -> None:
-    """Draw the bars, numbers and labels of rows; one inch shows the duration `inch`, and a row is `row_height` inches
+    """Draw the bars, numbers and labels of rows. One inch shows the duration `inch`, and a row is `row_height` inches
     high."""
     start, length = _extent(rows)
     axes.barh(range(len(rows)), length * scale, height=0.84, color="#F1F1EE", zorder=0)

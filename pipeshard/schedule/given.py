@@ -13,9 +13,9 @@ FORWARD = {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
 
 def check(program: Program) -> None:
-    """Raise ConfigurationError unless the program is legal. Each kind of compute action in use must occur exactly once
-    per microbatch and stage (W at most once), on the stage's rank, after the actions that it needs on this rank. The
-    messages, if any, must be exactly those that the placement requires."""
+    """Raise ConfigurationError unless the program is legal. Each kind of compute action in the program must occur
+    exactly once per microbatch and stage (W at most once), on the stage's rank, after the actions that it needs on this
+    rank. The messages, if any, must be exactly those that the placement requires."""
     outside = sorted({r for r in program.placement if not 0 <= r < len(program.ranks)})
     if outside:
         raise ConfigurationError(
@@ -64,7 +64,7 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     """The training program of a schedule for `p` ranks, `m` microbatches and `v` chunks per rank, without
     communication.
 
-    A Program can be used for its own number of microbatches or fewer; a function is called with (p, m, v). Raises
+    A Program can be used for its own number of microbatches or fewer. A function is called with (p, m, v). Raises
     ConfigurationError for a program that is incomplete, illegal, or made for other sizes, and DeadlockError for a
     program that cannot finish.
     """
@@ -83,7 +83,7 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
 
 
 def chunks_of(schedule: Schedule, p: int, v: int = 1) -> int:
-    """The number of model chunks that each of the `p` ranks holds if `v` are requested; raises ConfigurationError if
+    """The number of model chunks that each of the `p` ranks holds if `v` are requested. Raises ConfigurationError if
     the schedule does not support `v`."""
     if isinstance(schedule, str):
         return num_chunks(schedule, v)

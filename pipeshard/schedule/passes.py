@@ -16,8 +16,8 @@ def add_communication(program: Program) -> Program:
     this result.
 
     A receive is posted and does not block. It is posted one compute action early (a B and its W count as one), so that
-    the transfer overlaps with this action, or earlier if the order of messages requires it (see `_posts`). Rank 1 of
-    1F1B, p=3:
+    the transfer overlaps with this action. It is posted earlier if the order of messages requires this (see `_posts`).
+    Rank 1 of 1F1B, p=3:
 
         RecvF0 RecvF1 F0 SendF0 RecvB0 F1 SendF1 RecvF2 B0 SendB0 RecvB1 F2 SendF2 ...
 
@@ -71,7 +71,7 @@ def _one_early(actions: tuple[Action, ...], k: int) -> int:
 
 
 def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Kind]:
-    """Map each (kind, stage) that has a message from or to another rank to the message's kind; `messages` is RECEIVE or
+    """Map each (kind, stage) with a message from or to another rank to the message's kind. `messages` is RECEIVE or
     SEND."""
     stages = range(len(program.placement))
     return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}
@@ -97,7 +97,7 @@ def shorten_cooldown(program: Program) -> Program:
 
 def split_backwards(program: Program) -> Program:
     """Split each whole B into a B and, right after it, a W. This is faster for many small backwards: a W accumulates
-    the weight's gradient in the matrix multiplication, while a whole B first writes the product to memory and then adds
+    the weight's gradient in the matrix multiplication, but a whole B first writes the product to memory and then adds
     the product to the gradient."""
     return dataclasses.replace(program, ranks=tuple(tuple(_with_weights(actions)) for actions in program.ranks))
 
@@ -107,8 +107,8 @@ def _last_forward(actions: Sequence[Action]) -> int:
 
 
 def _with_weights(actions: Sequence[Action], after: int = -1, sent: Program | None = None) -> Iterator[Action]:
-    """Yield `actions` with a W right after each whole B whose index exceeds `after`; with the program `sent`, only if
-    the gradient of the B is sent to another rank."""
+    """Yield `actions` with a W right after each whole B whose index exceeds `after`. With the program `sent`, a W is
+    added only if the gradient of the B is sent to another rank."""
     split = {action[1:] for action in actions if action.kind is Kind.W}
     for k, action in enumerate(actions):
         kind, i, stage = action

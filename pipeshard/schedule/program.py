@@ -135,8 +135,8 @@ class Program:
         return 0 <= other < len(self.placement) and self.placement[stage] != self.placement[other]
 
     def needs(self, kind: Kind, stage: int) -> list[StageStep]:
-        """The steps that must be complete for a microbatch before its step (`kind`, `stage`), all on the same rank; a
-        receive is complete once the message has arrived."""
+        """The steps that must be complete for a microbatch before its step (`kind`, `stage`), all on the same rank. A
+        receive is complete when the message has arrived."""
         needed = [(AFTER[kind], stage)] if kind in AFTER else []
         if kind in RECEIVE:
             receive = RECEIVE[kind]

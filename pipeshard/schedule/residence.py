@@ -1,7 +1,7 @@
 """Residence: the activations on a rank's device while each action runs, if all other activations are on the host.
 
-The device then holds the activations that the action uses and those that the next B or W needs, of at most two
-microbatches. If the latter are not on the device yet, they are copied back while the action runs.
+The device then holds the activations that the action uses and the activations that the next B or W needs, of at most
+two microbatches. If the latter are not on the device yet, they are copied back while the action runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,9 @@ Holding = tuple[int, int]  # the activations of a microbatch on a stage
 
 
 class Residence(NamedTuple):
-    """The activations on the device while an action runs: the action's own, and `next`, those of the next B or W (None
-    if their F has not run yet). With `stays`, the action's own activations stay during the following action."""
+    """The activations on the device while an action runs: the action's own, and `next`, the activations of the next B
+    or W (None if their F has not run yet). With `stays`, the action's own activations stay during the following
+    action."""
 
     next: Holding | None
     stays: bool
@@ -51,7 +52,7 @@ def most_on_host(actions: Sequence[Action], sizes: Sequence[int]) -> int:
 
 
 def _moments(actions: Sequence[Action]) -> Iterator[tuple[set[Holding], set[Holding]]]:
-    """Yield the activations on the device and those on the host, during each compute action."""
+    """Yield the activations on the device and the activations on the host, during each compute action."""
     for (action, residence), living in zip(residences(actions).items(), alive(actions), strict=True):
         own = action[1:]
         here = {own, residence.next or own}
@@ -59,8 +60,8 @@ def _moments(actions: Sequence[Action]) -> Iterator[tuple[set[Holding], set[Hold
 
 
 def alive(actions: Sequence[Action]) -> Iterator[set[Holding]]:
-    """Yield the live activations, on the device or the host, during each compute action. A microbatch's activations
-    are alive on a stage from its F to its last compute action on the stage."""
+    """Yield the live activations, on the device or the host, during each compute action. A microbatch's activations are
+    alive on a stage from its F to its last compute action on this stage."""
     compute = [action for action in actions if action.kind.is_compute]
     last = {action[1:]: action for action in compute}
     holdings = set[Holding]()

@@ -124,8 +124,8 @@ def v_min(p: int, m: int, v: int = 2) -> Program:
 
 
 def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Program:
-    """A program in a V in which each microbatch repeats the steps of the previous microbatch 6 units of time later,
-    since a rank has 6 actions per microbatch.
+    """A program in a V. Each microbatch repeats the steps of the previous microbatch 6 units of time later, since a
+    rank has 6 actions per microbatch.
 
     Each stage follows the previous stage after 1 unit down the ranks, and after `up` units on the way back. `turns`
     are the units from F to F on the last rank, from F to B on the first rank, and from B to B on the last rank. Each W
@@ -153,7 +153,8 @@ def _next(time: int, x: int) -> int:
 
 
 def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterable[StageStep]]) -> Program:
-    """The program in which each occurrence of a step in a rank's list runs the step's next microbatch, up to the m-th.
+    """The program in which each occurrence of a step in a rank's list runs the next microbatch of this step, up to the
+    m-th microbatch.
 
     The microbatches of a step are therefore in ascending order, and a list may contain too many steps: a program stays
     legal, and free of deadlocks, if all actions of some microbatches are omitted.
@@ -186,7 +187,7 @@ def make_program(name: str, p: int, m: int, v: int = 1) -> Program:
 
 
 def num_chunks(name: str, v: int = 1) -> int:
-    """The number of model chunks per rank under schedule `name`; v = 1 requests the schedule's default.
+    """The number of model chunks per rank under schedule `name`. v = 1 requests the schedule's default.
 
     The default is 2 for "interleaved" (which accepts any number above 1) and for the V schedules, and 1 for all other
     schedules. Raises ConfigurationError for a `v` that the schedule does not support, or an unknown name.

@@ -24,8 +24,8 @@ F, B, W = Kind.F, Kind.B, Kind.W
 
 class Work(NamedTuple):
     """The stages of a pipeline. All fields except `room` have one entry per stage: the stage's rank, the costs of its
-    F, B and W, the memory that a microbatch takes from F to its last action, and the durations of two messages: the
-    stage's input, and the gradients that the stage sends back. `room` is each rank's memory for microbatches;
+    F, B and W, the memory that a microbatch takes from its F to its last action, and the durations of two messages (the
+    stage's input, and the gradients that the stage sends back). `room` is each rank's memory for microbatches;
     `scheduled` requires enough for at least one microbatch. A stage whose weight cost is 0 has no W."""
 
     placement: tuple[int, ...]
@@ -39,14 +39,14 @@ class Work(NamedTuple):
 
 
 def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
-    """Estimate the time of a step of m microbatches; returns the time of the slowest rank, and the sum of the squared
+    """Estimate the time of a step of m microbatches. Returns the time of the slowest rank, and the sum of the squared
     times of all ranks.
 
-    A rank idles three times: until its first input arrives; after its other work, until the input of a later stage or
-    the first gradient arrives; and from its last B to the end of the step. Memory limits this other work and the number
-    of microbatches in flight: `tightness` is the memory that microbatches take, relative to a step in which nothing
-    waits. If ranks have too little memory for one microbatch, the time is infinite, and the second number is the
-    missing memory.
+    A rank is idle three times: until its first input arrives; after its other work, until the input of a later stage or
+    the first gradient arrives; and from its last B to the end of the step. The other work and the number of
+    microbatches in flight are limited by memory: `tightness` is the memory that microbatches take, relative to a step
+    in which nothing waits. If ranks have too little memory for one microbatch, the time is infinite, and the second
+    number is the missing memory.
     """
     _, forward, backward, weight, sizes, rooms, latency, returned = work
     starts = list(itertools.accumulate(map(operator.add, latency, (0.0, *forward))))  # when a microbatch's F can start
@@ -73,7 +73,7 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
 class Rule(NamedTuple):
     """The choice of a free rank's next action: a B before an F, unless the rank `alternates` and has just run a B or a
     W, and a W if neither can run. Of several F's, the rank runs the F of the latest stage (with `deep_forward`) or of
-    the earliest microbatch; `deep_backward` does the same for B's.
+    the earliest microbatch. `deep_backward` has the same effect for B's.
 
     A rank starts no W if an F or a B can start within `patience` times the W's duration, unless an F waits for memory.
     `alive` is the largest number of microbatches between F and B on each stage. No F takes the memory that other F's of
@@ -89,7 +89,7 @@ class Rule(NamedTuple):
 
 
 def rules(work: Work, m: int) -> Iterator[Rule]:
-    """Yield the rules from which a search starts. These differ most in the number of microbatches that a stage keeps
+    """Yield the rules from which a search starts. The main difference is the number of microbatches that a stage keeps
     alive: as many as are in flight in a step without idle time, some more, or as many as fit in memory."""
     stages = range(len(work.placement))
     busy = [0.0] * len(work.room)
@@ -144,8 +144,8 @@ def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T
 def scheduled(
     work: Work, m: int, rule: Rule, most: float = math.inf
 ) -> tuple[float, list[list[tuple[Kind, int, int]]]]:
-    """Schedule a step of m microbatches with this rule; returns its time, and the actions of each rank. If the step
-    cannot finish, or certainly takes longer than `most`, the time is infinite, and the actions are incomplete."""
+    """Schedule a step of m microbatches with this rule. Returns the step's time, and the actions of each rank. If the
+    step cannot finish, or certainly takes longer than `most`, the time is infinite, and the actions are incomplete."""
     placement, forward, backward, weight, sizes, room, latency, returned = work
     stages = range(len(placement))
     of_rank = _of_ranks(placement, len(room))
@@ -164,7 +164,7 @@ def scheduled(
 
     def takes_kept(rank: int, s: int, i: int) -> bool:
         """Whether this F takes memory that is reserved for the first microbatch whose F's on this rank are not all
-        done. This microbatch must fit in memory together with all later microbatches; earlier microbatches do not
+        done. This microbatch must fit in memory together with all later microbatches. Earlier microbatches do not
         count, since they free their memory first."""
         mine = of_rank[rank]
         first = min([forwards[other] for other in mine])

@@ -56,7 +56,7 @@ class Simulation(Timetable):
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank, the largest number of activations that are alive at the same time; a microbatch counts once
+        """For each rank, the largest number of activations that are alive at the same time. A microbatch counts once
         per stage."""
         return tuple(map(int, self.peak_memory(1)))
 
@@ -83,16 +83,16 @@ def simulate(
     """Simulate `program`, with communication added if it has none.
 
     `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one per stage. In a program with W, a
-    B without its own W costs `backward` and `weight` together. A rank computes one action at a time, in order, once the
+    B without its own W costs `backward` and `weight` together. A rank computes one action at a time, in order, when the
     action's input has arrived. Messages never block the rank that posts them, but they are rendezvous: a transfer
-    begins when both ends are posted and the earlier transfers of its directed edge are complete. `latency` is the
-    duration of the transfer of a stage's input, and `returned` that of the gradients that a stage sends back (by
-    default `latency`): one number, or one per stage. `sizes` has one factor per microbatch, which scales the
-    microbatch's costs.
+    begins when both ends are posted and the earlier transfers on its directed edge are complete. `latency` is the
+    duration of the transfer of a stage's input, and `returned` is the duration of the transfer of the gradients that a
+    stage sends back (by default `latency`): one number, or one per stage. `sizes` has one factor per microbatch, by
+    which the microbatch's costs are multiplied.
 
-    Raises DeadlockError, which lists the waiting ranks and their messages, if the program cannot finish or if the two
-    ends of an edge disagree on the order of messages; ConfigurationError for costs that are negative or not one per
-    stage, or sizes that are not one per microbatch.
+    Raises DeadlockError if the program cannot finish or if the two ends of an edge disagree on the order of messages.
+    The error lists the waiting ranks and their messages. Raises ConfigurationError for costs that are negative or not
+    one per stage, and for sizes that are not one per microbatch.
     """
     if len(sizes) not in (0, program.num_microbatches):
         raise ConfigurationError(
@@ -128,7 +128,7 @@ def simulate_parts(
     returned: ActionCost | None = None,
     sizes: Sequence[float] = (),
 ) -> Simulation:
-    """`simulate` with separate costs of B and W; in a program without W, a B costs both."""
+    """`simulate` with separate costs of B and W. In a program without W, a B costs both together."""
     if not program.has_weight:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
     return simulate(program, forward, backward, weight, latency, returned, sizes)
@@ -170,7 +170,7 @@ class _Edge:
 
 
 class _Run:
-    """The state of a simulation: each rank is a generator that runs until a step that it needs is missing.
+    """The state of a simulation. Each rank is a generator that runs until a step that it needs is missing.
 
     The order in which ranks run does not matter, so no clock orders the events: every time follows from the times of
     the steps that an action needs. On each edge the k-th send matches the k-th receive.
@@ -208,7 +208,8 @@ class _Run:
 
     def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, StageStep, Times, float] | None:
         """For one end of a message, return its edge, the posts of this end and of the other end, the step of the other
-        end, the times of arrival, and the duration of a transfer. None if the other end is not on another rank."""
+        end, the times of arrival, and the duration of a transfer. Returns None if the other end is not on another
+        rank."""
         if not self.program.crosses(kind, stage):
             return None
         other, at = PARTNER[kind][0], stage + PARTNER[kind][1]
@@ -221,7 +222,7 @@ class _Run:
         return edge, edge.sends, edge.receives, (other, at), self.times[other][at], took
 
     def finish(self) -> tuple[tuple[Span, ...], ...] | None:
-        """Run the simulation; returns the spans of each rank, or None if the program cannot finish."""
+        """Run the simulation. Returns the spans of each rank, or None if the program cannot finish."""
         ranks = [self._rank(rank) for rank in range(len(self.program.ranks))]
         self.waits = waits = [next(actions, None) for actions in ranks]
         while runnable := [rank for rank, wait in enumerate(waits) if wait and self._has(wait[1])]:
@@ -244,7 +245,7 @@ class _Run:
         return self.times[action.kind][action.stage][action.microbatch] < math.inf
 
     def _rank(self, rank: int) -> Iterator[tuple[Action, Action]]:
-        """Run one rank; whenever it must wait, yield its next action and the missing action."""
+        """Run one rank. Whenever the rank must wait, yield its next action and the missing action."""
         clock, never, spans, steps, post = 0.0, math.inf, self.spans[rank], self.steps, self._post
         for action in self.program.ranks[rank]:
             kind, i, stage = action

@@ -1,9 +1,9 @@
 """Slices: programs for microbatches that are split along the sequence into n slices each.
 
-A slice needs the cache entries of the slices before it, and its backward needs the gradients of its own entries from
-the slices after it. The forwards of a microbatch therefore run from the first slice to the last, and the backwards from
-the last to the first (Seq1F1B, Sun et al. 2024, arXiv:2406.03488). In a program, slice s of microbatch i has the number
-i * n + s.
+A slice needs the cache entries of the slices before it. Its backward needs the gradients of its own entries from the
+slices after it. The forwards of a microbatch therefore run from the first slice to the last, and the backwards from the
+last to the first (Seq1F1B, Sun et al. 2024, arXiv:2406.03488). In a program, slice s of microbatch i has the number i *
+n + s.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ def sliced(name: str, p: int, m: int, n: int) -> Program:
 
 @lru_cache
 def number_of_slices(name: str, p: int, m: int, most: int) -> int:
-    """The number of slices for "auto": the smallest of 1, 2, 4, ... up to `most` whose step takes at most 5 % longer
-    than the shortest step, if a backward takes twice as long as a forward."""
+    """The number of slices for "auto": the smallest of 1, 2, 4, ... up to `most` for which a step takes at most 5 %
+    longer than the shortest step. A backward is assumed to take twice as long as a forward."""
     numbers = [2**k for k in range(max(1, most).bit_length())]
     times = {n: simulate(sliced(name, p, m, n), 1 / n, 2 / n).makespan for n in numbers}
     return next(n for n in numbers if times[n] <= NEAR * min(times.values()))

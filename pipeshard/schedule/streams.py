@@ -4,8 +4,8 @@ A host queues all actions of a step on its GPU and does not wait. With NCCL, a m
 kernel waits on its communicator's stream for earlier messages, then for the kernel of the other rank. Ranks that post
 messages in different orders may therefore deadlock, although no host waits. An operation that waits for the device
 (`cudaFree`, a kernel that is loaded late, an autotuner) also waits for messages whose other ends may be posted only
-after this operation. torch.distributed.pipelining and Megatron-LM order messages by hand for each schedule. Here the
-waits of the GPUs form a graph, built from the program, and the program terminates if the graph has no cycle.
+after this operation. torch.distributed.pipelining and Megatron-LM order messages by hand for each schedule. Here a
+graph of the GPUs' waits is built from the program, and the program terminates if the graph has no cycle.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Node = tuple[str, Action]  # "starts" or "ends"; both ends of a message end toge
 
 
 class Lanes(NamedTuple):
-    """Which messages share a communicator, and therefore a stream on each rank.
+    """The choice of the messages that share a communicator, and therefore a stream on each rank.
 
     Attributes:
         per: "edge" (messages from one rank to another), "pair" (messages between two ranks) or "world" (all).
@@ -46,7 +46,7 @@ class Device(NamedTuple):
     """Additional waits of a GPU.
 
     Attributes:
-        in_order: whether kernels start in the order in which the host queued them, across all streams
+        in_order: whether the kernels of all streams start in the order in which the host queued them
             (CUDA_DEVICE_MAX_CONNECTIONS=1).
         resident: the number of message kernels that fit on the GPU at the same time; each kernel waits for the end of
             the kernel that is `resident` messages before it. None means any number.
@@ -63,7 +63,7 @@ PLAIN, WORST = Device(), Device(in_order=True, resident=1, synchronizes=True)
 
 def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> None:
     """Raise DeadlockError if a program with messages deadlocks on streams, or if the ends of its messages do not match.
-    For a deadlock, the error lists the cycle of waits. The result does not depend on any durations."""
+    If the program deadlocks, the error lists the cycle of waits. The result does not depend on any durations."""
     _check_ends(program, lanes)
     try:
         TopologicalSorter(_graph(program, lanes, device)).prepare()
@@ -73,7 +73,7 @@ def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> Non
 
 
 def add_ordered_communication(program: Program) -> Program:
-    """Add messages, with both ends of each message at the same position in a global order of all ranks' actions.
+    """Add messages. Both ends of each message have the same position in a global order of all ranks' actions.
 
     Each rank runs its part of this order. Therefore, for all lanes, and even if an action waits for the device, the
     earliest unfinished action can always complete. `add_communication` does not guarantee this: it posts receives
@@ -83,7 +83,7 @@ def add_ordered_communication(program: Program) -> Program:
 
         RecvF0 F0 RecvF1 SendF0 F1 RecvF2 SendF1 RecvB0 B0 SendB0 F2 SendF2 RecvB1 B1 ...
 
-    Raises ConfigurationError if the program already has communication, DeadlockError if it cannot finish.
+    Raises ConfigurationError if the program already has communication, and DeadlockError if it cannot finish.
     """
     if program.has_communication:
         raise ConfigurationError(f"program {program.name!r} already has communication")
@@ -127,7 +127,7 @@ def _check_ends(program: Program, lanes: Lanes) -> None:
 
 
 def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[Node]]:
-    """The nodes that each node (one end of a message, a full message or a compute action) waits for."""
+    """For each node (one end of a message, a full message or a compute action), the nodes for which it waits."""
     place = program.placement
     receive = crossing(program, RECEIVE)
     graph: defaultdict[Node, list[Node]] = defaultdict(list)
@@ -166,8 +166,8 @@ def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[No
 
 
 def _circle_lines(program: Program, circle: list[Node]) -> list[str]:
-    """A line for each wait in a cycle, in which each node follows the node that it waits for. The end of a message has
-    no line, since it waits only for the start of both ends."""
+    """A line for each wait in a cycle. In the cycle, each node follows the node for which it waits. The end of a
+    message has no line, since it waits only for the start of both ends."""
     lines, place = [], program.placement
     for (what, before), (state, action) in pairwise(circle):
         if state == "starts" or action.kind.is_compute:

@@ -6,7 +6,8 @@
 
 `is_causal` of torch's scaled_dot_product_attention is correct only if queries and keys have the same length. For a
 slice, transformers builds a mask, and the kernel keeps a floating-point copy of the mask for each layer until the
-backward. Over all slices of a sequence of s positions, the copies have s * s / 2 elements. The gradients of both parts
+backward. Over all slices of a sequence of s positions, a layer's copies have s * s / 2 elements. Here, attention to
+earlier slices and attention to the slice itself are computed separately, without a mask. The gradients of both parts
 follow from the output and the logsumexp of the whole attention (Dao et al. 2022, arXiv:2205.14135).
 """
 
@@ -42,7 +43,7 @@ class Fresh(NamedTuple):
 
 @cache
 def register() -> None:
-    """Make models with "sdpa" attention use this attention for keys that have the attribute FRESH."""
+    """Make models with "sdpa" attention use the attention of this module for keys that have the attribute FRESH."""
     plain = ALL_ATTENTION_FUNCTIONS[SDPA]
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kw: Any) -> Any:
@@ -63,8 +64,8 @@ def register() -> None:
 
 
 def lower_right(query: Tensor, key: Tensor) -> Tensor:
-    """torch's causal mask for queries at the last positions of the keys. It is created outside of torch modes, since
-    torch cannot create a Tensor subclass inside a mode."""
+    """torch's causal mask for queries at the last positions of the keys. It is created outside torch modes, since torch
+    cannot create a Tensor subclass inside a mode."""
     with disable_current_modes():
         return causal_lower_right(query.shape[-2], key.shape[-2])
 
@@ -120,7 +121,8 @@ class Attention(torch.autograd.Function):
 
 
 def _parts(query: Tensor, keys: Grown, values: Grown, start: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield (keys, values, is_causal) of the earlier slices, then of the slice itself, for every head of the query."""
+    """Yield (keys, values, is_causal) of the earlier slices, then of the slice itself. Keys and values are those for
+    every head of the query."""
     end = start + query.shape[-2]
     for part, is_causal in (((0, start), False), ((start, end), True)):
         k, v = keys.part(*part), values.part(*part)

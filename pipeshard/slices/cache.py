@@ -58,7 +58,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False, has_whole_
 
 def has_keys(cache: Any) -> bool:
     """Whether a layer of the cache attends to earlier positions, and therefore needs a mask for these positions. Layers
-    that only have states do not."""
+    with states only do not attend."""
     return {*map(type, getattr(cache, "self_attention_cache", cache).layers)} != {States}
 
 
@@ -97,7 +97,7 @@ class SlidingKeys(Keys, DynamicSlidingWindowLayer):
 
 
 class IndexedKeys(Keys, DynamicIndexedLayer):
-    """Keys and values of a layer that selects positions with the keys of an indexer."""
+    """Keys and values of a layer with an indexer, whose keys select positions."""
 
     def __init__(self, now: Slice, number: int, like: Any) -> None:
         DynamicIndexedLayer.__init__(self)

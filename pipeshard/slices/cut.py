@@ -31,8 +31,8 @@ LEAST = 2  # a slice has at least this many positions: for one position, layers 
 
 
 def lengths(total: int, n: int, slope: float) -> list[int]:
-    """Return the lengths of n slices of `total` positions that take equal times. Position k takes a time of
-    1 + slope * k, since it attends to k earlier positions. A short sequence has fewer slices."""
+    """Return the lengths of n slices that take equal times and have `total` positions together. Position k takes a time
+    of 1 + slope * k, since it attends to k earlier positions. A short sequence has fewer slices."""
     n = max(1, min(n, total // LEAST))
 
     def work(end: float) -> float:
@@ -107,8 +107,8 @@ def _refuse_packed(batch: Batch) -> None:
 
 
 def shortened(batch: Batch, most: int) -> Batch:
-    """Return the part of a batch with the most labels, among consecutive parts of `most` positions. A batch with at
-    most `most` positions is returned unchanged."""
+    """Divide a batch into consecutive parts of `most` positions, and return the part with the most labels. A batch with
+    at most `most` positions is returned unchanged."""
     total = sequence_of(batch)
     if total <= most:
         return batch
@@ -146,7 +146,7 @@ def with_padding(batch: Batch, token: int | None) -> Batch:
 
 @dataclass(frozen=True)
 class SliceCall:
-    """The model's inputs for one slice on one stage: the slice's positions of the microbatch's arguments, masks up to
+    """The model's inputs for one slice on one stage: the slice's positions in the microbatch's arguments, masks up to
     the end of the slice, and a cache."""
 
     batch: Batch
@@ -194,8 +194,8 @@ def _is_of_loss(path: str) -> bool:
 
 
 class Joint(NamedTuple):
-    """Combines the results of slices into the microbatch's result by concatenation along `dim`, and splits the result's
-    gradient. If `rows` is not None, dimension `dim` contains the positions of all `rows` samples, sample by sample."""
+    """Concatenates the results of slices along `dim` to the microbatch's result, and splits the result's gradient. If
+    `rows` is not None, dimension `dim` contains the positions of all `rows` samples, sample by sample."""
 
     dim: int
     rows: int | None

@@ -22,16 +22,16 @@ from pipeshard.errors import TraceError
 
 
 class Left(NamedTuple):
-    """A state that a slice has passed to later slices: the root of its autograd graph, and a function that returns the
-    gradient from later slices, or None if there is none."""
+    """A state that a slice has passed to later slices: the root of the state's autograd graph, and a function that
+    returns the gradient from later slices, or None without a gradient."""
 
     edge: GradientEdge
     gradient: Callable[[], Tensor | None]
 
 
 class Grown:
-    """A tensor that grows along one dimension from slice to slice, up to `length` positions, in one buffer that is
-    never copied.
+    """A tensor that grows along one dimension from slice to slice, up to `length` positions. It is stored in one buffer
+    that is never copied.
 
     `append` writes the positions of a slice, and returns the positions from `first` to the end of the slice.
     """
@@ -49,8 +49,8 @@ class Grown:
 
     def write(self, new: Tensor, start: int, first: int) -> Tensor:
         """Write the positions of a slice, and return a view of the positions from `first` to the end of the slice. The
-        view has its own version counter (`data`), since writes of later slices do not change the positions that an
-        earlier slice's graph has saved."""
+        view has its own version counter (`data`). This is safe, since writes of later slices do not change the
+        positions that an earlier slice's graph has saved."""
         end = start + new.shape[self.dim]
         self.part(start, end).copy_(new.detach())
         return self.part(first, end)
@@ -95,7 +95,7 @@ class _Append(torch.autograd.Function):
 
 class Slice:
     """One slice of a microbatch: the positions [start, end) of `total`, and the `states` that it shares with the
-    microbatch's other slices. `left` are the states that it has passed to later slices, by name."""
+    microbatch's other slices. `left` are the states that the slice has passed to later slices, by name."""
 
     def __init__(self, start: int, end: int, total: int, states: dict[Any, Any]) -> None:
         self.start, self.end, self.total, self.states = start, end, total, states
@@ -142,7 +142,7 @@ class Slice:
 
     def hand_over(self, name: Any, state: Tensor) -> None:
         """Pass a state to the next slice, instead of the previous state. Does nothing in the last slice, and if the
-        state was already passed (by a recomputed unit)."""
+        state was already passed (when the unit is recomputed)."""
         if name in self._handed or self.end == self.total:
             return
         self._handed.add(name)

@@ -3,7 +3,7 @@
     base weights    meta ---- stand-ins ---- meta ---------------- loaded, stage by stage
     adapters                  initialized by peft, on the CPU ---- DoRA, PiSSA, OLoRA: computed from a layer's weights
 
-No process holds more of the model than its stage, and adapters have the same initial values as in one process.
+No process holds more than its own stage of the model, and adapters have the same initial values as in one process.
 """
 
 import math
@@ -38,10 +38,10 @@ def is_blank(model: nn.Module) -> bool:
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
     """Apply `put` (peft's `get_peft_model`) to a model on meta, and return its result. Base weights stay on meta.
-    Adapters have the same initial values as on the loaded model; `begin` later sets values that depend on weights.
+    Adapters have the same initial values as on the loaded model. `begin` later sets the values that depend on weights.
 
-    Raises ConfigurationError if initial values need more than the weights of the adapter's own layer, or if they need
-    these weights and the model is quantized.
+    Raises ConfigurationError if initial values need more than the weights of the adapter's own layer, or if the model
+    is quantized and initial values need these weights.
     """
     refuse_far(config)
     if needs_weights(config) and is_quantized(model):
@@ -65,7 +65,7 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
 @contextmanager
 def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
     """Context manager in which peft may add adapters to a model on meta. On exit, new copies of modules
-    (`modules_to_save`) are on meta if they have no other values than the original.
+    (`modules_to_save`) are on meta if their only values are those of the original.
 
     Raises ConfigurationError if another new parameter has been computed from weights; with `begins_later`, `begin`
     computes those of LoRA layers again.
@@ -96,8 +96,8 @@ def _is_nan(parameter: nn.Parameter) -> bool:
 @contextmanager
 def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
     """Context manager that temporarily replaces meta parameters with CPU tensors of `value`, each expanded from one
-    element. It is needed because peft creates adapters on the weights' device and does not initialize them on meta.
-    """
+    element. This is needed because peft creates adapters on the weights' device, and does not initialize adapters on
+    meta."""
     blank = {parameter: parameter.dtype for parameter in model.parameters() if parameter.is_meta}
     dtypes = blank | {layer.weight: layer.adapter_dtype for _, layer in packed_layers(model)}
     for parameter in blank:
@@ -178,7 +178,7 @@ def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]
 
 
 def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
-    """The parameters of `layer` that peft changes to initialize the adapter, by name, with their new values; the layer
+    """By name, the new values of the parameters of `layer` that peft changes to initialize the adapter. The layer
     itself is restored."""
     before, vectors = dict(layer.named_parameters()), dict(layer.lora_magnitude_vector.items())
     values = {name: parameter.data for name, parameter in before.items()}
@@ -199,9 +199,9 @@ def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
 
 def base_names(model: nn.Module, active: bool = False) -> dict[str, str]:
     """Map the full name of each tensor to its name in the base architecture. Trained copies (`modules_to_save`) have
-    the name of the original; adapters are omitted. With `active`, a module with copies is represented by the module
-    that its forward uses: the active adapter's copy, or the original if this adapter has no copy. In a model without
-    adapters, the two names are equal."""
+    the name of the original. Adapters are omitted. With `active`, of a module and its trained copies only the one that
+    a forward uses is included: the active adapter's copy, or the original if this adapter has no copy. In a model
+    without adapters, the two names of a tensor are equal."""
     prefix, base = without_adapters(model)
     return dict(_named(base, prefix, "", active))
 

@@ -25,11 +25,11 @@ def balance(
 ) -> list[int]:
     """Return the number of consecutive calls per stage that minimizes the largest stage cost, then the sum of squared
     stage costs. `forbidden` contains the calls before which no cut is allowed, each with the reason. `fits(stage,
-    start, end)` returns whether a stage can hold the calls from start to end (exclusive); if a range does not fit, no
+    start, end)` returns whether a stage can hold the calls from start to end (exclusive). If a range does not fit, no
     range that contains it may fit. `ranks` is the rank of each stage. If the ranks form a V, blocks of inseparable
     calls are then moved between stages, as long as a move reduces the largest cost of a rank, then the sum of squared
-    rank costs, then the sum of squared stage costs. `speeds` is the relative speed of each stage's rank, by which the
-    stage's cost is divided.
+    rank costs, then the sum of squared stage costs. `speeds` has the relative speed of each stage's rank; the stage's
+    cost is divided by it.
 
     Raises PartitionError if fewer parts than stages are possible, or if no partition fits.
     """
@@ -73,7 +73,7 @@ def balance(
 
 def _lowest(edges: Sequence[int], fits: Callable[[int, int], bool]) -> list[int]:
     """Return, for each end, the smallest start of a range of blocks that fits. The starts never decrease, since a range
-    does not fit if a part of the range does not fit."""
+    does not fit if a part of it does not fit."""
     lowest, start = [0], 0
     for end in range(1, len(edges)):
         while start < end and not fits(edges[start], edges[end]):

@@ -68,8 +68,8 @@ def _crossing(
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
     """Return the calls before which no cut is allowed, each with the reason: an untracked value would have to cross the
     cut, an earlier unit reads state that a later unit left in the previous forward, a torch.utils.checkpoint of the
-    model contains the cut, or the model has CutPoints elsewhere. The key `len(flow.calls)` means the end of the
-    model."""
+    model contains the cut, or the model has CutPoints elsewhere. The key `len(flow.calls)` stands for a cut at the end
+    of the model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
         reason = f"the model can be cut only at its CutPoints, and it calls {len(flow.cut_points)}"

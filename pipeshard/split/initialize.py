@@ -1,12 +1,12 @@
 """Initialize: the initial values of tensors on meta, and the construction of layers only on the ranks that hold them.
 
 transformers' `model.init_weights()` uses one generator for all modules in order, so the values of a parameter depend on
-all parameters before it, which a stage does not have. Here every parameter has its own generator, seeded with the
-parameter's name.
+all parameters before it. A stage does not have all of these. So here, every parameter has its own generator, seeded
+with the parameter's name.
 
 A list of LayerSpecs may describe a model that is too large for any process. Each layer is first built on meta, as a
-skeleton with names and shapes, and built again with allocated tensors on the ranks that hold it. Optimizers, hooks and
-ties refer to the skeleton, so the values of the second module are then moved to the skeleton.
+skeleton with names and shapes. On the ranks that hold the layer, it is built again with allocated tensors. Optimizers,
+hooks and ties refer to the skeleton, so the values of the second module are then moved to the skeleton.
 """
 
 import copy
@@ -70,7 +70,8 @@ def initialize(
 
 
 def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
-    """Call `fill` for each module that contains some of these tensors; return the names that were not written.
+    """Call `fill` for each module that contains some of these tensors. Return the names of the tensors that were not
+    written.
 
     Children are filled before their parents, as in transformers. `fill` also receives the module's owner: the module
     itself or its nearest ancestor that has `_init_weights`, or None.
@@ -115,11 +116,11 @@ def _by_function(
 
 
 class _SeededWrites(DispatchMode):
-    """Dispatch mode that skips writes to the model's tensors, except those in `names`. A random write uses a generator
-    seeded with the tensor's name.
+    """Dispatch mode that skips writes to the model's tensors, except tensors in `names`. A random write uses a
+    generator seeded with the tensor's name.
 
-    A parameter with several names is written only by the module of its first name; other modules would initialize it
-    again.
+    A parameter with several names is written only by the module of its first name. Otherwise, the other modules would
+    initialize it again.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], seed: int) -> None:
@@ -137,8 +138,8 @@ class _SeededWrites(DispatchMode):
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """Context manager that allows writes only to tensors of the module at `path`. It seeds torch's CPU generator
-        with the path, and restores it on exit."""
+        """Context manager that allows writes only to tensors of the module at `path`. torch's CPU generator is seeded
+        with the path, and restored on exit."""
         self.path = path
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number(self.seed, path))
@@ -180,7 +181,8 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module: 
 
 @dataclass
 class Blueprint:
-    """The constructor and the original attributes of a skeleton. `build` keeps attributes that have changed since.
+    """The constructor and the original attributes of a skeleton. `build` keeps attributes that have changed since the
+    skeleton was made.
 
     `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
     original plain attributes).
@@ -195,7 +197,7 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     """Call `construct()` on meta, and return the module, which has names, shapes and attributes but no values. The
     user's generators do not change.
 
-    `build` later calls `make()` for the values, which depend on the seed and on `place`, the layer's number. Raises
+    `build` later calls `make()` for the values. These depend on the seed and on `place`, the layer's number. Raises
     ConfigurationError if the constructor does not run on meta, or does not return a module.
     """
     refusal = explained(
@@ -245,7 +247,8 @@ def build(module: nn.Module, seed: int) -> None:
 
 
 class _Unread(DispatchMode):
-    """Dispatch mode in which reading the value of a meta tensor is an error: ColossalAI patches torch to return 0."""
+    """Dispatch mode in which reading the value of a meta tensor raises an error: ColossalAI patches torch to return
+    0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -254,8 +257,8 @@ class _Unread(DispatchMode):
 
 
 def blank_buffers(module: nn.Module) -> None:
-    """Allocate zero-filled CPU buffers for a skeleton that this rank does not build: the trace of a batch and
-    checkpoints need them."""
+    """Allocate zero-filled CPU buffers for a skeleton that this rank does not build: traces and checkpoints need these
+    buffers."""
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -264,8 +267,8 @@ def blank_buffers(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
-    """Copy the values, buffers and attributes of `built` to `module`; references to submodules and tensors of `built`
-    become references to their counterparts in `module`."""
+    """Copy the values, buffers and attributes of `built` to `module`. References to submodules and tensors of `built`
+    become references to the corresponding objects in `module`."""
     parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, _ in blueprint.before}
     paths, built_paths = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
     if paths != built_paths:

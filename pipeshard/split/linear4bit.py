@@ -67,7 +67,7 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
         self.weight.data, self.quant_state, self.weight.bnb_quantized = value, state, True
 
     def _quantized(self, value: Rows, packed: Tensor) -> Any:
-        """Quantize a weight of `whole_shape` into `packed`; return its `quant_state`."""
+        """Quantize a weight of `whole_shape` into `packed`, and return the `quant_state`."""
         parts = self.parts(value, self.options["blocksize"])
         return quantize_4bit(parts, packed, torch.Size((self.out_features, self.in_features)), **self.options)
 
@@ -86,7 +86,7 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
 
 
 def _layout(state: Any) -> tuple[Any, ...]:
-    """The fields that the kernels rely on: the shape, the packing options and the sizes of the scales."""
+    """The fields on which the kernels rely: the shape, the packing options and the sizes of the scales."""
     of_scales = (*state.state2.absmax.shape, *state.state2.code.shape, state.state2.blocksize) if state.nested else ()
     sizes = *state.absmax.shape, *state.code.shape, *of_scales
     return tuple(state.shape), state.quant_type, state.blocksize, state.absmax.dtype, sizes
@@ -94,7 +94,8 @@ def _layout(state: Any) -> tuple[Any, ...]:
 
 @cache
 def quantized_blank(shape: tuple[int, int], dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any]:
-    """Quantize a weight on meta, once for all weights of the same sizes, since a model may have hundreds of them."""
+    """Quantize a weight on meta. The result is cached for all weights of the same sizes, since a model may have
+    hundreds of them."""
     return functional.quantize_4bit(torch.empty(shape, dtype=dtype, device="meta"), **options)
 
 
@@ -107,11 +108,11 @@ def quantize_4bit(
     quant_type: str,
     quant_storage: torch.dtype,
 ) -> Any:
-    """Quantize the parts of a tensor of this shape into `packed`; return the `quant_state`. The number of elements of
-    every part except the last is a multiple of `blocksize`.
+    """Quantize the parts of a tensor of this shape into `packed`, and return the `quant_state`. Except for the last
+    part, the number of elements is a multiple of `blocksize`.
 
-    The result is that of bitsandbytes' function of the same name, bit for bit. On a CPU, that function needs about
-    thirty times the memory of its result.
+    The result is bit for bit that of bitsandbytes' function of the same name. On a CPU, bitsandbytes' function needs
+    about thirty times the memory of its result.
     """
     scales = torch.empty(-(-shape.numel() // blocksize), dtype=torch.float32, device=packed.device)
     values, blocks = 0, 0

@@ -53,6 +53,6 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
 
 
 def quantize_8bit(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
-    """Quantize the rows in `parts` into `packed`, and return their scales. The result is bit for bit that of
+    """Quantize the rows in `parts` into `packed`, and return the scales of the rows. The result is bit for bit that of
     bitsandbytes, which would copy all of its input in higher precision."""
     return quantize_rows(parts, packed, lambda part: functional.int8_vectorwise_quant(part.to(torch.float16))[:2])

@@ -14,11 +14,11 @@ from pipeshard.split.packed_linear import PackedLinear, quantize_rows
 class LinearTorchao(PackedLinear, nn.Linear):
     """A linear layer with an int8 weight.
 
-    It computes the same as a layer whose weight is torchao's Int8Tensor, but its forward does not save the weight in
+    The layer computes the same as one whose weight is torchao's Int8Tensor. But its forward does not save the weight in
     the input's dtype for the backward: the backward converts the weight again.
 
     Attributes:
-        scale: the scales, one per output; None while the weight has no values (a forward then uses scales of 1).
+        scale: the scales, one per output, or None while the weight has no values (a forward then uses scales of 1).
     """
 
     layer_class, weight_class, mark = nn.Linear, nn.Parameter, "is_quantized"
@@ -72,8 +72,8 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_int8(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
-    """Quantize the rows in `parts` into `packed`, and return their scales. The result is bit for bit that of torchao,
-    which would copy all of its input in higher precision."""
+    """Quantize the rows in `parts` into `packed`, and return the scales of the rows. The result is bit for bit that of
+    torchao, which would copy all of its input in higher precision."""
 
     def quantize(part: Tensor) -> tuple[Tensor, Tensor]:
         quantized = Int8Tensor.from_hp(part, PerRow())

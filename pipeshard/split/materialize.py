@@ -1,8 +1,8 @@
 """Materialize: the reduction of a model to one stage, with values only for the parameters that the stage holds.
 
-The model keeps its classes and its module tree, so that its own forward can run. A parameter of another stage is
-replaced by a Ghost under all of its names, and a Replay answers the calls of another stage's units. Parameters on meta
-are allocated here, only on the stages that hold them.
+The model keeps its classes and its module tree, so that its own forward can run. A Ghost replaces each parameter of
+another stage under all of its names, and a Replay answers the calls of another stage's units. Parameters on meta are
+allocated here, each only on the stages that hold it.
 """
 
 import contextlib
@@ -53,14 +53,14 @@ def shard(
 
 
 def trim() -> None:
-    """Return freed host memory to the system. glibc keeps freed blocks of up to 32 MB in the process, and reuses
-    them only for blocks that fit into the gaps."""
+    """Return freed host memory to the system. glibc keeps freed blocks of up to 32 MB in the process, and reuses their
+    memory only for blocks that fit into the gaps."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
-    """Free the parameters that this stage does not hold: a Ghost replaces each, under all of its names."""
+    """Free the parameters that this stage does not hold: a Ghost replaces each parameter, under all of its names."""
     parameters = dict(model.named_parameters())
     for first, names in names_of(model).items():
         if first not in policy.ownership.held[policy.stage]:
@@ -76,8 +76,8 @@ def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
 def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
     """Compile each unit separately with torch.compile; units of one class share the compiled code.
 
-    Linear and embedding layers are not compiled: a single operation has nothing to fuse, and calling compiled code
-    takes longer.
+    Linear and embedding layers are not compiled: they have only one operation, so nothing can be fused, and calling
+    compiled code takes longer.
     """
     single = (nn.Linear, nn.Embedding)  # not their subclasses, which may do more
     fusible = {name: u for name, u in units.items() if type(u) not in single and not isinstance(u, CutPoint)}
@@ -86,8 +86,8 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
 
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
-    """Raise ConfigurationError for torch.compile options that pipeline units cannot support; `by_whole_batch` is
-    whether deferred_batch_norm=True is set."""
+    """Raise ConfigurationError for torch.compile options that pipeline units cannot support. `by_whole_batch` means
+    that deferred_batch_norm=True is set."""
     if by_whole_batch:
         raise ConfigurationError(
             "deferred_batch_norm=True does not support compile, which hides the inputs of batch norm in a unit. "
@@ -108,7 +108,8 @@ def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_ba
 
 
 def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
-    """Build the skeletons in held units; other skeletons keep their meta parameters and receive zero-filled buffers."""
+    """Build the skeletons in held units. All other skeletons keep their meta parameters and receive zero-filled
+    buffers."""
     inside = {module for unit in policy.get_held_layers() for module in unit.modules()}
     for module in skeletons(model):
         if module in inside:
@@ -121,8 +122,8 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
     """Allocate these meta parameters on the device, uninitialized, and all meta buffers.
 
     A parameter stays the same object, so that optimizers, hooks and ties still refer to it. Buffers of a
-    PreTrainedModel, including persistent ones, have the values that its constructor computes; other buffers are
-    uninitialized. Returns a dict from the name of each meta buffer to whether its values are known.
+    PreTrainedModel, including persistent ones, have the values that the model's constructor computes. Other buffers are
+    uninitialized. Returns a dict that maps the name of each meta buffer to whether the buffer's values are known.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
@@ -142,7 +143,7 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
 
 def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Rebuild each outermost PreTrainedModel in `model` from its config, with `dtype` if given. Yields the prefix of
-    its names, and the new model, whose parameters are on meta and whose buffers have values."""
+    the PreTrainedModel's names, and the new model. In the new model, parameters are on meta and buffers have values."""
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
 

@@ -4,10 +4,10 @@
     (out, in), 16-bit    --->  (out * in / 2, 1), uint8, and a scale for every 64 values
                          --->  (out, in), int8, and a scale for every row
 
-A packed weight is a frozen parameter that has its quantized shape from the start, also on meta. It is traced, released
-and allocated like any other parameter, and a process dequantizes one layer at a time. bitsandbytes (Dettmers et al.
-2022 and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products, or torchao quantizes
-the weights. Each is imported only if needed.
+A packed weight is a frozen parameter that has its quantized shape from the start, even on meta. It is traced, released
+and allocated like any other parameter. A process dequantizes one layer at a time. bitsandbytes (Dettmers et al. 2022
+and 2023, arXiv:2208.07339, arXiv:2305.14314) quantizes the weights and computes the products, or torchao quantizes the
+weights. Each is imported only if needed.
 """
 
 from abc import ABC, abstractmethod
@@ -26,8 +26,8 @@ UNWRITTEN = (
 
 
 class Rows(Protocol):
-    """The values of a weight before quantization: a tensor, or a matrix in a file whose rows are read when they are
-    sliced."""
+    """The values of a weight before quantization: a tensor, or a matrix in a file, whose rows are read when the matrix
+    is sliced."""
 
     def __getitem__(self, rows: slice, /) -> Tensor: ...
 
@@ -36,7 +36,7 @@ class Packed(nn.Module, ABC):
     """A layer with a quantized weight.
 
     Attributes:
-        mark: the model attribute by which peft and transformers recognize a model with such layers.
+        mark: the model attribute by which peft and transformers recognize a model with layers of this class.
         whole_shape: the shape of the weight in a checkpoint.
     """
 
@@ -51,7 +51,7 @@ class Packed(nn.Module, ABC):
 
     @property
     def adapter_dtype(self) -> torch.dtype:
-        """The dtype of the library's own weight. If it is a floating-point dtype, peft rounds new adapters to it."""
+        """The dtype of the library's own weight. If this is a floating-point dtype, peft casts new adapters to it."""
         return self.weight.dtype
 
     @abstractmethod
@@ -83,8 +83,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def quantize_as(model: nn.Module, built: Any, names: Mapping[str, str]) -> None:
-    """Quantize the layers of `built` that are quantized in `model`; `built` has values, and `names` maps the tensor
-    names of `model` to those of `built`."""
+    """Quantize the layers of `built` that are quantized in `model`. `built` has values, and `names` maps the tensor
+    names of `model` to the names in `built`."""
     for name, layer in packed_layers(model):
         path = names[name].removesuffix(".weight")
         built.set_submodule(path, layer.like(built.get_submodule(path)))

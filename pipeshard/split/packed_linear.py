@@ -1,7 +1,7 @@
 """PackedLinear: the common base class of the 4-bit and 8-bit linear layers.
 
-Each subclass computes the same as a layer of bitsandbytes or torchao, but its forward does not modify the layer:
-bitsandbytes' layers cast their bias in place, and some replace their weight.
+Each subclass computes the same as a layer of bitsandbytes or torchao, but a forward does not modify the layer. In
+contrast, bitsandbytes' layers cast their bias in place, and some replace their weight.
 """
 
 import math
@@ -39,7 +39,7 @@ class PackedLinear(Packed):
 
     @abstractmethod
     def blank(self, *sizes: Any) -> Any:
-        """A `layer_class` on meta with the same quantization options. `sizes` are the numbers of inputs and
+        """A `layer_class` on meta with the same quantization options. `sizes` contains the numbers of inputs and
         outputs, and whether the layer has a bias."""
 
     @abstractmethod
@@ -50,8 +50,8 @@ class PackedLinear(Packed):
         return nn.functional.linear(x, self._shaped(x.dtype), self.bias) if self.weight.is_meta else self.product(x)
 
     def _shaped(self, dtype: torch.dtype) -> Tensor:
-        """A view of the packed meta weight with the unquantized shape: a trace counts the flops of the product, but no
-        memory for the weight."""
+        """A view of the packed meta weight with the unquantized shape: a trace then counts the flops of the product,
+        but no memory for the unquantized weight."""
         one = self.weight.data.flatten().view(torch.uint8)[: dtype.itemsize].view(dtype)
         return one.expand(self.whole_shape[:: -1 if self.is_transposed else 1])
 
@@ -99,15 +99,15 @@ class PackedLinear(Packed):
             yield part.to(self.weight.device, self.values_dtype).contiguous()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save only the parameters, under their own names: these names identify the parameters that a stage holds."""
+        """Save only the parameters, under their own names, by which a stage's parameters are identified."""
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
 
 
 def quantize_rows(
     parts: Iterable[Tensor], packed: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Quantize the rows in `parts` into `packed`, and return their scales. `quantize` returns the values and the scales
-    of some rows."""
+    """Quantize the rows in `parts` into `packed`, and return the scales of the rows. `quantize` returns the quantized
+    values and the scales of some rows."""
     scales, row = torch.empty(0), 0
     for part in parts:
         values, of_part = quantize(part)

@@ -41,10 +41,11 @@ class Partition:
         return cls(len(counts), dict(zip(flow.occurrences, stages, strict=True)), calls)
 
     def of_calls(self, flow: Dataflow) -> tuple[int, ...]:
-        """The stage of each call of `flow`. If `flow` has more calls of a unit than this partition, the additional
+        """The stage of each call of `flow`. If `flow` contains more calls of a unit than this partition, the additional
         calls are on the stage of the unit's last known call.
 
-        Raises TraceError if `flow` calls a unit that the partition does not contain, or its stages are out of order.
+        Raises TraceError if `flow` calls a unit that the partition does not contain, or if the stages of its calls are
+        out of order.
         """
         known = [(unit, min(k, self.calls.get(unit, 0) - 1)) for unit, k in flow.occurrences]
         new = [unit for unit, k in known if k < 0]
@@ -71,7 +72,7 @@ def is_profile(partition: Cuts) -> TypeGuard[str]:
 def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
     """The relative speed of each rank in "speed:1.0,0.6", or None for other partitions.
 
-    Raises ConfigurationError if the speeds are not positive, finite numbers, or their number differs from `ranks`.
+    Raises ConfigurationError if the speeds are not positive, finite numbers, or if their number is not `ranks`.
     """
     name, _, listed = partition.partition(":") if isinstance(partition, str) else ("", "", "")
     if name != "speed":
@@ -92,8 +93,8 @@ def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
 
 
 class Cost(NamedTuple):
-    """The times of one unit call: `weight` is the time of the weight gradients that can be deferred, `backward` the
-    time of the rest of the backward pass."""
+    """The times of one unit call. `weight` is the time of the weight gradients that can be deferred, and `backward` is
+    the time of the rest of the backward pass."""
 
     forward: float
     backward: float
@@ -112,11 +113,11 @@ def cost_of(
     """The relative times of a unit call, in floating-point operations, from the `flops` and computed `elements` of one
     forward.
 
-    Flops and elements count three times (forward, input gradient, weight gradient), four times if the forward is
-    recomputed. An element counts as `ELEMENT` operations, and a trainable parameter as twice this number, since its
-    gradient is written and accumulated; this accounts for embeddings. The `waiting_` arguments are the flops and
-    parameters of layers whose weight gradients can be deferred; `frozen_flops` are the operations saved by parameters
-    without a gradient.
+    Flops and elements count three times (forward, input gradient, weight gradient), or four times if the forward is
+    recomputed. An element counts as `ELEMENT` operations. A trainable parameter counts as twice this number, since its
+    gradient is written and accumulated; this is the main cost of an embedding. The `waiting_` arguments are the flops
+    and parameters of layers whose weight gradients can be deferred. `frozen_flops` are the operations that are saved
+    because some parameters have no gradient.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
@@ -125,7 +126,7 @@ def cost_of(
 
 
 def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
-    """The relative time of each call, forward plus backward; `scale` is the size of a microbatch relative to the traced
+    """The relative time of each call, forward plus backward. `scale` is the size of a microbatch relative to the traced
     batch."""
     costs = []
     for call in flow.calls:
@@ -142,8 +143,8 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
     """The weight of each unit call, as `balance` needs it; `by` is the name of a rule, `units` has the unit of each
     call, and `costs` returns the times of the calls.
 
-    Raises ConfigurationError for an unknown name or an invalid regular expression, PartitionError for a type with fewer
-    unit calls than stages.
+    Raises ConfigurationError for an unknown name or an invalid regular expression, and PartitionError for a type with
+    fewer unit calls than stages.
     """
     check_partition(by)
     if by == "auto" or is_profile(by) or speeds_of(by):
@@ -167,7 +168,7 @@ def type_name(unit: nn.Module) -> str:
 
 
 def _of_type(pattern: str, units: Sequence[nn.Module], num_stages: int) -> list[float]:
-    """1 for each unit whose type name matches the pattern, 0 for all other units."""
+    """1 for each unit whose type name matches the pattern, and 0 for all other units."""
     try:
         matches = [bool(re.search(pattern, type_name(unit), re.IGNORECASE)) for unit in units]
     except re.error as error:

@@ -1,6 +1,6 @@
 """Policy: the units and parameters that a stage holds, shares and runs, derived from the Dataflow.
 
-If models are split by hand, each architecture needs a class that lists its layers, ties and forwards. Here the trace
+If models are split by hand, each architecture needs a class that lists the layers, ties and forwards. Here the trace
 finds all of these, so the base class works for every model. A custom policy overrides only decisions that a trace
 cannot make: the costs of units, and the positions of the cuts.
 
@@ -31,7 +31,7 @@ from pipeshard.split.ties import Ownership, refuse_overlaps
 
 class Policy:
     """The units and parameters that one stage of a model holds, shares and runs. Its main methods are
-    `distribute_layers`, which balances `costs`, `get_held_layers`, `get_shared_params` and `replace_forward`.
+    `distribute_layers` (which balances `costs`), `get_held_layers`, `get_shared_params` and `replace_forward`.
 
     Args:
         stage: this process's rank in the pipeline, below `num_stages`.
@@ -41,11 +41,11 @@ class Policy:
             unit calls per stage, or the modules to cut after.
         scale: the size of a microbatch relative to the traced batch.
         placement: the process of each part of the model; by default, each process runs one part.
-        costs: the costs of the unit calls, if known more exactly than from the trace.
+        costs: the costs of the unit calls, if these are known more exactly than from the trace.
 
     Attributes:
-        tp_plan: the tensor-parallel plan for a base model that has none; maps module names, with * for numbers, to
-            styles.
+        tp_plan: the tensor-parallel plan for a base model that has no plan of its own; maps module names, with * for
+            numbers, to styles.
         chunks: the indices of the parts of the model that this process runs.
         partition: the Partition.
         stages: the part that runs each call of `flow`.
@@ -112,8 +112,8 @@ class Policy:
         return [sum(sizes[name] for name in names) / max(1, sum(sizes.values())) for names in held]
 
     def get_shared_params(self) -> list[dict[int, nn.Parameter]]:
-        """For each parameter that several stages hold, a dict from these stages to the parameter; in the same order on
-        every rank."""
+        """For each parameter that several stages hold, a dict that maps these stages to the parameter. The order is the
+        same on every rank."""
         parameters = dict(self.model.named_parameters())
         return [dict.fromkeys(holders, parameters[name]) for name, holders in self.ownership.shared().items()]
 
@@ -145,7 +145,7 @@ class Policy:
         return speeds and [speeds[rank] for rank in self.placement]
 
     def unit(self, name: str) -> nn.Module:
-        """The unit of this name; raises PartitionError with similar names if the model has no such unit."""
+        """The unit of this name. Raises PartitionError with similar names if the model has no such unit."""
         name = full_name(self.model, name)
         if name not in self.units:
             raise PartitionError(unknown(type(self).__name__, name, type(self.model).__name__, self.units))
@@ -170,7 +170,7 @@ class Policy:
         return Replay(self.model, self.units, frozenset(self.held_units), self.stage, self.device)
 
     def _partition(self) -> Partition:
-        """The Partition that `distribute_layers` returns; raises PartitionError if it is invalid."""
+        """The Partition that `distribute_layers` returns. Raises PartitionError if it is invalid."""
         calls, parts = self.flow.calls, len(self.placement)
         counts = self.distribute_layers(len(calls), parts)
         nonempty = counts[:-1] if self.flow.ends_in_cut else counts
@@ -204,8 +204,8 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
 
     Glue must not branch on activations, since each stage has only its own. The last stage also has the inputs of the
     loss and the outputs, so glue after the last unit may branch on these. A forward must not leave state for the next
-    forward that no single stage can update: parameters that glue changes; generators, counters and buffers (of a shared
-    batch norm) that several stages advance.
+    forward that no single stage can update: parameters that glue changes; or generators, counters and buffers (of a
+    shared batch norm) that several stages update.
     """
     if len(placement) == 1:
         return
@@ -248,8 +248,8 @@ def _last_stage_can_decide(model: nn.Module, flow: Dataflow) -> bool:
 
 
 def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:
-    """Raise TraceError for a gradient hook of glue that would not receive the full gradient exactly once: every stage
-    that reads the tensor runs this glue, and the stage that computed the tensor may also run it."""
+    """Raise TraceError for a gradient hook of glue that would not receive the full gradient exactly once. Every stage
+    that reads the tensor registers the hook, and the stage that computed the tensor may also register it."""
     ends = {stage: k for k, stage in enumerate(stages)}
     for number, hook in enumerate(flow.hooks):
         readers = {stage for call, stage in zip(flow.calls, stages) if number in call.reads.hooks}
@@ -310,9 +310,9 @@ def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], Pol
 
 
 def find_policy(model: nn.Module) -> type[Policy]:
-    """The policy registered for the model's class, one of its bases, or its `config.model_type`; otherwise the policy
-    of an installed package's entry point, of the folder policies/, or Policy itself, in this order. For a PeftModel,
-    the policy of its base model, unless one is registered for the PeftModel.
+    """The policy registered for the model's class, a base class of it, or the model's `config.model_type`. Otherwise,
+    the policy of an installed package's entry point, the policy in the folder policies/, or Policy itself, in this
+    order. For a PeftModel, this is the policy of the base model, unless a policy is registered for the PeftModel.
 
     Raises ConfigurationError if several entry points match, or the entry point does not load.
     """
@@ -346,7 +346,7 @@ def _advertised(model_type: str) -> type[Policy] | None:
 
 @cache
 def _shipped(model_type: str) -> type[Policy] | None:
-    """The policy from the folder policies/, or None. The folder is missing if pipeshard is not installed."""
+    """The policy in the folder policies/, or None. The folder is missing if pipeshard is not installed."""
     plans = importlib.import_module(SHIPPED).TP_PLANS if util.find_spec(SHIPPED) else {}
     if model_type not in plans:
         return None

@@ -41,7 +41,7 @@ def quantize_blank(model: Any, config: Any) -> None:
     """Replace linear layers of a transformers model on meta with quantized layers; transformers selects them.
 
     Raises ConfigurationError for any quantization other than bitsandbytes' 4-bit and 8-bit and torchao's int8 weights,
-    if the library cannot be imported, and for a layer that cannot be quantized.
+    for a library that cannot be imported, and for a layer that cannot be quantized.
     """
     refuse_other_ways(config)
     from transformers.quantizers import AutoHfQuantizer
@@ -65,7 +65,7 @@ def quantize_blank(model: Any, config: Any) -> None:
 
 
 def kinds_of(method: str) -> tuple[type[PackedLinear], ...]:
-    """The layers of a method. Raises ConfigurationError if its library cannot be imported."""
+    """The layer classes of a method. Raises ConfigurationError if the method's library cannot be imported."""
     try:
         if method == "torchao":
             from pipeshard.split.linear_torchao import LinearTorchao
@@ -131,7 +131,8 @@ def refuse_to_save() -> bool:
 
 
 def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
-    """Raise ConfigurationError for a layer that transformers would quantize, but that was not replaced."""
+    """Raise ConfigurationError for a layer that transformers would quantize, but that was not replaced with a quantized
+    one."""
     if not isinstance(module, PackedLinear):
         every = f".*{path.rpartition('.')[2]}"
         raise ConfigurationError(

@@ -1,9 +1,9 @@
 """Replay: a stage's run of the model's forward, in which the units of other stages return received values.
 
 If a model is split by hand, its forward is rewritten for every stage. Here the model's own forward runs on every stage,
-and a Replay answers each call of a unit: a held unit computes; any other unit returns received activations, or blanks
-if nothing on this stage depends on its result. The results of held units are checked against the trace, which defines
-the shapes and types that other stages receive.
+and a Replay answers each call of a unit: a held unit runs. Any other unit returns received activations, or blanks if
+nothing on this stage depends on its result. The results of held units are checked against the trace, which defines the
+shapes and types that other stages receive.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,9 +76,9 @@ class StageDone(BaseException):
 
 @dataclass(slots=True)
 class Run:
-    """The state of one forward: the values `received` by the stage and `leaving` it, and the number of the `next` call.
-    `inside` is true while a unit runs. A `listener` receives the arguments of every call; a run with a listener uses a
-    cache, so units may return sizes that differ from the trace, and write to their arguments."""
+    """The state of one forward: the values `received` by the stage, the values `leaving` it, and the number of the
+    `next` call. `inside` is true while a unit runs. A `listener` receives the arguments of every call; a run with a
+    listener uses a cache, so units may return sizes that differ from the trace, and write to their arguments."""
 
     route: Route
     received: Mapping[Value, Tensor]
@@ -91,8 +91,8 @@ class Run:
 
 
 class Again:
-    """Context manager for each recomputation of a unit; a unit that calls `autograd.grad` is recomputed several times.
-    Units that the recomputed unit calls are treated as part of it, as in the first run."""
+    """Context manager for each recomputation of a unit. (A unit that calls `autograd.grad` is recomputed several
+    times.) Units that the recomputed unit calls are treated as part of it, as in the first run."""
 
     def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
         self.replay, self.draw = replay, draw
@@ -214,7 +214,7 @@ class Replay:
         return answer(self.units[step.unit], step.parts, leaves, (args, kwargs))
 
     def _repeated(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a call outside of a forward: from user code or, in the backward pass, from a torch.utils.checkpoint
+        """Answer a call outside a forward: from user code or, in the backward pass, from a torch.utils.checkpoint
         around the unit."""
         repeat = self.repeats.pop(unit)
         if unit not in self.held and repeat is None:
@@ -248,7 +248,7 @@ class Replay:
     def _called(
         self, step: Step, run: Run, forward: Callable[..., Any], arguments: Any
     ) -> tuple[Any, list[tuple[Source, Any]]]:
-        """Run a held unit; returns its result, and the values that it leaves at other places for other stages."""
+        """Run a held unit. Returns its result, and the values that it leaves at other places for other stages."""
         args, kwargs = arguments
         run.inside = True
         try:
@@ -283,8 +283,8 @@ class Replay:
         proven.add(number)
 
     def _prove(self, step: Step, before: Snapshot, arguments: Any, run: Run) -> None:
-        """Raise TraceError unless a unit leaves the same tensors and constants at the same places as in the trace;
-        constants that no other code could read may differ."""
+        """Raise TraceError unless a unit leaves the same tensors and constants at the same places as in the trace.
+        Constants that no other code could read may differ."""
         unit, traced, start = self.units[step.unit], {}, 0
         sizes = run.sizes[run.next - 1]  # counts are computed from the batch's sizes
         expected = [leaf if size is None else size for leaf, size in zip(step.leaves, sizes)]
@@ -305,7 +305,7 @@ class Replay:
                 raise self._differs(step, run, place, "no such change", None, PLACE)
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
-        """The leaves of a held unit's result; raises TraceError if its structure, dtypes or constants differ from the
+        """The leaves of a held unit's result. Raises TraceError if their structure, dtypes or constants differ from the
         trace."""
         kind = step.tensor
         if kind is not None and isinstance(result, Tensor) and result.dtype is kind.dtype:
@@ -439,7 +439,7 @@ def _constant(leaf: Any) -> str:
 
 
 def _is_as(leaf: Any, seen: Any) -> bool:
-    """Whether a constant equals the one in the trace, or has its type if the two cannot be compared."""
+    """Whether a constant equals the traced constant or, if the two cannot be compared, has the same type."""
     if isinstance(seen, Known):
         return True
     if not is_comparable(seen):

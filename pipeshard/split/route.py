@@ -1,11 +1,11 @@
 """Route: a stage's path through a Dataflow, with the unit calls to run and recompute, and the values to keep.
 
-torch.utils.checkpoint restores the global random state and assumes that arguments are unchanged. In a pipeline the
-microbatches of one stage interleave, so each recomputation restores the random state of its own microbatch, and the
-contents of lists and objects among the arguments. A tensor that was changed in place is an error.
+torch.utils.checkpoint restores the global random state and assumes that arguments are unchanged. In a pipeline, the
+microbatches of one stage interleave. So each recomputation restores the random state of its own microbatch, and the
+contents of lists and objects among the arguments. A tensor argument that was changed in place is an error.
 
 The calls that a stage runs, the values that it receives for other calls, and the values that it keeps for later stages
-follow from the Dataflow and the partition. A Route computes all of this once; a microbatch only looks it up.
+follow from the Dataflow and the partition. A Route computes all of this once, for all microbatches on it.
 """
 
 import bisect
@@ -40,8 +40,8 @@ class Recompute:
     none).
 
     A fraction is rounded up to full calls. Repeated layers are chosen first, in model order: when the first layers are
-    recomputed, the memory of later layers has been freed. Units whose class occurs once (an embedding, a head) keep
-    few activations, so they come last. With `classes`, only units whose class has one of these names are recomputed.
+    recomputed, the memory of later layers has been freed. Units whose class occurs once (an embedding, a head) keep few
+    activations, so they are chosen last. With `classes`, only units whose class has one of these names are recomputed.
     """
 
     ratios: tuple[float, ...]
@@ -50,7 +50,7 @@ class Recompute:
 
     @classmethod
     def of(cls, recompute: bool | float | Sequence[float], interval: int, num_stages: int) -> Self:
-        """Create a Recompute from the plugin's arguments, for a model of `num_stages` parts; raises ConfigurationError
+        """Create a Recompute from the plugin's arguments, for a model of `num_stages` parts. Raises ConfigurationError
         for invalid arguments."""
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
             raise ConfigurationError(
@@ -173,15 +173,15 @@ LENGTHS = 64  # maximum number of batch shapes whose sizes a route caches
 
 
 class Blank(NamedTuple):
-    """A placeholder for an activation on which no result should depend; its value `fill` reveals a result that does."""
+    """A placeholder for an activation that no result should depend on; its value `fill` reveals a dependent result."""
 
     dtype: torch.dtype
     fill: float
 
     @classmethod
     def of(cls, dtype: torch.dtype, is_touched: bool) -> Self:
-        """A blank filled with NaN; for integers, with a number that is not a valid index or size; for booleans, and for
-        integers with which glue computes (`is_touched`, see `Zeros`), with 0."""
+        """A blank filled with NaN. Integers are filled with a number that is not a valid index or size. Booleans, and
+        integers with which glue computes (`is_touched`, see `Zeros`), are filled with 0."""
         if dtype.is_floating_point or dtype.is_complex:
             return cls(dtype, float("nan"))
         return cls(dtype, 0 if is_touched or dtype is torch.bool else torch.iinfo(dtype).max - 1)
@@ -197,7 +197,7 @@ class Step:
 
     For a replayed unit, an entry is a constant, the received Value or a Blank, and `numbers` has its index among all
     leaves of the call; `plain` means that the only entry is the result. For a held unit, an entry is a spec or a
-    constant. `keeps` are its values that leave the stage; `modules` (inside the unit) compute some of these values, and
+    constant. `keeps` are the values that leave the stage; `modules` (inside the unit) compute some of these values, and
     the unit leaves some at `places`. `again`: the call is recomputed in the backward pass. `alone`: no other stage's
     forward reaches the call. `tensor` or `tensors`: the specs of a result that is a tensor, or a tuple of tensors.
     """
@@ -226,8 +226,8 @@ class Step:
 class Route:
     """One stage's path through one Dataflow, with a step per unit call. The stage leaves the forward after `stop` steps
     (None: it runs to the end). `inputs` are the leaves of the batch whose values the stage needs (all, with `whole`).
-    `spoiled` is the state for the next forward that the stage's glue cannot compute for lack of inputs. `proven` has
-    the numbers of the held steps whose results have been checked (-2: zeros have been tracked)."""
+    `spoiled` is the state for the next forward that the stage's glue cannot compute because inputs are missing.
+    `proven` has the numbers of the held steps whose results have been checked (-2: zeros have been tracked)."""
 
     stage: int
     steps: tuple[Step, ...]

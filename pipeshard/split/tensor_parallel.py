@@ -2,8 +2,9 @@
 
 transformers shards a model while loading it, across all ranks of the world. Here a stage is sharded after the model was
 split, so that the trace sees unsharded modules, and only the stage's parameters are sharded. The parallel layers come
-from transformers, plus two styles for models without a plan in transformers: GPT-2's Conv1D, and modules that store a
-number of heads in an attribute. Expert parallelism uses another plan: each rank holds some experts of each layer.
+from transformers. Two styles are added for models without a plan in transformers: GPT-2's Conv1D, and modules that
+store a number of heads in an attribute. Expert parallelism uses another plan: each rank holds some experts of each
+layer.
 """
 
 import copy
@@ -43,8 +44,9 @@ def plan_of(
     ep_size: int = 1,
     ep_plan: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The style of every module and parameter that is sharded across the ranks of a stage, from the user's plan, the
-    model's own `tp_plan` (with `ep_size`, its `ep_plan`), or its policy's plan for the base model, in this order.
+    """The style of every module and parameter that is sharded across the ranks of a stage. It is taken from the user's
+    plan, the model's own `tp_plan` (with `ep_size`, its `ep_plan`), or the plan of the model's policy for the base
+    model, in this order.
 
     Raises ConfigurationError for a model that cannot be sharded, and for a plan that does not fit the model.
     """
@@ -93,7 +95,7 @@ def plan_of(
 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
     """Raise ConfigurationError if `size` does not divide a number of experts, if sharded experts have an eager forward,
-    if the plan does not shard all their weights, or if it shards weights of a module that runs all experts."""
+    if the plan does not shard all weights of the experts, or if it shards weights of a module that runs all experts."""
     dispatching = {path: module for path, module in model.named_modules() if plan.get(path) == DISPATCH}
     for path, module in dispatching.items():
         if not isinstance(count := getattr(module, "num_experts", None), int) or count % size:
@@ -116,7 +118,8 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
 
 
 def style_of(name: str, by: str = "tp") -> Any:
-    """The parallel layer of this name, from transformers or this module; raises ConfigurationError if unknown."""
+    """The parallel layer of this name, from transformers or this module. Raises ConfigurationError for an unknown
+    name."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
     if name in (EXPERTS, DISPATCH):
@@ -132,7 +135,7 @@ def style_of(name: str, by: str = "tp") -> Any:
 
 
 def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[str, str]:
-    """The styles inside a sharded layer with LoRA: a colwise layer shards lora_B, a rowwise layer shards lora_A.
+    """The styles inside a sharded layer with LoRA: lora_B of a colwise layer is sharded, and lora_A of a rowwise layer.
 
     Raises ConfigurationError for other adapters, for variants such as DoRA, which need full matrices, and for dropout
     before a rowwise layer.
@@ -176,7 +179,7 @@ def _check_config(model: nn.Module, size: int) -> None:
 
 
 class Divided:
-    """The style of a module whose forward reads sizes from attributes: a forward sees the attributes divided by
+    """The style of a module whose forward reads sizes from attributes. During a forward, the attributes are divided by
     `tp_size`."""
 
     def __init__(self, attributes: list[str]) -> None:
@@ -206,7 +209,7 @@ class Divided:
 
 class Experts:
     """The style of a module of experts. Each rank holds some of the experts. All ranks route every token, and each rank
-    computes the outputs of its own experts. The outputs are summed over the ranks, as are the gradients of the tokens
+    computes the outputs of its own experts. The outputs are summed over the ranks. So are the gradients of the tokens
     and of their routing weights."""
 
     def validate_param(self, module: nn.Module, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
@@ -236,8 +239,8 @@ class Experts:
 
 @contextmanager
 def _set(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that sets attributes of a module, and restores them on exit, so that a trace or a copy of the
-    model sees the module's own values."""
+    """Context manager that sets attributes of a module, and restores them on exit. A trace or a copy of the model then
+    has the module's own values."""
     own = {name: vars(module)[name] for name in values}
     vars(module).update(values)
     try:
@@ -249,7 +252,7 @@ def _set(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
 class Conv1DSlice:
     """The style of GPT-2's Conv1D, whose weight is (inputs, outputs), sharded along one of these two dimensions.
 
-    If outputs are sharded, each of the equal `blocks` of outputs (query, key, value) is sharded separately; if inputs
+    If outputs are sharded, each of the equal `blocks` of outputs (query, key, value) is sharded separately. If inputs
     are sharded, the products are summed over the ranks.
     """
 
@@ -304,9 +307,9 @@ def slice_parameters(
     """Shard the parameters that are both in `held` (names) and in the plan across the ranks of `mesh`.
 
     The parameters become DTensors; each rank takes its shard from its own values. The modules' forwards are replaced
-    with forwards of parallel layers, which communicate activations. A parameter with several names is sharded once; if
-    the plan shards it in two ways, it is not sharded. Returns the names of unsharded parameters whose gradients the
-    ranks must sum.
+    with forwards of parallel layers, which communicate activations. A parameter with several names is sharded once. If
+    the plan shards these names in different ways, the parameter is not sharded. Returns the names of unsharded
+    parameters whose gradients the ranks must sum.
     """
     first = first_names(model)
     modules = dict(model.named_modules())
@@ -324,7 +327,7 @@ def slice_parameters(
 def sliced_sizes(
     model: nn.Module, units: Collection[str], size: int, plan: Mapping[str, str]
 ) -> dict[nn.Parameter, int]:
-    """The number of elements of each parameter in the plan on the first of `size` ranks, whose shards are the largest.
+    """The number of elements of each parameter in the plan on the first of `size` ranks, which has the largest shards.
     Requires no process group."""
     mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
@@ -360,8 +363,8 @@ def _slice(layer: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 
 def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
-    """Replace the forward of `module` with that of a parallel layer. If `module` is a unit, its interception still
-    wraps the new forward: it must see the same calls and results as the unit's callers."""
+    """Replace the forward of `module` with that of a parallel layer. If `module` is a unit, its Interception still
+    wraps the new forward, since it must handle the same calls and results as before."""
     interception = module.__dict__.get("forward")
     if isinstance(interception, Interception):
         module.forward = interception.original
@@ -379,7 +382,7 @@ def _is_in_unit(name: str, units: Collection[str]) -> bool:
 
 def _disagreeing(names: tuple[str, ...], plan: Mapping[str, str]) -> set[str]:
     """The modules that have a parameter under these names, if the plan shards the names along different dimensions, or
-    only some of them."""
+    shards only some of the names."""
     ways = {_dimension(plan.get(name)) for name in names}
     return {name.rpartition(".")[0] for name in names} if len(ways) > 1 else set()
 

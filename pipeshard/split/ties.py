@@ -1,11 +1,11 @@
 """Ties: parameters with several names, and the stages that hold and own each parameter.
 
-Architectures list their tied weights in different ways, or not at all, and on meta or with adapters the lists are out
-of date. Two names of one object are trained as one parameter, so only object identity counts here.
+Architectures list their tied weights in different ways, or not at all. On meta or with adapters, the lists are out of
+date. Two names of one object are trained as one parameter, so only object identity counts here.
 
 A stage holds a parameter if it runs one of the parameter's units, or if its glue reads the parameter. So several stages
 may hold a tied weight, and one process may run several parts of the model. To save, compare or broadcast values, every
-rank must choose the same of these stages.
+rank must choose the same one of these stages.
 """
 
 import itertools
@@ -40,7 +40,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def kept_tied(model: nn.Module) -> Iterator[None]:
-    """Context manager that keeps ties: if a parameter is replaced under one of its names, all its names refer to the
+    """Context manager that keeps ties: if a parameter is replaced under one of its names, all of its names refer to the
     new parameter on exit."""
     before = dict(model.named_parameters(remove_duplicate=False))
     groups = names_of(model).values()
@@ -60,7 +60,7 @@ def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie meta parameters that are the same view of one storage; return the replacement of each replaced parameter.
+    """Tie meta parameters that are the same view of one storage. Return the replacement of each replaced parameter.
 
     accelerate's `init_empty_weights` creates a new Parameter on the same storage for every name to which a parameter is
     assigned, so ties would be lost.
@@ -76,12 +76,12 @@ def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 def share_weights(
     model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True, argument: str = "shared_weights"
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie the parameters of each group of names to the group's first parameter; return the replacement of each replaced
+    """Tie the parameters of each group of names to the group's first parameter. Return the replacement of each replaced
     parameter.
 
-    Groups that have a parameter in common are merged. If values differ, those of the first parameter are kept, with a
-    warning if `warns`. Raises ConfigurationError for an invalid group, an unknown name (with similar names), and
-    different shapes or dtypes; `argument` is the argument to name in errors.
+    Groups that have a parameter in common are merged. If values differ, the values of the first parameter are kept,
+    with a warning if `warns`. Raises ConfigurationError for an invalid group, an unknown name (with similar names), and
+    different shapes or dtypes. Errors name the argument `argument`.
     """
     became: dict[nn.Parameter, nn.Parameter] = {}
     for names in groups:
@@ -125,8 +125,8 @@ def analyze_tied_weights(
     """The groups of tied names, each a sorted tuple of (name, stage), sorted.
 
     `stages` maps names of modules (or parameters) to stages. A parameter that is not in `stages` has the stage of its
-    nearest ancestor in it, or otherwise stage 0. Works on meta, before `to_empty` loses the ties; the result is the
-    same on every rank.
+    nearest ancestor in `stages`, or stage 0 if there is none. Works on meta, before `to_empty` loses the ties. The
+    result is the same on every rank.
     """
 
     def stage(name: str) -> int:
@@ -139,8 +139,8 @@ def analyze_tied_weights(
 
 
 class Ownership:
-    """The stages that hold and own each parameter, given its first name. `placement` is the stage (process) of each
-    part of the model.
+    """The stages that hold and own each parameter, given the parameter's first name. `placement` is the stage (process)
+    of each part of the model.
 
     Attributes:
         held: the names of the parameters that each stage holds.
@@ -166,16 +166,17 @@ class Ownership:
         return [stage for stage, held in enumerate(self.held) if name in held]
 
     def shared(self) -> dict[str, list[int]]:
-        """The stages that hold each parameter, for parameters that several stages hold; in the same order on every
+        """The stages that hold each parameter, for parameters that several stages hold. The order is the same on every
         rank."""
         return {name: stages for name in sorted(set().union(*self.held)) if len(stages := self.holders(name)) > 1}
 
     def owner(self, name: str) -> int:
         """The stage that has the current value of a parameter or buffer.
 
-        It is the first stage that holds the tensor, or otherwise the first that runs its unit. For a buffer that glue
-        computes from results of units, it is the stage of the last unit that reads the buffer; for any other buffer
-        outside of all units, it is the last stage, the only one that runs all glue.
+        The owner is the first stage that holds the tensor or, if there is none, the first stage that runs the tensor's
+        unit. For a buffer that glue computes from results of units, the owner is the stage of the last unit that reads
+        the buffer. For any other buffer outside all units, the owner is the last stage, since only the last stage runs
+        all glue.
         """
         prefix = name.removesuffix(".") + "."  # also matches state inside a module
         updates = [place for place in self.flow.carried if place.makers and f"{place.name}.".startswith(prefix)]
@@ -186,8 +187,8 @@ class Ownership:
     def initializer(self, name: str) -> int:
         """The stage from which all holders of a parameter copy its initial value.
 
-        This is the holder that runs the unit of the parameter's first name, or otherwise the first holder. The first
-        holder need not run the first of the units, since a rank may hold several chunks.
+        This is the holder that runs the unit of the parameter's first name or, if there is none, the first holder. The
+        first holder does not always run the first of the units, since a rank may hold several chunks.
         """
         holders = self.holders(name)
         return next((stage for stage in self._running(name) if stage in holders), min(holders))

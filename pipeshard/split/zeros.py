@@ -1,11 +1,11 @@
 """Zeros: placeholders for integers and booleans that were not sent to a stage.
 
-A dispatch mode tracks them through the stage's glue. A floating-point blank is NaN, so results that depend on it are
-also NaN. Integers have no such value: if glue computes with an unsent integer and discards the result, the blank must
-be a valid index, so it is 0. If the trace were wrong and a result depended on this 0, the result would be silently
-wrong. So the first microbatch on a route tracks these zeros from operator to operator, as the trace tracked the
-original values. A trace has no activations, so if glue branches on activations, all blanks of all microbatches are
-tracked.
+A dispatch mode tracks these placeholders through the stage's glue. A floating-point blank is NaN, so results that
+depend on it are also NaN. Integers have no value like NaN. If glue computes with an unsent integer and discards the
+result, the blank must be a valid index, so it is 0. If the trace were wrong and a result depended on this 0, the result
+would be silently wrong. So the first microbatch on a route tracks these zeros from operator to operator, as the trace
+tracked the original values. A trace has no activations, so if glue branches on activations, all blanks of all
+microbatches are tracked.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,8 @@ class Zeros(DispatchMode):
         return result
 
     def refuse(self, values: Any, reader: str) -> None:
-        """Raise TraceError if one of these tensors, which `reader` reads, was computed from a tracked blank."""
+        """Raise TraceError if one of these tensors was computed from a tracked blank. `reader` names the reader of the
+        tensors."""
         unit = self._unit(tree_tensors(values))
         if unit is not None and self.has_branches:
             raise TraceError(

@@ -11,8 +11,8 @@ __all__ = ["PipelineTrainer", "pipelined"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import transformers' Trainer only when it is needed, since the import takes a second. The plan of a recipe needs
-    only the other modules of this folder."""
+    """Import transformers' Trainer only on first use, since the import takes a second. The plan of a recipe needs only
+    the other modules of this package."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("pipeshard.trainer.trainer"), name)

@@ -88,7 +88,7 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
     """Restore the weights, the optimizer and the LR schedule. Return this rank's saved random state or, if the sizes of
-    the grid have changed, that of the first rank."""
+    the grid have changed, the first rank's."""
     grid = model.pipeline.grid
     load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
@@ -112,8 +112,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
-    """The path of the newest complete, intact checkpoint in `folder`; a warning names newer checkpoints, which are
-    skipped. Raises CheckpointError if no checkpoint is intact. Call it on all ranks."""
+    """The path of the newest complete, intact checkpoint in `folder`. Newer checkpoints are skipped with a warning.
+    Raises CheckpointError if no checkpoint is intact. Call it on all ranks."""
     found = {
         int(match[1]): path for path in folder.glob("checkpoint-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))
     }
@@ -131,7 +131,7 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def flaw_of(folder: Path) -> str:
-    """The reason why a checkpoint is incomplete, judging by the names and sizes of its files, or "" if it is
+    """The reason why a checkpoint is incomplete, judged by the names and sizes of its files, or "" if the checkpoint is
     complete."""
     if not (folder / FOLDER / REST).is_file():
         return f"it has no {FOLDER}/{REST}: its save was interrupted, or a Trainer without a pipeline wrote it"

@@ -1,9 +1,9 @@
 """Kept: the Python state of a Trainer and its callbacks, compared, restored, and sent to other ranks.
 
 compute_loss runs on the last stage, and may change the Trainer's state. As for a model's code, the changes are found by
-comparison: everything reachable from the Trainer is recorded before the call and compared after it. This finds changes
-of any attribute, list, deque, array or object, however they are made. Changes are sent as plain data with the names of
-classes, which other ranks look up among their imported classes; no code is sent.
+comparison: everything reachable from the Trainer is recorded before the call and compared after the call. This finds
+all changes of attributes, lists, deques, arrays and objects. Changes are sent as plain data with the names of classes.
+Other ranks look up these names among their imported classes; no code is sent.
 """
 
 import io
@@ -57,7 +57,8 @@ class KeptState(Snapshot):
     """A snapshot of everything reachable from a Trainer, its callbacks and its classes, except models, data and library
     objects.
 
-    With `copies`, tensors of any size can be restored; otherwise only tensors of up to SMALL_BYTES bytes.
+    With `copies`, tensors of any size can be restored. Otherwise, only tensors of at most SMALL_BYTES bytes can be
+    restored.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
@@ -201,8 +202,8 @@ class ValueWriter:
         return self.of(value, "", anew=True)
 
     def of(self, value: Any, where: str, anew: bool = False) -> Any:
-        """Convert a value to plain data. Raises UsageError for a value that cannot be sent; the error names its
-        location, `where`."""
+        """Convert a value to plain data. Raises UsageError for a value that cannot be sent. The error names the value's
+        location `where`."""
         if value is MISSING:
             return ("missing",)
         if isinstance(value, PLAIN) and not isinstance(value, range | slice):
@@ -354,7 +355,8 @@ def _roots(trainer: Any) -> dict[str, Any]:
 
 @cache
 def _is_own(module: str | None) -> bool:
-    """Whether a module is the user's script or a local file, not part of Python, pipeshard or an installed package."""
+    """Whether a module is the user's script or a local file, and not part of Python, pipeshard or an installed
+    package."""
     name = (module or "").partition(".")[0]
     if not name or name == "pipeshard" or name in sys.stdlib_module_names - {"__main__"}:
         return False
@@ -363,7 +365,7 @@ def _is_own(module: str | None) -> bool:
 
 
 def _is_apart(value: Any) -> bool:
-    """Whether a value is a dataset, loader or tokenizer, or belongs to a library, so that the walk skips it."""
+    """Whether the walk skips a value, because it is a dataset, loader or tokenizer, or belongs to a library."""
     if isinstance(value, DATA):
         return True
     if isinstance(value, type | FunctionType):
@@ -372,8 +374,8 @@ def _is_apart(value: Any) -> bool:
 
 
 def _mark(tensor: Tensor, copies: bool) -> Any:
-    """A mark that changes with a tensor's values: a copy or, for a large tensor, a sum. None for a tensor that is on
-    meta or not strided."""
+    """A mark that changes with a tensor's values: a copy or, for a large tensor, a sum. None if the tensor is on meta
+    or not strided."""
     is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
@@ -420,7 +422,7 @@ def _place_name(path: Path) -> str:
 
 
 def _is_of_set(path: Path, roots: dict[str, Any]) -> bool:
-    """Whether a path leads through a set, whose order of entries differs between ranks, or cannot be resolved."""
+    """Whether a path cannot be resolved, or leads through a set: the order of a set's entries differs between ranks."""
     holder = roots[path[0].key]
     for step in path[1:]:
         if isinstance(holder, MutableSet | frozenset):

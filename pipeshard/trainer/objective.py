@@ -1,13 +1,13 @@
 """Objective: a Trainer's own compute_loss as a criterion of the pipeline.
 
 Before a step, compute_loss is called on every rank to record the inputs that it passes to the model. In the step, the
-last stage calls compute_loss as the pipeline's criterion, with a placeholder for the model that returns the pipeline's
-outputs. Other effects of compute_loss (such as metrics) are sent to the other ranks. In a trace or a trial, only the
-loss is used, and other effects are discarded.
+last stage calls compute_loss as the pipeline's criterion. The model is replaced by a placeholder that returns the
+pipeline's outputs. Other effects of compute_loss (such as metrics) are sent to the other ranks. In a trace or a trial,
+only the loss is used, and other effects are discarded.
 
 The loss of TRL's DPOTrainer includes a run of a second model, the reference, but a pipeline runs one model in a step.
 The reference's log-probabilities are therefore computed before the step (by the reference's own stages, or by the
-model's stages without adapters) and added to the batch; compute_loss reads them as TRL's precomputed log-probabilities.
+model's stages without adapters) and added to the batch. compute_loss reads them as TRL's precomputed log-probabilities.
 """
 
 import copy
@@ -55,8 +55,8 @@ class Called(Exception):
 
 
 class Resized(TraceError):
-    """compute_loss called the model with inputs whose sizes differ from the batch's. This may happen in a trace, which
-    varies each size separately."""
+    """compute_loss called the model with inputs whose sizes differ from the batch's. This may happen in a trace, since
+    a trace varies each size separately."""
 
 
 class Objective:
@@ -151,8 +151,9 @@ class Objective:
         return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
 
     def _is_near(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether no size is more than 1 below that of the last consistent inputs, as in a trace that varies their
-        sizes. A trace that starts with shorter inputs, whose lengths may match by coincidence, does not count."""
+        """Whether no size is more than 1 below the corresponding size in the last consistent inputs, as in a trace that
+        varies the sizes of these inputs. False for a trace that starts with shorter inputs, since the lengths of
+        shorter inputs may match by coincidence."""
         sizes = self._sizes_of(inputs)
         if sizes.keys() != self._sizes.keys() or not self._reached:
             return False
@@ -190,10 +191,11 @@ class Objective:
             set_random_state(before)
 
     def note(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
-        """Does nothing. Passing it to a step sends the whole batch and all outputs to the last stage."""
+        """Does nothing. If this function is passed to a step, the last stage receives the whole batch and all
+        outputs."""
 
     def _share(self, pipeline: Pipeline) -> None:
-        """Send the changes that compute_loss has made on the last stage to all ranks. If compute_loss failed, every
+        """Send to all ranks the changes that compute_loss has made on the last stage. If compute_loss failed, every
         rank raises UsageError."""
         kept, self._kept = self._kept, None
         is_last = dist.get_rank() == pipeline.last_rank
@@ -230,7 +232,7 @@ class Objective:
 
     @contextmanager
     def _muted(self) -> Iterator[None]:
-        """Context manager in which the accelerator gathers nothing, and returns ones instead."""
+        """Context manager in which the accelerator does not gather, and returns ones instead."""
         accelerator = self.trainer.accelerator
         accelerator.is_muted = True
         try:
@@ -294,10 +296,11 @@ class Asking(StandIn):
 
 
 class Answer(Asking):
-    """A placeholder for the model that can be called once, with the batch, and returns the pipeline's outputs for it.
+    """A placeholder for the model that can be called once, with the batch, and returns the pipeline's outputs for this
+    batch.
 
-    Inputs that compute_loss has `added` to the batch are compared with those of its earlier call. In a trial, only
-    their sizes are compared, since a trace that depended on values would have to be repeated for each batch.
+    Inputs that compute_loss has `added` to the batch are compared with the inputs of the earlier call of compute_loss.
+    In a trial, only sizes are compared, since a trace that depended on values would have to be repeated for each batch.
     """
 
     def __init__(
@@ -334,7 +337,7 @@ def _is_given_value(given: Any, known: Any) -> bool:
 
 
 def _is_equal(given: Any, known: Any) -> bool:
-    """Whether a recomputed value equals the earlier value; objects other than tensors and PLAIN_VALUES always count as
+    """Whether a recomputed value equals the earlier value. Objects other than tensors and PLAIN_VALUES always count as
     equal."""
     if not isinstance(given, Tensor) or not isinstance(known, Tensor):
         return _is_given_value(given, known) or not isinstance(given, PLAIN_VALUES)
@@ -373,7 +376,7 @@ CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  
 
 
 class Preferences:
-    """Mixin for a DPOTrainer that uses the trainer's public names `precompute_ref_logps`, `ref_model` and
+    """Mixin for a DPOTrainer. Uses the trainer's public names `precompute_ref_logps`, `ref_model` and
     `compute_ref_log_probs`."""
 
     pipeline: PipelinePlugin
@@ -389,7 +392,7 @@ class Preferences:
 
     def _on_disk(self, dataset: Any, folder: Path) -> Any:
         """Write an in-memory dataset to files that all ranks share, since TRL adds log-probabilities only on the first
-        rank. Returns the dataset loaded from these files; any other dataset is returned unchanged."""
+        rank. Returns the dataset loaded from these files. Any other dataset is returned unchanged."""
         from datasets import Dataset  # TRL requires datasets, but transformers does not
 
         if isinstance(dataset, dict):

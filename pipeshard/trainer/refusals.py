@@ -102,8 +102,8 @@ def refuse_split(model: nn.Module, name: str) -> None:
 
 
 def refuse_blank_reference(model: Any, given: Iterable[Any]) -> None:
-    """Raise ConfigurationError if the Trainer would run a reference `model` on meta while it is constructed; `given`
-    are the constructor's arguments."""
+    """Raise ConfigurationError if the Trainer's constructor would run a reference `model` that is on meta. `given` are
+    the constructor's arguments."""
     is_precomputed = any(getattr(one, "precompute_ref_log_probs", False) for one in given)
     if is_precomputed and isinstance(model, nn.Module) and is_blank(model):
         raise ConfigurationError(
@@ -133,7 +133,7 @@ def refuse_class(kind: type) -> None:
 
 
 def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
-    """The PipelinePlugin arguments that split each of the `window` batches so that a window has the requested number of
+    """The PipelinePlugin arguments with which the `window` batches of a window are split into the requested number of
     microbatches in total. Raises ConfigurationError if this number is not a multiple of `window`."""
     if config.microbatch_size is not None:
         return {"microbatch_size": config.microbatch_size, "num_microbatches": None}

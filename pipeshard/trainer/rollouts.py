@@ -1,6 +1,6 @@
 """Rollouts: a Trainer that generates the completions that it trains on, as TRL's GRPOTrainer and RLOOTrainer do.
 
-TRL's own code generates, scores and buffers completions on every rank. This module changes four things: TRL calls the
+TRL's own code generates, scores and buffers completions on every rank. This module makes four changes: TRL calls the
 stages of all ranks instead of a model, gathers from replicas instead of processes, computes the size of a generation
 batch from the number of replicas, and computes rewards once per replica.
 """
@@ -87,8 +87,8 @@ class Rollouts:
             )
 
     def boosted_model(self, model: Any) -> Any:
-        """Return the stages of a model. A reward model is returned unsplit; ranks that compute rewards move it to their
-        device."""
+        """Return the stages of a model. A reward model is returned unsplit. The ranks that compute rewards move it to
+        their own device."""
         if any(model is one for one in self.reward_funcs):
             assert isinstance(model, nn.Module)
             return model.to(self.args.device) if self._computes_rewards else model
@@ -100,7 +100,7 @@ class Rollouts:
         return grid.stage == grid.slice == 0
 
     def _boosted(self, model: nn.Module, objective: Any) -> Any:
-        """Boost a model without its loss, which is traced only once the first completions exist."""
+        """Boost a model without its loss. The loss is traced later, when the first completions exist."""
         return super()._boosted(model, None)  # type: ignore[misc]
 
     def _sample(self) -> None:
@@ -151,8 +151,8 @@ class Rollouts:
 def gathered_from_replicas(accelerator: PipelineAccelerator, kind: type) -> Iterator[None]:
     """Context manager in which the modules that define `kind` and its bases gather from replicas.
 
-    A PipelineAccelerator always gathers from replicas, but these modules also import functions of accelerate.utils,
-    which gather from processes.
+    A PipelineAccelerator always gathers from replicas. But these modules also import functions of accelerate.utils that
+    gather from processes.
     """
     modules = {one.__module__: sys.modules[one.__module__] for one in kind.__mro__}
     replaced = [

@@ -1,9 +1,9 @@
 """Stand-ins: objects that a Trainer uses as its model and its Accelerator, backed by stages and replicas.
 
-A Trainer trains a model on windows of batches, and calls the model on a batch to evaluate it. It assumes that every
-process reads different data and holds the full model. In a pipeline, the stages of a replica read the same data. The
-PipelineAccelerator therefore distributes data among replicas, and gathers from replicas, instead of processes; it wraps
-no model, scales no loss, and clips by the norm of the full model.
+A Trainer trains a model on windows of batches, and calls the model on a batch to evaluate it. A Trainer assumes that
+every process reads different data and holds the full model. In a pipeline, the stages of a replica read the same data.
+The PipelineAccelerator therefore distributes data among replicas instead of processes, and gathers from replicas. It
+wraps no model, scales no loss, and clips by the norm of the full model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -133,8 +133,8 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(combine, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather from replicas, omitting samples that were repeated at the end of an epoch; returns a list for
-        objects."""
+        """Gather from replicas, and omit samples that were repeated at the end of an epoch. For objects, returns a
+        list."""
         if self.is_muted:
             return recursively_apply(_ones, input_data)
         try:
@@ -172,8 +172,8 @@ class PipelineAccelerator(Accelerator):
         return nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip by the norm of the full model, and return this norm; with inf, do not clip. Raises UsageError, on every
-        rank, if `parameters` are only some of the model's."""
+        """Clip by the norm of the full model, and return this norm. If `max_norm` is inf, do not clip. Raises
+        UsageError, on every rank, if `parameters` are only some of the model's."""
         optimizer = self.trainer.boosted_optimizer(None)
         self._refuse_some([parameters] if isinstance(parameters, Tensor) else parameters, optimizer)
         if max_norm == float("inf"):
@@ -181,8 +181,8 @@ class PipelineAccelerator(Accelerator):
         return optimizer.clip_grad_by_norm(max_norm, norm_type)
 
     def _refuse_some(self, parameters: Iterable[Tensor], optimizer: PipelineOptimizer) -> None:
-        """Raise UsageError, on every rank, if `parameters` lack a parameter that has a gradient and that `optimizer`
-        updates on any rank."""
+        """Raise UsageError, on every rank, if `optimizer` on some rank updates a parameter that has a gradient but is
+        not in `parameters`."""
         given = {optimizer.gradients.name_of(parameter) for parameter in parameters}
         missing = [name for name in optimizer.names.values() if name not in given]
         lacking = [name for name in missing if optimizer.weights[name].parameter.grad is not None]
@@ -225,7 +225,7 @@ class StandIn:
 
 
 class Stages(StandIn):
-    """The stages of `module`; every rank must make the same calls."""
+    """The stages of `module`. Every rank must make the same calls."""
 
     def __init__(self, plugin: PipelinePlugin, module: nn.Module, boosted: PipelineModel) -> None:
         super().__init__(module)

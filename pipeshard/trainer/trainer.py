@@ -90,7 +90,7 @@ class Loop(Trainer):
 
     @property
     def place_model_on_device(self) -> bool:
-        """False: the full model may not fit on one device, or is on meta. Its stages are placed instead."""
+        """False: the full model may not fit on one device, or may be on meta. Only its stages are moved to devices."""
         return False
 
     @place_model_on_device.setter
@@ -99,8 +99,8 @@ class Loop(Trainer):
 
     @property
     def _mixed_mesh_grads(self) -> bool:
-        """False: with tp_size, some gradients are DTensors. Trainer would then clip the gradients of each rank by their
-        own norm; with False, it clips with the accelerator's method."""
+        """False, so that Trainer clips with the accelerator's method. With tp_size, some gradients are DTensors; if
+        this property were true, Trainer would clip the gradients of each rank by their own norm."""
         return False
 
     @_mixed_mesh_grads.setter
@@ -124,7 +124,7 @@ class Loop(Trainer):
         return self._stages
 
     def _makes_loss(self) -> bool:
-        """Whether anything but the model itself computes the loss."""
+        """Whether the loss is computed by anything other than the model itself."""
         return self._overrides_loss or self.label_smoother is not None or self.compute_loss_func is not None
 
     @property
@@ -156,8 +156,8 @@ class Loop(Trainer):
         return Stages(self.pipeline, model, boosted)
 
     def _sample(self) -> Any:
-        """The first samples, as the training loop will pass them to the model, or None if there are none. Random
-        generators are not advanced."""
+        """The first samples, in the form in which the training loop will pass samples to the model, or None if there
+        are no samples. Random generators are not advanced."""
         before = random_state()
         try:
             sample = None if self._loader is None else first_samples(self._loader)
@@ -199,7 +199,7 @@ class Loop(Trainer):
         return int(super().get_total_train_batch_size(args)) // self._ranks_of_replica
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """This rank's share, since Trainer sums over all ranks."""
+        """This rank's share of the operations, since Trainer sums over all ranks."""
         return float(super().floating_point_ops(inputs)) / self._ranks_of_replica
 
     @property
@@ -224,7 +224,7 @@ class Loop(Trainer):
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Keep the batch until its window is complete, then run one step on the full window."""
+        """Keep the batch until its gradient accumulation window is complete, then run one step on the full window."""
         assert self._stages is not None
         if self._held:
             self.refuse_written("between the batches of a window")
@@ -236,7 +236,7 @@ class Loop(Trainer):
 
     @property
     def _may_write(self) -> bool:
-        """Whether the user's code runs between the batches of a window."""
+        """Whether the user's code may run between the batches of a window."""
         steps = [kind for kind in type(self).__mro__ if kind is not Front and "training_step" in vars(kind)]
         ends = [type(callback).on_substep_end for callback in self.callback_handler.callbacks]
         return steps[0] is not Loop or any(end is not TrainerCallback.on_substep_end for end in ends)
@@ -322,7 +322,8 @@ class Loop(Trainer):
 
     @contextmanager
     def _generated_together(self) -> Iterator[None]:
-        """Context manager in which the model's own `generate` uses the stages, since a Seq2SeqTrainer calls it."""
+        """Context manager in which the model's own `generate` uses the stages, since a Seq2SeqTrainer calls this
+        method."""
         stages = self._own_stages()
         if not hasattr(stages.module, "generate"):
             yield
@@ -340,8 +341,8 @@ class Loop(Trainer):
 
     @contextmanager
     def _evaluated_together(self) -> Iterator[None]:
-        """Context manager in which every rank calls compute_loss. If it reads parameters that some ranks lack, all
-        ranks use the result of the last stage, which holds all parameters that the loss reads."""
+        """Context manager in which every rank calls compute_loss. If compute_loss reads parameters that some ranks
+        lack, all ranks use the result of the last stage, which holds all parameters that the loss reads."""
         if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
             yield
             return
@@ -372,8 +373,8 @@ class Loop(Trainer):
     def _count_last(self, inputs: Any) -> None:
         """Set accelerate's `remainder` to the number of samples in the last batch of a stream.
 
-        Trainer repeats each batch's loss eval_batch_size times, and accelerate truncates the repetition to `remainder`
-        for the last batch. accelerate derives `remainder` from the dataset's length, but a stream has no length.
+        Trainer repeats each batch's loss eval_batch_size times. For the last batch, accelerate truncates the repetition
+        to `remainder`. accelerate derives `remainder` from the dataset's length, but a stream has no length.
         """
         loader = self.accelerator.gradient_state.active_dataloader
         if loader is None or not getattr(loader, "end_of_dataloader", False) or loader.remainder != -1:
@@ -422,7 +423,7 @@ class Loop(Trainer):
         save_state(Path(output_dir), stages.boosted, stages.optimizer, self.lr_scheduler, step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Does nothing: `_load_optimizer_and_scheduler` loads the checkpoint, once the stages exist."""
+        """Does nothing: `_load_optimizer_and_scheduler` loads the checkpoint later, when the stages exist."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 class Written:
-    """Detects whether parameters or gradients were modified in place, or gradients replaced, since its creation."""
+    """Detects whether parameters or gradients were modified in place, or gradients were replaced, since this object was
+    created."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._of = [(parameter, *self._state(parameter)) for parameter in parameters]

@@ -74,7 +74,8 @@ class Comparison:
             self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str, when: str = "") -> None:
-        """Compare numbers and tensors in nested values; skip tensors of the split model whose elements are all NaN."""
+        """Compare numbers and tensors in nested values. Tensors of the split model that contain only NaN are
+        skipped."""
         theirs, mine = dict(_leaves(unsplit)), dict(_leaves(split))
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):
@@ -91,7 +92,7 @@ class Comparison:
         return True
 
     def _close(self, split: Tensor, unsplit: Tensor, relative: float, floor: float) -> bool:
-        """Whether two tensors are equal to the precision of their dtype."""
+        """Whether two tensors are equal up to the precision of their dtype."""
         if split.shape != unsplit.shape:
             return False
         if not split.layout is unsplit.layout is torch.strided:
@@ -172,7 +173,7 @@ def gradients(
     split: LocalPipeline, reference: Reference
 ) -> tuple[dict[str, list[HeldGradient]], dict[str, Tensor | None]]:
     """The gradients of the split model (by name, for each rank that holds the parameter) and of the unsplit model, in
-    the order of the backward pass. Gradients are already summed over ties."""
+    the order of the backward pass. The gradients of ties are already summed."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
     def place(name: str) -> int:
@@ -202,7 +203,7 @@ def compare_state(
     replica: int,
 ) -> None:
     """Compare buffers, and state that forwards have left on modules, on the stages that hold the modules. The
-    attributes that `fickle()` returns may differ; it is called only if an attribute differs."""
+    attributes that `fickle()` returns may differ. `fickle` is called only if an attribute differs."""
     buffers = dict(reference.model.named_buffers())
     mine = {name: split.of(name, replica).model.get_buffer(name) for name in buffers}
     comparison.tensors(mine, buffers, "buffers", during)
@@ -264,8 +265,8 @@ def first_unit(
     at: tuple[int, int],
     note: Callable[[], None],
 ) -> str:
-    """A sentence that names the first unit, in the order of the forward, whose results differ from the unsplit model's,
-    or "" if there is none (or the structure of the results differs)."""
+    """A sentence that names the first unit, in the order of the forward, with results that differ from the unsplit
+    model's. "" if no results differ, or if the structure of the results differs."""
     units = list(split.policy.units)
     of_ranks: list[Results] = [{} for _ in split.ranks]
     unsplit: Results = {}
@@ -291,7 +292,8 @@ def first_unit(
 
 @contextlib.contextmanager
 def recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[None]:
-    """Context manager that records the results of units in forwards; on a stage, only the results of its own units."""
+    """Context manager that records the results of units in forwards. On a stage, only the results of the stage's own
+    units are recorded."""
     calls, microbatches = Counter[str](), Counter[tuple[str, int]]()
 
     def begin(module: nn.Module, args: Any) -> None:

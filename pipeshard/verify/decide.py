@@ -44,7 +44,8 @@ KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages wit
 
 
 class Proven(BaseException):
-    """Raised by booster.boost to return the proof to the CLI; `what` describes the model, its stages and schedule."""
+    """Raised by booster.boost to return the proof to the CLI. `what` describes the model, the stages and the
+    schedule."""
 
     def __init__(self, proof: Proof, what: str) -> None:
         super().__init__(f"{what}: {proof.kind}")
@@ -87,8 +88,8 @@ def prove_at_boost(
 ) -> str:
     """Prove a model on the first rank, if `config.verify` requests it. Call it on every rank before sharding.
 
-    Returns a message that describes how slices of padded samples differ from whole samples, or "" if they match. Raises
-    VerificationError on all ranks if the split model differs or samples depend on each other, BatchError if a
+    Returns a message that describes how slices of padded samples differ from whole samples, or "" if they match. On all
+    ranks, raises VerificationError if the split model differs or samples depend on each other, BatchError if a
     microbatch does not run by itself, ConfigurationError if slices could not be compared, and Proven inside `alone()`.
     """
     if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
@@ -165,7 +166,7 @@ def prove_at_boost(
 
 
 def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
-    """Raise a VerificationError or ConfigurationError that names slices instead of stages as the more likely cause."""
+    """Raise a VerificationError or ConfigurationError that names slices, not stages, as the likely cause."""
     if proof.kind == UNPROVEN:
         raise ConfigurationError(
             f"num_slices={config.num_slices!r}: could not verify that {name} in slices matches the model on whole "
@@ -179,8 +180,8 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
 
 
 def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
-    """Warn about batch norms that normalize with the batch's statistics. With `trains`, the model is judged in training
-    mode, even if it is in evaluation mode now."""
+    """Warn about batch norms that normalize with the batch's statistics. With `trains`, the model's training mode is
+    considered, even if the model is in evaluation mode now."""
     norms = [name for name, module in model.named_modules() if is_batch_norm(module)]
     switches = bool(norms) and trains and not model.training
     with preserving(model) if switches else contextlib.nullcontext():
@@ -199,9 +200,9 @@ def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
 
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
-    """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified:
-    modules of KNOWN_PACKAGES (or their quantized layers) without replaced forwards or hooks, no criterion, and an
-    optimizer of KNOWN_PACKAGES."""
+    """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified. They
+    are if all modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced forwards or hooks, if
+    `criterion` is None, and if the optimizer is from KNOWN_PACKAGES."""
     if criterion is not None or not has_known_loss(model):
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
@@ -227,8 +228,8 @@ def _remedies(sample: Batch) -> str:
 
 
 def _other_dims(sample: Batch) -> dict[str, int]:
-    """batch_dims with dimension 1 for all leaves that are split along dimension 0; empty unless their dimension 1 has
-    one common size above 1."""
+    """A `batch_dims` with dimension 1 for all leaves that are split along dimension 0. It is empty unless dimension 1
+    of all these leaves has the same size above 1."""
     leaves = zip(sample.paths, sample.leaves, sample.row_dims, strict=True)
     cut = {path: leaf for path, leaf, dim in leaves if dim == 0 and isinstance(leaf, Tensor)}
     sizes = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in cut.values()}
@@ -259,8 +260,8 @@ def _say(proof: Proof, name: str) -> None:
 
 
 def _copies(pp_size: int, replicas: int) -> int:
-    """The largest number of copies of the parameters during a proof: after a step, or at its start, when each rank has
-    a full model and the unsplit model has already run a step."""
+    """The largest number of copies of the parameters during a proof. It is reached after a step of the split model, or
+    at the start of one, when each rank has a full model and the unsplit model has already run a step."""
     of_replica, beside = COPIES
     return max(of_replica * replicas + beside, pp_size * replicas + 3)
 
@@ -270,7 +271,8 @@ def _free(device: torch.device) -> int:
 
 
 def _too_large(model: nn.Module, most: float, copies: int) -> str:
-    """The reason why a model is too large for a proof: `copies` of its parameters exceed `most` bytes; otherwise ""."""
+    """The reason why a model is too large for a proof, or "" if it is not. It is too large if `copies` times the size
+    of its parameters is more than `most` bytes."""
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return f"the check needs {format_bytes(needed)}, but may use {format_bytes(most)}" if needed > most else ""
 

@@ -47,5 +47,5 @@ class JoinedDraws(DispatchMode):
 
 
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The parts, concatenated along the dimension in which they are smaller than `shape`."""
+    """The concatenation of the parts along the dimension in which they are smaller than `shape`."""
     return torch.cat(list(parts), next(dim for dim, size in enumerate(shape) if parts[0].shape[dim] != size))

@@ -18,7 +18,7 @@ class TooMuch(Unproven):
 
 
 class Limit:
-    """The time limit of a proof in seconds (None: no limit); `note` is called at each check. `step` is the duration of
+    """The time limit of a proof in seconds (None: no limit). `note` is called at each check. `step` is the duration of
     a step of the unsplit model in seconds."""
 
     def __init__(self, seconds: float | None, note: Callable[[], None]) -> None:
@@ -72,12 +72,14 @@ class Limit:
                 handle.remove()
 
     def allow_more(self) -> None:
-        """Restart the limit for the next part of the proof, which may take at least STEPS_MORE steps."""
+        """Restart the limit for the next part of the proof. This part may take at least the time of STEPS_MORE
+        steps."""
         if self.seconds is not None:
             self.until = self.elapsed + max(self.seconds, STEPS_MORE * self.step)
 
     def remove(self) -> None:
-        """Remove the limit: there is a difference, and the proof must determine whether rounding is the cause."""
+        """Remove the limit. It is called after a difference was found: the proof must then determine whether rounding
+        is the cause."""
         self.until = None
 
 

@@ -24,7 +24,7 @@ SLICES = 3  # used for num_slices="auto", since the samples of a proof are short
 
 
 class Different(Exception):
-    """The split model differs from the unsplit model; `part` is the part of the step that differs, or "" if unknown."""
+    """The split model differs from the unsplit model. `part` is the part of the step that differs, or "" if unknown."""
 
     def __init__(self, what: str, part: str = "") -> None:
         super().__init__(what)
@@ -32,7 +32,7 @@ class Different(Exception):
 
 
 class Unproven(Exception):
-    """The proof has no result for the model; the message is the reason."""
+    """The proof has no result for the model. The message is the reason."""
 
 
 class LocalRank:
@@ -64,8 +64,8 @@ class LocalRank:
 
 
 class LocalPipeline:
-    """The ranks of one or several replicas of a pipeline, in the order of the replicas. `make()` returns the Copies of
-    one rank; `note` is called between actions."""
+    """The ranks of one or several replicas of a pipeline, in the order of the replicas. `make()` returns the Copies for
+    one rank. `note` is called between actions."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class LocalPipeline:
         return self.ranks[replica * self.num_stages + self.policy.ownership.owner(name)]
 
     def named(self, rank: LocalRank) -> str:
-        """The suffix that identifies one of several replicas in errors."""
+        """The suffix that identifies the rank's replica in errors, if there are several replicas."""
         return f" on replica {self.ranks.index(rank) // self.num_stages}" if self.replicas > 1 else ""
 
     def step(
@@ -126,7 +126,7 @@ class LocalPipeline:
         return ends[0]["loss"], [output for end in ends for output in end["outputs"] or ()]
 
     def weights(self, *replicas: int) -> Weights:
-        """The weights of the last step's microbatches in the loss, for these replicas in turn."""
+        """The weights in the loss of the last step's microbatches, for these replicas in turn."""
         ran = [each for replica in replicas for each in self.last(replica).pipeline.ran]
         return Weights([each.share for each in ran], any(each.summed for each in ran))
 

@@ -1,6 +1,6 @@
 """Passed: the transformers classes that docs/parity.md shows as exact, for the transformers version of that page.
 
-`make parity` writes passed.json. Another minor version of transformers may have changed any of the classes.
+`make parity` writes passed.json. Any of the classes may be different in another minor version of transformers.
 """
 
 import functools
@@ -11,7 +11,8 @@ from importlib.resources import files
 
 @functools.cache
 def passed() -> frozenset[str]:
-    """The names of the classes; empty if the minor version of the installed transformers differs from the page's."""
+    """The names of the classes. Empty if the minor version of the installed transformers differs from that of the
+    page."""
     found = json.loads(files("pipeshard.verify").joinpath("passed.json").read_text())
     same = found["transformers"].split(".")[:2] == version("transformers").split(".")[:2]
     return frozenset(found["classes"]) if same else frozenset()

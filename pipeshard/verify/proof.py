@@ -46,11 +46,11 @@ class Proof:
     """The result of a proof: `kind` is "exact", "compared in part", "different" or "unproven" (the last two have a
     `reason`). `counts` has the number of comparisons of each kind; `but` lists comparisons that were not made.
 
-    `refused`: the reason is an error that training also raises. `coupled`: samples depend on each other, so that
-    microbatches do not give the result of the batch. `moving`: state that changes with each microbatch, as in gradient
-    accumulation. `dependent`: a microbatch does not run by itself, because of the error `cause`. `smaller`: the
-    reductions of the copy that was proven instead of a large model. `padding`: how slices of samples with padding
-    differ from whole samples.
+    `refused`: whether the reason is an error that training also raises. `coupled`: whether samples depend on each
+    other, so that microbatches do not give the result of the batch. `moving`: state that changes with each microbatch,
+    as in gradient accumulation. `dependent`: whether a microbatch does not run by itself, because of the error `cause`.
+    `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
+    with padding differ from whole samples.
     """
 
     kind: str
@@ -69,8 +69,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Large:
-    """Why a model is not proven at its own size. The parameters of a smaller copy may take at most `most` bytes in
-    fp32; `fits` is whether there is enough memory to run a few samples through the model itself."""
+    """The reason why a model is not proven at its own size. The parameters of a smaller copy may take at most `most`
+    bytes in fp32. `fits` is whether there is enough memory to run a few samples through the model itself."""
 
     reason: str
     most: float
@@ -78,7 +78,8 @@ class Large:
 
 
 class Dependent(Exception):
-    """A microbatch does not run by itself, although the whole batch does; its cause is the model's error."""
+    """A microbatch does not run by itself, although the whole batch does. The exception's cause is the model's
+    error."""
 
 
 class Fails(Unproven):
@@ -98,16 +99,17 @@ def prove(
     large: Large | None = None,
     steps: int = 2,
 ) -> Proof:
-    """Train copies of a model, split and unsplit, for `steps` steps, which use different samples, and compare the
-    copies before the model is boosted. The user's objects do not change. With an optimizer, the copies are in training
+    """Train copies of a model, split and unsplit, for `steps` steps with different samples, and compare the copies. The
+    model itself is not boosted yet. The user's objects do not change. With an optimizer, the copies are in training
     mode.
 
     The proof compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules,
     parameters after the optimizer's step, and the saved state. It also compares the unsplit model on the whole batch
     with itself on the microbatches. `note` is called regularly. Instead of a `large` model, or a model that takes
-    longer than `seconds`, a smaller copy is split. If there is none, or the copy also takes too long, only the outputs
-    of a few samples are compared with the outputs of the same samples in microbatches. Each of the two fallbacks may
-    take `seconds`, or STEPS_MORE steps if these take longer. Once a difference is found, the time is not limited.
+    longer than `seconds`, a smaller copy is split. Without a smaller copy, or if the copy also takes too long, only the
+    outputs of a few samples are compared with the outputs of the same samples in microbatches. Each of the two
+    fallbacks may take `seconds`, or STEPS_MORE steps if these take longer. After a difference is found, the time is not
+    limited.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, Limit(seconds, note), steps)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -173,8 +175,8 @@ class _Proving:
         raise TooMuch(why)
 
     def _too_much(self) -> str | None:
-        """Compare, and return the reason if it takes too much time. The error itself would keep the copies in memory
-        that its traceback refers to."""
+        """Compare, and return the reason if the comparison takes too much time or memory. Only the message of the error
+        is kept, since the error's traceback would keep the copies in memory."""
         try:
             self._compare_few_or_all()
         except TooMuch as error:
@@ -182,7 +184,7 @@ class _Proving:
         return None
 
     def _prove_smaller(self) -> bool:
-        """Prove a smaller copy instead of a model that takes too long; return whether a copy was fast enough."""
+        """Prove a smaller copy instead of a model that takes too long. Return whether a copy was fast enough."""
         whole, step = self.given, self.limit.step
         self.limit.allow_more()
         self.counts, self.is_whole = {}, False
@@ -205,7 +207,7 @@ class _Proving:
         return own.drawn(self.device, self.config.init_weights, torch.initial_seed() % 2**63)
 
     def _take_smaller(self, most: float) -> str:
-        """Replace the model by the first smaller copy that runs; return "", or the reason why there is none."""
+        """Replace the model by the first smaller copy that runs. Return "", or the reason why no copy was found."""
         given, why = self.given, ""
         for make in smaller(given, self.config.num_stages, most, self.device):
             try:
@@ -224,8 +226,8 @@ class _Proving:
         return f"no smaller copy of the model could be verified instead ({why})"
 
     def _compare_few_or_all(self) -> None:
-        """Compare a few samples or, if a few do not run, all samples split as in training: the batch may contain
-        indices of its samples, such as the edges of a graph."""
+        """Compare a few samples or, if a few do not run, all samples split as in training. A few samples may not run if
+        the batch contains sample indices, such as the edges of a graph."""
         try:
             self._compare_both()
         except Exception as error:  # the user's model may raise anything
@@ -292,8 +294,8 @@ class _Proving:
         return made
 
     def _try(self) -> None:
-        """Run a step of the unsplit model, to find its duration and whether it uses random numbers. Raises Fails if the
-        model does not run, and Unproven without a finite loss."""
+        """Run a step of the unsplit model, to measure the step's duration and to find whether the model uses random
+        numbers. Raises Fails if the model does not run, and Unproven if it has no finite loss."""
         torch.manual_seed(SEED)
         before, start = generators(self.device), self.limit.elapsed
         tried, loss = self._unsplit(is_first=True)
@@ -307,7 +309,7 @@ class _Proving:
             self.undivided = Undivided(self._reference(self._copy())) if self.draws else Undivided(tried, loss)
 
     def _unsplit(self, is_first: bool = False) -> tuple[Reference, Tensor]:
-        """A copy of the unsplit model after a step, and its loss. Raises TooMuch if the time is limited, and the first
+        """A copy of the unsplit model after a step, and its loss. Raises TooMuch if the time is limited and the first
         layers of the first step already take too long."""
         reference = self._reference(self._copy())
         torch.manual_seed(SEED)

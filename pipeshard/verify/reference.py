@@ -30,7 +30,7 @@ PACKED_STD = 0.02  # standard deviation of the values for a quantized weight
 
 @dataclass
 class Copies:
-    """A model with its criterion, optimizer and sample, or copies of them: the optimizer trains the parameters of this
+    """A model with its criterion, optimizer and sample, or copies of these. The optimizer trains the parameters of this
     model, and the criterion may read the parameters."""
 
     model: nn.Module
@@ -39,7 +39,7 @@ class Copies:
     sample: Batch
 
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Copies":
-        """Copy everything once more, to `device`, with floating-point tensors cast to `dtype`.
+        """Copy all fields again, to `device`, with floating-point tensors cast to `dtype`.
 
         Closures (hooks, lambdas) are also copied: otherwise every copy would modify the user's own captured objects.
         Raises deepcopy's error for objects that cannot be copied.
@@ -75,7 +75,7 @@ class Copies:
         return made
 
     def foreign(self) -> list[nn.Parameter]:
-        """The tensors of the optimizer other than the model's parameters, in its order."""
+        """The optimizer's tensors other than the model's parameters, in the order of its groups."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         own = set(self.model.parameters())
         return [p for group in groups for p in group["params"] if p not in own]
@@ -92,8 +92,8 @@ class Copies:
 
 
 def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
-    """For each function with captured state that modules, a criterion or an optimizer hold, put a copy without this
-    state into the memo. Return these functions, for `fill`."""
+    """For each function with captured state that is stored in modules, a criterion or an optimizer, put a copy without
+    this state into the memo. Return these functions, for `fill`."""
     closures = list(_closures(*owners))
     memo |= {id(function): _hollow(function) for function in closures}
     return closures
@@ -120,7 +120,7 @@ def _closures(*owners: Any) -> Iterator[types.FunctionType]:
 
 
 def _contents(container: Any) -> Iterator[Any]:
-    """The values in a container and, recursively, in the containers among its values."""
+    """The values in a container and, recursively, in the containers among these values."""
     queue, seen = [container], {id(container)}
     while queue:
         one = queue.pop()
@@ -132,7 +132,7 @@ def _contents(container: Any) -> Iterator[Any]:
 
 
 def _is_filled(function: types.FunctionType) -> bool:
-    """Whether the function has captured state, and all of it is set."""
+    """Whether the function has captured state, and all captured variables are set."""
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     try:
         captured = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -164,7 +164,7 @@ def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
 
 
 def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
-    """Copy a parameter's hooks and attributes to its copy, since deepcopy omits them."""
+    """Copy the hooks and attributes of a parameter to a copy of it, since deepcopy omits both."""
     new.__dict__.update(copy.deepcopy(vars(old), memo))
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(copy.deepcopy(hook, memo))
@@ -193,8 +193,8 @@ def generators(device: torch.device) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Context manager that restores random generators on exit, and suppresses warnings and log messages, since the
-    boost issues the same ones."""
+    """Context manager that restores random generators on exit. It suppresses warnings and log messages, since boost
+    issues the same ones."""
 
     def quiet(record: logging.LogRecord) -> bool:
         return record.levelno < logging.INFO
@@ -231,7 +231,7 @@ class Reference:
         disable_caches(self.model)
 
     def seed_places(self, units: Mapping[str, nn.Module], glue: bool, python: bool) -> None:
-        """Make units and, if `glue`, the glue between them use the same random numbers as on the stages."""
+        """Make units and, if `glue`, the glue between units use the same random numbers as on the stages."""
         self.places = places = Randomness(self.device)
         places.python = python
         self._calls, self._inside, self._again = 0, False, False
@@ -264,7 +264,7 @@ class Reference:
     def step(
         self, batches: Sequence[Batch], weights: Weights, at: tuple[int, int], note: Callable[[], None], first: int = 0
     ) -> tuple[Tensor, list[Any]]:
-        """Run forward and backward of each microbatch in turn; return the weighted sum of losses, and the outputs.
+        """Run forward and backward of each microbatch in turn. Return the weighted sum of losses, and the outputs.
         `first` is the number of the first microbatch, counted over all replicas."""
         total, outputs = torch.zeros(()), []
         with self.places.step(*at) if self.places is not None else nullcontext():

@@ -72,7 +72,7 @@ class Sides:
         self.first, *self.others = self._optimizers()
 
     def step(self, comparison: Comparison, step: int, asked: bool) -> StepCut:
-        """Train both sides for a step, and compare everything; outputs are compared only if `asked`."""
+        """Train both sides for a step, and compare everything. Outputs are compared only if `asked`."""
         split, reference, during = self.split, self.references[0], f"in step {step + 1}"
         loss, outputs = split.step(partial(self.samples.of_replica, step), self.samples.m, asked, (SEED, step))
         expected, made = self._unsplit_step(step)
@@ -95,8 +95,8 @@ class Sides:
         return first_unit(self.split, self.references[0], samples.of_step, samples.m, (SEED, 0), self.tick)
 
     def _unsplit_step(self, step: int) -> tuple[Tensor, list[Any]]:
-        """Run the step of each replica on its own copy of the unsplit model; return the total loss and all outputs. The
-        gradients are summed into the first copy."""
+        """Run the step of each replica on the replica's own copy of the unsplit model. Return the total loss and all
+        outputs. The gradients are summed into the first copy."""
         losses, outputs, m, self.draws = [], list[Any](), self.samples.m, JoinedDraws()
         for replica, reference in enumerate(self.references):
             batches = self.samples.of_replica(step, reference.own.sample, replica).split(m)
@@ -120,7 +120,7 @@ class Sides:
 
     def _compare_undivided(self, step: int, expected: Tensor, weights: Weights) -> WholeFound | None:
         """Compare the unsplit model's loss and gradients on the whole batch with its loss and gradients on the
-        microbatches, which `step` has compared with the split model. Return None if they differ, or without an
+        microbatches, which `step` has compared with the split model. Return None if the two differ, and without an
         undivided model or new samples."""
         undivided = self.undivided
         if undivided is None or (step and not self.samples.vary(undivided.reference.own.sample)):
@@ -149,7 +149,8 @@ class Sides:
         return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
     def _optimizers(self) -> list[Any]:
-        """The optimizers of the first reference and of the ranks; SGD if the user has none, or an unsupported one."""
+        """The optimizers of the first reference and of the ranks. They are SGD if the user has no optimizer, or an
+        unsupported one."""
         split, reference = self.split, self.references[0]
         if reference.own.optimizer is not None:
             try:

@@ -45,7 +45,8 @@ def _numbers(config: Any, names: re.Pattern[str]) -> Iterator[tuple[Any, str, in
 
 
 def factors(config: Any) -> list[int]:
-    """Common divisors of all widths and numbers of heads, descending: the largest, and one of at most LITTLE."""
+    """Common divisors of all widths and numbers of heads, in descending order: the largest, and one of at most
+    LITTLE."""
     heads = [value for _, _, value in _numbers(config, HEAD_COUNTS) if value > 1]
     widths = [value for _, _, value in _numbers(config, WIDTHS) if value >= LEAST_WIDTH]
     largest = gcd(*heads, *widths) if heads else 1
@@ -68,7 +69,7 @@ def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
 
 
 def all_kinds(kinds: Sequence[Any]) -> int:
-    """The smallest number of layers, counted from the first, that includes all kinds."""
+    """The smallest number of first layers that includes all kinds."""
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
@@ -99,7 +100,7 @@ def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
 def take_widths(config: Any, factor: int) -> Iterator[str]:
     """Divide the widths and numbers of heads of a config, and reduce the experts; yield the changes.
 
-    Any number in the config that equals a width, such as the size to which images are projected, is treated as this
+    Any number in the config that equals a width, such as the size to which images are projected, is divided like this
     width.
     """
     widths = {value for _, _, value in _numbers(config, WIDTHS) if value >= LEAST_WIDTH}
@@ -133,7 +134,7 @@ def has_vocabulary(config: Any) -> bool:
 
 
 def tokens(config: Any) -> set[int]:
-    """The token ids that a config and its nested configs name."""
+    """The token ids in a config and its nested configs."""
     found: set[int] = set()
     for part in _parts(config):
         for name, value in vars(part).items():

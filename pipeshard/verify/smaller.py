@@ -1,8 +1,8 @@
 """Smaller: copies of a large model with fewer and narrower layers, which are proven instead of the model.
 
 Whether a split is exact depends on the code of a model: the code of its class, of its kinds of layers, and of the
-user's additions. The number and width of the layers do not matter. A copy therefore keeps every kind of layer, two
-layers for each stage, ties, adapters, hooks, and `requires_grad` of each parameter.
+user's additions. It does not depend on the number and width of the layers. A copy therefore keeps every kind of layer,
+two layers for each stage, ties, adapters, hooks, and `requires_grad` of each parameter.
 """
 
 import copy
@@ -55,7 +55,7 @@ def smaller(given: Copies, stages: int, most: float, device: torch.device) -> It
     """Yield functions that build smaller copies of a model, smallest first. The parameters of a copy take at most
     `most` bytes in fp32.
 
-    A function raises Unlike for an unsuitable copy, or the model's own error if it cannot be built in this size.
+    A function raises Unlike for an unsuitable copy, or the model's own error if a copy of this size cannot be built.
     """
     if hasattr(type(without_adapters(given.model)[1]), "_from_config"):
         divisors = factors(config_of(without_adapters(given.model)[1]))
@@ -231,7 +231,7 @@ def _memo(model: nn.Module, built: nn.Module) -> dict[int, Any]:
 
 
 def _adopt(model: nn.Module, built: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy the attributes and hooks that the user has set on modules and parameters to a smaller model."""
+    """Copy to a smaller model the attributes and hooks that the user has set on modules and parameters."""
     theirs, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for path, module in built.named_modules():
         _adopt_settings(theirs[path], module, memo)
@@ -273,7 +273,7 @@ def _completed(given: Copies, built: nn.Module, sample: Batch, memo: dict[int, A
 
 
 def _drop(optimizer: Optimizer) -> None:
-    """Remove the parameters that a smaller copy lacks from an optimizer, and groups that are then empty."""
+    """Remove from an optimizer the parameters that a smaller copy lacks, and groups that are then empty."""
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not isinstance(parameter, _Dropped)]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]

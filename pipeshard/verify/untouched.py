@@ -1,7 +1,8 @@
 """Untouched: the restoration of objects that the user's code reaches, after a proof.
 
-Copies do not cover everything: functions read globals, and objects that cannot be copied are shared. Therefore the
-Python state, the values and gradients of tensors outside the model, and the gradients of parameters are restored.
+A proof runs copies, but these copies share some objects with the user's code: the globals that functions read, and
+objects that cannot be copied. Therefore the Python state, the values and gradients of tensors outside the model, and
+the gradients of parameters are restored.
 """
 
 import contextlib

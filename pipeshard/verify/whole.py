@@ -34,7 +34,7 @@ Make = Callable[[torch.dtype | None], tuple[Copies, Criterion | None]]
 
 
 class Coupled(Exception):
-    """Samples of a batch depend on each other; the message describes the difference and where it begins."""
+    """Samples of a batch depend on each other. The message describes the difference and where it begins."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Side:
 
 @dataclass
 class WholeFound:
-    """The numbers of losses and gradients that were compared. `missing` is the reason why some were not; `moving` lists
-    state that changes with each microbatch, as in gradient accumulation."""
+    """The numbers of losses and gradients that were compared. `missing` is the reason why some were not compared.
+    `moving` lists state that changes with each microbatch, as in gradient accumulation."""
 
     losses: int = 0
     gradients: int = 0
@@ -79,7 +79,8 @@ class WholeFound:
 
 
 class WholeBatch:
-    """Compares copies of the unsplit model, created by `make(dtype)`; `draws` is whether the model uses random numbers.
+    """Compares copies of the unsplit model. `make(dtype)` creates a copy. `draws` is whether the model uses random
+    numbers.
 
     `note` is called regularly. `differs` is called at an apparent difference, before comparisons in other modes.
     """
@@ -93,8 +94,9 @@ class WholeBatch:
     def compare(self, batch: Batch, weights: Weights, has_auxiliary: bool, units: Sequence[str]) -> WholeFound:
         """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
 
-        `has_auxiliary` is whether a part of the loss comes from side outputs of layers (router logits), which are
-        computed per microbatch: if the loss differs, the outputs are compared instead. Raises Coupled for a difference.
+        `has_auxiliary` is whether a part of the loss comes from side outputs of layers (router logits). This part is
+        computed per microbatch, so if the loss differs, the outputs are compared instead. Raises Coupled for a
+        difference.
         """
         self.parts = copied_microbatches(batch, len(weights.shares))
         self.batch, self.weights, self.units, self.found = batch, weights, units, WholeFound()
@@ -130,7 +132,8 @@ class WholeBatch:
         return self._differences(RunMode(draws=SHARED if self.draws else "", by_outputs=True))
 
     def _differences(self, way: RunMode) -> str:
-        """The difference between both sides, or "" if they are equal in one of several modes, tried in turn."""
+        """The difference between both sides, or "" if they are equal in one of several modes. The modes are tried in
+        turn."""
         why = self._attempt(way)
         if why and not way.draws:
             why = self._attempt(replace(way, draws=SHARED))
@@ -158,7 +161,8 @@ class WholeBatch:
         return ""
 
     def _attempt(self, way: RunMode) -> str:
-        """The difference, if it is also found in fp64: a higher precision reduces only rounding errors."""
+        """The difference, if it is also found in fp64: a higher precision reduces rounding errors, but not other
+        differences."""
         try:
             why = self._once(way)
         except (Unproven, NoLoss):
@@ -179,7 +183,7 @@ class WholeBatch:
 
     def _once(self, way: RunMode) -> str:
         """The difference between both sides in one mode. If microbatches differ only because of state that an earlier
-        microbatch leaves on the model, this counts only if the state depends on the samples."""
+        microbatch leaves on the model, the difference counts only if the state depends on the samples."""
         self.way = way
         draws = _draws_of(way)
         whole = self._side(way, [self.batch], Weights([1.0]), draws)
@@ -202,8 +206,8 @@ class WholeBatch:
         return ""
 
     def _is_carried(self, way: RunMode) -> bool:
-        """Whether the result of the second microbatch changes if samples other than the first microbatch's run before
-        it."""
+        """Whether the result of the second microbatch changes if other samples than those of the first microbatch run
+        before it."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
         after, expected = (
@@ -260,7 +264,8 @@ class WholeBatch:
         return torch.stack(terms).sum() if terms else torch.zeros(())
 
     def _choose(self) -> list[int]:
-        """The number of elements of each output, or 0 if the outputs of microbatches have a different total number."""
+        """The number of elements of each output, or 0 if the outputs of the microbatches together have a different
+        number of elements."""
         self.chosen = []
         sizes = [self._sizes(batch) for batch in (self.batch, *self.parts)]
         if len({len(one) for one in sizes}) > 1:
@@ -308,8 +313,8 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def _run(self, way: RunMode, batch: Batch, start: int, draws: SharedDraws) -> Iterator[Batch]:
-        """Context manager for a run of these samples, the first of which is sample `start` of the batch. Yields the
-        samples in the mode's dtype, and makes each sample use its own random numbers."""
+        """Context manager for a run of these samples. The first of them is sample `start` of the batch. Yields the
+        samples in the mode's dtype. Each sample uses its own random numbers."""
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)
@@ -347,8 +352,9 @@ def unlike(whole: Side, parts: Side, way: RunMode) -> str:
 
 
 def moves(before: Copies, whole: Copies, parts: Copies, m: int) -> bool:
-    """Whether a counter (an integer of a module or the criterion) or a buffer depends on the number of microbatches:
-    `whole` has run one forward of a batch, and `parts` the batch's m microbatches. The loss may not use it yet."""
+    """Whether a counter (an integer of a module or the criterion) or a buffer depends on the number of microbatches.
+    `whole` has run one forward of a batch, and `parts` has run the batch's m microbatches. The loss of these runs need
+    not depend on the counter or buffer."""
     start, of_whole, of_parts = (_counters(own) for own in (before, whole, parts))
     if any(of_parts.get(place, n) - n == m * (of_whole.get(place, n) - n) != 0 for place, n in start.items()):
         return True
@@ -391,7 +397,7 @@ class _Norms(TorchFunctionMode):
 
 
 class _Constant(SharedDraws):
-    """Random numbers that are the same for all samples, so that a remaining difference comes from the model."""
+    """Random numbers that are the same for all samples, so that they cannot cause a difference."""
 
     def drawn(self, func: Any, tensor: Tensor) -> None:
         name = str(func)
@@ -436,7 +442,7 @@ def outputs_of(output: Any) -> list[Tensor]:
 
 
 def is_another(whole: Tensor, parts: Sequence[Any], dtype: torch.dtype | None) -> bool:
-    """Whether the parts, concatenated along one dimension, have the shape of `whole` but different values."""
+    """Whether the concatenation of the parts along one dimension has the shape of `whole` but different values."""
     if not whole.is_floating_point() or any(part.ndim != whole.ndim for part in parts):
         return False
     dims = [dim for dim, count in enumerate(whole.shape) if any(part.shape[dim] != count for part in parts)]
@@ -451,7 +457,7 @@ def _cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) -> None:
-    """Add the gradients of a model's parameters, and of other tensors that its optimizer trains, to `gradients`."""
+    """Add to `gradients` the gradients of a model's parameters, and of other tensors that its optimizer trains."""
     named = dict(reference.model.named_parameters())
     named |= {f"parameter {k} of the optimizer": one for k, one in enumerate(reference.own.foreign())}
     for name, parameter in named.items():
@@ -462,6 +468,6 @@ def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) ->
 
 
 def _filled(gradient: Tensor | None, like: Tensor | None) -> Tensor:
-    """The gradient, or zeros for None: possibly no sample of a microbatch uses the weight."""
+    """The gradient, or zeros for None: the gradient is None if no sample of a microbatch uses the weight."""
     assert gradient is not None or like is not None
     return torch.zeros_like(like) if gradient is None else gradient.detach()  # type: ignore[arg-type]
