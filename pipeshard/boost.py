@@ -106,8 +106,8 @@ def boost_model(
     if grid.first and boosted.pipeline.policy.flow.counts_results:
         logger.warning(
             "the criterion returns two values, and the second depends on the model's output: pipeshard treats the "
-            "second as a count and divides the first by it. If the second is a metric (such as an accuracy), return "
-            "only the loss, and compute the metric with execute_pipeline(..., return_outputs=fn)"
+            "second as a count and divides the first by this count. If the second is a metric (such as an accuracy), "
+            "return only the loss, and compute the metric with execute_pipeline(..., return_outputs=fn)"
         )
     GUARD.watch(boosted.pipeline.gradients)
     NORM_GUARD.watch(boosted.pipeline.gradients)
@@ -159,9 +159,9 @@ def _warn_of_16_bits(model: nn.Module) -> None:
     short = [p for p in trained if p.dtype in (torch.float16, torch.bfloat16)]
     if short:
         logger.warning(
-            "%d of the %d trained parameters are %s, without fp32 copies: an update smaller than 1/%d of a "
-            "parameter's value rounds to zero. Pass PipelinePlugin(precision='bf16'), which keeps fp32 copies, or load "
-            "the model in fp32 (from_pretrained(..., dtype=torch.float32))",
+            "%d of the %d trained parameters are %s, without fp32 master weights: an update smaller than 1/%d of a "
+            "parameter's value rounds to zero. Pass PipelinePlugin(precision='bf16'), which keeps fp32 master weights, "
+            "or load the model in fp32 (from_pretrained(..., dtype=torch.float32))",
             len(short),
             len(trained),
             short[0].dtype,

@@ -58,8 +58,8 @@ class PipelineStageManager:
         fits = num_model_chunks == 2 if use_zbv else num_model_chunks > 0
         if not fits or (num_model_chunks > 1 and not enable_interleave):
             raise ConfigurationError(
-                f"{num_model_chunks=} is not supported with {enable_interleave=} and {use_zbv=}: use 1, more with "
-                "enable_interleave=True, or 2 with use_zbv=True and enable_interleave=True"
+                f"{num_model_chunks=} is not supported with {enable_interleave=} and {use_zbv=}: use 1 chunk, several "
+                "chunks with enable_interleave=True, or 2 chunks with use_zbv=True and enable_interleave=True"
             )
         self.pg_mesh, self.pipeline_axis = pg_mesh, pipeline_axis
         self.p2p_group = pg_mesh.get_group_along_axis(pipeline_axis)
@@ -230,7 +230,10 @@ INSTEAD: dict[str, tuple[Any, str]] = {
     "inner_ring_size": (None, _SEQUENCES),
     "max_scale": (2**32, _SCALE),
     "min_scale": (1, _SCALE),
-    "num_layers_per_stage": (None, "pass partition=[...], each stage's unit calls including embedding and head"),
+    "num_layers_per_stage": (
+        None,
+        "pass partition=[...], the number of unit calls of each stage, which include embedding and head",
+    ),
     "sequence_parallelism_mode": (None, _SEQUENCES),
     "sp_size": (1, _SEQUENCES),
     "use_fp8": (False, "pass precision='bf16' or 'fp16'"),

@@ -393,8 +393,8 @@ class PipelineConfig:
     def _check_schedule(self) -> None:
         if self.memory_limit is not None and self.schedule != AUTO:
             raise ConfigurationError(
-                f"memory_limit={self.memory_limit!r} is not supported with schedule={name_of(self.schedule)!r}: it "
-                f"only limits the search of schedule={AUTO!r}. Omit memory_limit"
+                f"memory_limit={self.memory_limit!r} is not supported with schedule={name_of(self.schedule)!r}: "
+                f"memory_limit only limits the search of schedule={AUTO!r}. Omit it"
             )
         if self.schedule == AUTO:
             self._check_auto()
@@ -416,8 +416,8 @@ class PipelineConfig:
             value = getattr(self, name)
             if value != default and not is_profile(value):
                 raise ConfigurationError(
-                    f"{name}={value!r} is not supported with schedule={AUTO!r}, which chooses cuts and chunks itself "
-                    f"for microbatches of one size: omit {name}"
+                    f"{name}={value!r} is not supported with schedule={AUTO!r}, which chooses cuts and chunks itself, "
+                    f"and requires microbatches of equal size: omit {name}"
                 )
         self._refuse_compiled_backward(AUTO)
 

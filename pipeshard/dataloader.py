@@ -312,7 +312,7 @@ class ResumableDataLoader(DataLoader[Any]):
 def _refuse_shares(order: Order) -> None:
     for one in order.shares():
         raise ConfigurationError(
-            f"{type(one).__name__} already splits the data into {one.num_replicas} shares, so the stages of a "
-            "pipeline would read different batches, and each replica would read only a part of a share. Pass a sampler "
-            "over the whole dataset (or shuffle=True): pipeshard then divides the samples among the replicas"
+            f"{type(one).__name__} already splits the data into {one.num_replicas} shares. The stages of a pipeline "
+            "would read different batches, and each replica would read only a part of a share. Pass a sampler over the "
+            "whole dataset (or shuffle=True): pipeshard then divides the samples among the replicas"
         )

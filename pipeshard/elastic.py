@@ -228,6 +228,6 @@ def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: in
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):
         raise ConfigurationError(
             f"the layout chosen for {ranks} ranks and global_batch={global_batch} is for {layout.ranks} ranks and "
-            f"global_batch={layout.global_batch}: return a Layout with the same numbers"
+            f"global_batch={layout.global_batch}: return a Layout for the requested numbers"
         )
     return layout

@@ -148,8 +148,8 @@ def unheld(ghost: Ghost, what: str, before: str = "") -> UsageError:
     the advice."""
     advice = before + (
         "Save the model with booster.save_model(model, folder, shard=True) or trainer.save_model(folder), or adapters "
-        "with booster.save_lora_as_pretrained(model, folder). Load it with booster.load_model(model, folder). Get the "
-        "full model with pipeshard.to_sequential(model). Call these on every rank"
+        "with booster.save_lora_as_pretrained(model, folder). Load a saved model with booster.load_model(model, "
+        "folder). Get the full model with pipeshard.to_sequential(model). Call these on every rank"
     )
     if what in (*CONVERTING, "_apply", "share_memory_"):
         advice = "Move or convert a model before booster.boost, or pass precision=... to PipelinePlugin"

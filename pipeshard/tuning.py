@@ -121,7 +121,7 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
     if settings.dry_run and planned_optimizer(settings) != plain_name(settings.optim) not in ADAMW:
         yield (
             f"the plan counts the states of optim={settings.optim} as those of AdamW, two fp32 values per parameter; "
-            "they take at most as much"
+            f"the states of {settings.optim} take at most as much memory"
         )
     rows_each = 1 + any("chosen" in way for way in COLUMNS[kind])  # a pair of answers is two rows of the batch
     m, _ = microbatches(settings, rows_each)

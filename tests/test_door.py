@@ -312,7 +312,7 @@ def trained_in_16_bits(**options: Any) -> list[str]:
         )
     finally:
         logging.getLogger("pipeshard").removeHandler(handler)
-    return [text for text in said if "fp32 copies" in text]
+    return [text for text in said if "fp32 master weights" in text]
 
 
 @pytest.mark.turns

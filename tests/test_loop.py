@@ -62,7 +62,7 @@ def foreign_steps() -> None:
     engine.execute_pipeline(iter([data(1)]))
     for foreign in (early, sgd(engine.model.parameters()), sgd(passed.param_groups[0]["params"])):
         with pytest.raises(
-            UsageError, match=r"SGD was not boosted, but its step would update .* pass the optimizer to"
+            UsageError, match=r"SGD was not boosted, but its step would update .* Pass the optimizer to"
         ):
             foreign.step()
     with pytest.raises(UsageError, match="SGD was passed to boost, and its own step does not clip"):

@@ -136,7 +136,7 @@ for call in (lambda: step(engine, 1), lambda: engine.save_model(engine.model, "o
     try:
         call()
     except UsageError as error:
-        assert "was destroyed" in str(error) and "boost the model again in it" in str(error), error
+        assert "was destroyed" in str(error) and "boost the new model" in str(error), error
     else:
         raise AssertionError("no error")
 os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)

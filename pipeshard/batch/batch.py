@@ -342,8 +342,8 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
     if with_samples or (type(entries) is tuple and len(set(shapes)) == 1):
         raise BatchError(
             f"the batch has {rows} samples and {path} is a {type(entries).__name__} of the same length, so it is "
-            f"ambiguous whether it has one entry per sample: pass batch_dims={{{path!r}: 0}} if it does, or "
-            f"{{{path!r}: None}} if not"
+            f"ambiguous whether {path} has one entry per sample: pass batch_dims={{{path!r}: 0}} if so, or {{{path!r}: "
+            "None} if not"
         )
     known[path] = True
     return True

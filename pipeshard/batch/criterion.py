@@ -42,10 +42,10 @@ def sum_and_count(
     if not _is_scalar(loss):
         shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
         raise ConfigurationError(
-            f"the criterion returned {shape or repr(loss)}, not a scalar tensor: criterion(outputs, inputs) is "
-            f"called with the model's output ({type(output).__name__}) and the microbatch, for example "
-            "lambda outputs, inputs: outputs.loss (which is None when the batch has no labels). It may also return "
-            "(sum, count): the batch's loss is then the sum of all sums divided by the sum of all counts"
+            f"the criterion returned {shape or repr(loss)}, not a scalar tensor: criterion(outputs, inputs) is called "
+            f"with the model's output ({type(output).__name__}) and the microbatch. Return a scalar, as in lambda "
+            "outputs, inputs: outputs.loss (which is None when the batch has no labels), or return (sum, count): the "
+            "batch's loss is then the sum of all sums divided by the sum of all counts"
         )
     return _without_dimensions(loss), count
 

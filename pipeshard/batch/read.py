@@ -241,9 +241,9 @@ class RowDims:
         if counted_before or size_before != size:
             raise BatchError(
                 f"the first dimension of {path} had size {size_before} in a batch of {rows_before} samples, and has "
-                f"size {size} in a batch of {rows}, so it is not always the batch dimension. Pass "
-                f"PipelinePlugin(batch_dims={{{path!r}: None}}) to pass all of it to every microbatch, or "
-                f"{{{path!r}: 0}} if it has one entry per sample"
+                f"size {size} in a batch of {rows}. This dimension is therefore not always the batch dimension. Pass "
+                f"PipelinePlugin(batch_dims={{{path!r}: None}}) to pass all of {path} to every microbatch, or "
+                f"{{{path!r}: 0}} if {path} has one entry per sample"
             )
         return True
 

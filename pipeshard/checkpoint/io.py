@@ -80,10 +80,10 @@ class PipelineCheckpointIO:
             raise CheckpointError("merge=True requires shard=True (which writes a folder) and a model with adapters")
         if is_adapted and not merge:
             raise CheckpointError(
-                "this model has adapters, which transformers cannot load from the same checkpoint as its weights: save "
-                "the adapters with booster.save_lora_as_pretrained, the training state with "
-                "pipeshard.save_training_state, or the merged model with "
-                "booster.checkpoint_io.save_model(model, folder, shard=True, merge=True)"
+                "this model has adapters, which transformers cannot load from the same checkpoint as the base weights: "
+                "save the adapters with booster.save_lora_as_pretrained, the training state with "
+                "pipeshard.save_training_state, or the merged model with booster.checkpoint_io.save_model(model, "
+                "folder, shard=True, merge=True)"
             )
         _refuse_prefix(prefix)
         if shard:
@@ -256,7 +256,7 @@ def refuse_unwrapped_adapters(model: nn.Module) -> None:
 def _refuse_prefix(prefix: str | None) -> None:
     if prefix is not None:
         raise CheckpointError(
-            f"prefix={prefix!r} is not supported, since parameters have the architecture's own names: omit it"
+            f"prefix={prefix!r} is not supported, since parameters have the architecture's own names: omit prefix"
         )
 
 

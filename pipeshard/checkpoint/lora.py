@@ -46,8 +46,8 @@ def enable_lora(
     if is_of_peft(model, "PeftModel"):
         more = "load the model with its weights, and " if is_blank(model) else ""
         raise UsageError(
-            "the model already has adapters: pass the model without them, or boost it without enable_lora (to add more "
-            f"adapters, {more}call model.add_adapter(name, config))"
+            "the model already has adapters: pass a model without adapters, or boost this model without enable_lora "
+            f"(to add more adapters, {more}call model.add_adapter(name, config))"
         )
     if bnb_quantization_config is not None:
         raise ConfigurationError(
@@ -146,10 +146,12 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
             own = get_peft_model_state_dict(module, state, adapter)
             if differing := sorted(own.keys() ^ saved.keys()):
                 raise CheckpointError(
-                    f"{within} does not fit the adapter {adapter}: only one of them has {listed(differing, 3)}"
+                    f"{within} does not fit the adapter {adapter}: only one of the two has {listed(differing, 3)}"
                 )
             if any(own[key].shape != value.shape for key, value in saved.items()):
-                raise CheckpointError(f"{within} does not fit the adapter {adapter}: their tensors differ in shape")
+                raise CheckpointError(
+                    f"{within} does not fit the adapter {adapter}: the tensors of the two differ in shape"
+                )
             values |= {names[id(own[key])]: value for key, value in saved.items() if id(own[key]) in names}
         with torch.no_grad():
             for name, value in values.items():
@@ -180,7 +182,7 @@ def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
     if any(id(tensor) not in names for tensor in chosen):
         kinds = ", ".join(sorted({str(config.peft_type) for config in module.peft_config.values()}))
         raise CheckpointError(
-            f"peft computes adapters of this kind ({kinds}) from tensors of several stages when it saves them: call "
+            f"to save adapters of this kind ({kinds}), peft computes values from tensors of several stages: call "
             "pipeshard.to_sequential(model, rank=0), and then save_pretrained on the model that it returns on rank 0"
         )
     return sorted({names[id(tensor)] for tensor in chosen})

@@ -87,8 +87,8 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     shared = {key: value for key, value in packed["state"].items() if key not in names}
     if unnamed := [key for key in shared if not isinstance(key, str)]:
         raise CheckpointError(
-            f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in its groups: a checkpoint "
-            "can contain only states of parameters, and states whose key is a string"
+            f"the optimizer's state has the key {unnamed[0]!r}, which is not a parameter in the optimizer's groups: a "
+            "checkpoint can contain only states of parameters, and states whose key is a string"
         )
     for name, values in states.items():
         if weights[name].master.dtype != weights[name].parameter.dtype:
@@ -144,8 +144,8 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
             if encode(whole["shared"].setdefault(key, value)) != encode(value):
                 raise CheckpointError(
                     f"the optimizer's state {key!r}, which belongs to no parameter, differs between rank {rank} and "
-                    "the ranks before it: compute it from values that are the same on all ranks, or keep it in the "
-                    "state of each parameter"
+                    "the ranks before it. Compute this state from values that are the same on all ranks, or keep it in "
+                    "the state of each parameter"
                 )
     for k, groups in enumerate(zip(*(description["param_groups"] for description in descriptions), strict=True)):
         first, *others = ({key: repr(value) for key, value in group.items() if key != "params"} for group in groups)

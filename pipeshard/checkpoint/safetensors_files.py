@@ -68,8 +68,8 @@ class Source:
             self._files |= dict.fromkeys(shapes, file)
         if lost := sorted(listed.keys() - self.shapes.keys()):
             raise CheckpointError(
-                f"the index of {path} lists {lost[0]!r} in {listed[lost[0]]!r}, but that file does not contain it "
-                f"({len(lost)} such tensors): the checkpoint is incomplete. Save or download it again"
+                f"the index of {path} lists {lost[0]!r} in {listed[lost[0]]!r}, but that file does not contain this "
+                f"tensor ({len(lost)} such tensors): the checkpoint is incomplete. Save or download it again"
             )
         self.scales = _scales(self.shapes)
         for of_weight in self.scales.values():
@@ -351,11 +351,11 @@ def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         said, found = tensors[name], stored[name]
         if (said.shape, said.dtype) != (found.size, found.properties.dtype):
             problems.append(
-                f"{name} is {found.properties.dtype} of shape {tuple(found.size)}, but its description says "
-                f"{said.dtype} of shape {tuple(said.shape)}"
+                f"{name} is {found.properties.dtype} of shape {tuple(found.size)}, but is described as {said.dtype} of "
+                f"shape {tuple(said.shape)}"
             )
         elif not _is_whole(found):
-            problems.append(f"{name} is incomplete: its slices in the files do not cover it exactly once")
+            problems.append(f"{name} is incomplete: the slices in the files do not cover the tensor exactly once")
     if problems:
         raise CheckpointError(f"{folder} is damaged: {listed(problems)}")
 

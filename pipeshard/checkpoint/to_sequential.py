@@ -46,8 +46,8 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
         raise ConfigurationError(f"rank must be a stage of this pipeline, 0 to {pipeline.num_stages - 1}, got {rank!r}")
     if is_quantized(pipeline.model):
         raise UsageError(
-            "to_sequential got a model with quantized base weights. Save its adapters with "
-            "booster.save_lora_as_pretrained(model, <folder>), load the base in one process with its class's "
+            "to_sequential does not support quantized base weights. Save the adapters with "
+            "booster.save_lora_as_pretrained(model, <folder>), load the base model in one process with "
             "from_pretrained(..., quantization_config=...), and call PeftModel.from_pretrained(base, <folder>)"
         )
     if pipeline.blank:

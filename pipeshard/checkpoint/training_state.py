@@ -277,7 +277,7 @@ def _check_step(parent: Path, step: int, keep: int) -> None:
     if not isinstance(step, int) or step < 0:
         raise CheckpointError(f"step, the number of completed steps, must be a non-negative integer, got {step!r}")
     if not isinstance(keep, int) or keep < 1:
-        raise CheckpointError(f"keep, the number of last steps to keep, must be a positive integer, got {keep!r}")
+        raise CheckpointError(f"keep, the number of newest steps to keep, must be a positive integer, got {keep!r}")
     later = max(_saved_steps(parent), default=step)
     if later > step:
         raise CheckpointError(
@@ -290,8 +290,8 @@ def _refuse_other_number(value: int, pipeline: Pipeline, what: str) -> None:
     values = gather_objects(value, pipeline.grid.world)
     if len(set(values)) > 1:
         raise CheckpointError(
-            f"the {what} differs between ranks: {values}. Pass the same value on every rank, and use a directory "
-            "that all ranks can see"
+            f"the {what} differs between ranks: {values}. Pass the same value on every rank, and use a directory that "
+            "all ranks can access"
         )
 
 

@@ -251,8 +251,8 @@ def plain(value: Any, what: str) -> Any:
     """
     with explained(
         lambda error: CheckpointError(
-            f"the state of {what} cannot be saved, since it must contain only tensors, numbers, strings, and lists, "
-            f"tuples and dicts of these ({reason(error)}): convert other values in its state_dict()"
+            f"the state of {what} cannot be saved ({reason(error)}). A saved state can contain only tensors, numbers, "
+            "strings, and lists, tuples and dicts of these: convert other values in its state_dict()"
         )
     ):
         value = without_scalars(value)

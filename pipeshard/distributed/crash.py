@@ -79,7 +79,7 @@ def page(folder: Path) -> Iterator[str]:
     own = [report.text for report in reports if report.culprit == report.rank]
     yield f"What happened: {(own or [report.text for report in reports])[0]}"
     for rank in sorted({report.culprit for report in reports} - {report.rank for report in reports} - {-1}):
-        yield f"Rank {rank} has no report here: it was killed, is stopped, or has a different working directory"
+        yield f"Rank {rank} has no report here: it was killed, is suspended, or has a different working directory"
     for report in reports:
         after = f"{report.time - reports[0].time:.2f} s after the first"
         yield f"\n{report.name}, {after}, in {report.where} ({report.resident / 2**30:.2f} GiB resident)"

@@ -224,7 +224,7 @@ def _process_state() -> dict[str, Any]:
 
 def _state_line(state: dict[str, Any] | None) -> str:
     if state is None:
-        return "does not respond: it is stopped, it holds the GIL, or its process or machine is gone"
+        return "does not respond: it is suspended, it holds the GIL, or its process or machine is gone"
     since = f"{state['seconds']:.3g} s"
     if state["waits"]:
         others = ", ".join(map(str, state["waits"][:8])) + (", ..." if len(state["waits"]) > 8 else "")

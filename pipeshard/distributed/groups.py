@@ -43,7 +43,7 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
     except (TypeError, ValueError) as error:  # torch raises these for a destroyed group
         raise UsageError(
             "the process group of this boosted model was destroyed with torch.distributed.destroy_process_group(): "
-            "create a new process group, and boost the model again in it, from weights saved earlier"
+            "create a new process group, load saved weights into a new model, and boost the new model"
         ) from error
     backends = dict(part.split(":") for part in config.split(","))
     return backends.get(device.type, "")

@@ -138,7 +138,7 @@ class ISendP2P(EdgeP2P):
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise ConfigurationError(
-            "this process is not in the process group of its message: create groups with P2P.new_group"
+            "this process is not in the process group of the message: create groups with P2P.new_group"
         )
     return work
 

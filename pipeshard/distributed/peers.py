@@ -66,7 +66,7 @@ class Peers:
                 self._stopped[rank] = self._stopped.get(rank, 0) + 1 if _is_process_stopped(process) else 0
         stopped = next((rank for rank, looks in self._stopped.items() if looks >= STOPPED), None)
         if stopped is not None:
-            return stopped, f"does not respond: it is stopped (process {self._processes[stopped].pid} of this host)"
+            return stopped, f"does not respond: it is suspended (process {self._processes[stopped].pid} of this host)"
         if self._suspect in self.left or (self._suspect < 0 and self._looks % EVERY == 0):
             self._suspect, self._sure = self.killed(), False
         if self._suspect not in self.left and self._suspect >= 0 and (self._sure or silent > UNASKED):

@@ -180,7 +180,7 @@ class Watch:
             return str(fault)
         return (
             f"{fault}, but {self.named(self.rank)} waits for it in {NOW.where}: every rank must call {NOW.call}. If "
-            "the call is inside a condition on the rank (if rank == 0), move it out"
+            "the call is inside a condition on the rank (if rank == 0), move the call out of the condition"
         )
 
     def _fault_of(self, error: BaseException, lost: bool) -> Fault:
@@ -267,7 +267,7 @@ class Watch:
 
     def _without_store(self) -> Fault:
         holder = "the agent of the first machine" if has_agents() else f"{self.named(0)}"
-        why = f"{holder}, which hosts the store, was killed, is stopped, or is disconnected"
+        why = f"{holder}, which hosts the store, was killed, is suspended, or is disconnected"
         return Fault(GONE, 0, self.named(0), message=f"the rendezvous store does not respond: {why}")
 
     # Called in the watch's threads: one polls the store, which may not respond, and the other checks timeouts.

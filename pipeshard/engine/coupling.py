@@ -257,8 +257,8 @@ REMEDY = (
 )
 COUPLED = (
     "The training loop changed {name} on {rank} with a value that it computed from {name} and {other}, but not from "
-    "{rest}, which another rank holds. Each rank computes a different value, so training differs from one process. "
-    f"{REMEDY}"
+    "{rest}, which another rank holds. Each rank computes a different value, so training differs from training in one "
+    f"process. {REMEDY}"
 )
 DRAWN = (
     "The training loop changed {name} on {rank} with random numbers that it generates for one parameter after another, "

@@ -371,7 +371,7 @@ class Pipeline:
         if not self.trainable:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen when the model was boosted. Unfreeze parameters "
-                "before boost (for a PeftModel, load it with is_trainable=True), or evaluate under torch.no_grad()"
+                "before boost (load a PeftModel with is_trainable=True), or evaluate under torch.no_grad()"
             )
         units, partition = self.policy.units, self.policy.partition
         refuse_backward_hooks(self.model, units, self.containers, flow, partition, outputs.needed)

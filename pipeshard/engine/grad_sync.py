@@ -138,9 +138,9 @@ class GradientSync:
     def problems(self) -> list[str]:
         """Error messages about hooks that would receive a partial gradient, and about modified partial gradients."""
         return [
-            f"{name} has a gradient hook, but several ranks hold the parameter (tied stages, or replicas), and the "
-            "hook would see only one rank's part of the gradient: remove the hook, and modify the summed gradient "
-            "between execute_pipeline and optimizer.step"
+            f"{name} has a gradient hook, but several ranks hold the parameter (tied stages, or replicas). The hook "
+            "would see only one rank's part of the gradient: remove the hook, and modify the summed gradient between "
+            "execute_pipeline and optimizer.step"
             for name, parameter in self.shared
             if has_hooks(parameter)
         ] + self.modified()
@@ -150,7 +150,8 @@ class GradientSync:
         sum."""
         return [
             f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
-            "plugin.sync_grads(model) before you modify it, or set it to None (optimizer.zero_grad())"
+            "plugin.sync_grads(model) before you modify the gradient, or set the gradient to None "
+            "(optimizer.zero_grad())"
             for name, parameter in self.shared
             if parameter in self._partial and self._is_modified(parameter)
         ]

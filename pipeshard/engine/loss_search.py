@@ -106,19 +106,19 @@ def prove_loss_rule(
             why = f"failed on a few samples with {type(search.failure).__name__}: {search.failure}"
         elif search.is_of_few:
             why = (
-                f"on {sizes.rows} samples with axes of {sorted(set(sizes.lengths))} is not the same mean or sum as on "
-                "fewer and shorter samples (does it split the positions, or depend on the number of samples?)"
+                f"on {sizes.rows} samples with axes of lengths {sorted(set(sizes.lengths))} is not the same mean or "
+                "sum as on fewer and shorter samples (does it split the positions, or depend on the number of samples?)"
             )
         what = f"the loss of {type(model).__name__} {why}"
         views = VIEWS if _has_views(flow) else ""
         raise ConfigurationError(
-            f"{what}, so the loss of a batch cannot be computed from the microbatch losses: {LOSS_REMEDY}{views}"
+            f"{what}. The loss of a batch therefore cannot be computed from the microbatch losses: {LOSS_REMEDY}{views}"
         ) from search.failure
     if is_approximate:
         logger.warning(
             "an auxiliary part of the loss of %s (from router logits, or a second kind of labels?) is not a sum over "
-            "samples. It is computed for each microbatch, as in gradient accumulation, and weighted like the rest of "
-            "the loss",
+            "samples. This part is computed for each microbatch, as in gradient accumulation, and weighted like the "
+            "rest of the loss",
             type(model).__name__,
         )
     search.warn_of_untried()
@@ -157,8 +157,9 @@ class _Search:
         if self.criterion is not None and not self.trial.is_steady(self.samples.draw(self.level, 0), self.kind):
             raise ConfigurationError(
                 "the criterion returned a different loss for the same input when it was called again (does it count "
-                "its calls, or keep statistics?), but a pipeline calls it once per microbatch. Change its state only "
-                "between steps, pass PipelinePlugin(loss_reduction='microbatch'), or use one microbatch"
+                "its calls, or keep statistics?). A pipeline calls the criterion once per microbatch. Change the "
+                "criterion's state only between steps, pass PipelinePlugin(loss_reduction='microbatch'), or use one "
+                "microbatch"
             )
         if self.level == NOTHING and self.batch.rows == 1:
             return None  # all samples of a trial are equal
@@ -296,10 +297,10 @@ class _Search:
         """Warn if the rule was not tried at the batch's sizes."""
         if self.is_untried and self.sizes is not None:
             logger.warning(
-                "the loss of %s could not be tested on %d samples with axes of %s (too many values, or inconclusive "
-                "losses), only on fewer or shorter samples. Training is exact unless this loss depends on the number "
-                "or length of the samples (as a mean of chunk means does). To rule this out, return (sum, count) from "
-                "the criterion",
+                "the loss of %s could not be tested on %d samples with axes of lengths %s (too many values, or "
+                "inconclusive losses). Fewer or shorter samples were tested instead. Training is exact unless this "
+                "loss depends on the number or length of the samples (as a mean of chunk means does). To rule this "
+                "out, return (sum, count) from the criterion",
                 type(self.model).__name__,
                 self.sizes.rows,
                 sorted(set(self.sizes.lengths)),

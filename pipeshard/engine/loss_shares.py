@@ -134,7 +134,7 @@ class LossShares:
             raise TraceError(
                 f"pipeshard ran the forward of {type(self.model).__name__} on a few samples to find how the microbatch "
                 "losses combine, but the run changed state that pipeshard cannot restore. Store all Python state that "
-                "forward changes in the model or the criterion"
+                "the forward changes in attributes of the model or the criterion"
             )
         return rule
 

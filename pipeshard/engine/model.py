@@ -156,9 +156,9 @@ class PipelineModel(nn.Module):
         """The model's attributes: its config, `generate`, `gradient_checkpointing_enable`, ..."""
         if name in ASKED_BY:
             raise UsageError(
-                f"{ASKED_BY[name]} would wrap a boosted model, but the booster already manages its replicas, optimizer "
-                "and steps. Train the model with booster.execute_pipeline(...), or get the full model for other uses "
-                "with pipeshard.to_sequential(model)"
+                f"{ASKED_BY[name]} would wrap a boosted model, but the booster already manages the model's replicas, "
+                "optimizer and steps. Train the model with booster.execute_pipeline(...), or get the full model for "
+                "other uses with pipeshard.to_sequential(model)"
             )
         try:
             return super().__getattr__(name)
@@ -182,8 +182,8 @@ class PipelineModel(nn.Module):
             return self.whole.call(args, kwargs)
         raise UsageError(
             f"this process holds only stage {self.pipeline.rank} of {self.pipeline.num_stages} (with tp_size or fsdp, "
-            "only shards of it), but model(...) needs the full model: use execute_pipeline(..., return_outputs=True), "
-            "under torch.no_grad() for evaluation"
+            "only shards of this stage), but model(...) needs the full model: use execute_pipeline(..., "
+            "return_outputs=True), under torch.no_grad() for evaluation"
         )
 
 

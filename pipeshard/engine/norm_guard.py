@@ -82,8 +82,8 @@ class NormGuard(Guard):
             )
         if held and (shard := gradients.shard_of(held)):
             raise UsageError(
-                f"torch.nn.utils.{function} got shards of gradients, such as that of {shard}, so each rank would be "
-                f"scaled by a different factor. {REMEDY}"
+                f"torch.nn.utils.{function} got shards of gradients, such as a shard of the gradient of {shard}, so "
+                f"each rank would scale its gradients by a different factor. {REMEDY}"
             )
         if len(held) < 2:
             return
@@ -107,5 +107,5 @@ def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str
         own, other, kind = f"of stage {grid.stage} of {grid.pp_size}", "holds", "stage"
     return (
         f"torch.nn.utils.{function} got only the gradients {own}. Their norm includes {here}, but not {elsewhere}, "
-        f"which another {kind} {other}, so each {kind} would be scaled by a different factor. {REMEDY}"
+        f"which another {kind} {other}, so each {kind} would scale its gradients by a different factor. {REMEDY}"
     )

@@ -270,8 +270,8 @@ class PipelineOptimizer(Optimizer):
                 if parameter not in self.gradients.names:
                     raise ConfigurationError(
                         f"group {k} of the optimizer contains a parameter of shape {tuple(parameter.shape)} that is "
-                        "not in the model (does it belong to another model, or to the criterion?), so no stage would "
-                        "train it: give each model its own optimizer, and move the parameters of the loss into the "
+                        "not in the model, so no stage would train it. Does it belong to another model, or to the "
+                        "criterion? Give each model its own optimizer, and move the parameters of the loss into the "
                         "model"
                     )
                 names[parameter] = self.gradients.names[parameter]

@@ -53,18 +53,18 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     except Exception as error:  # a user's class may raise anything
         if grid.first:
             logger.warning(
-                "could not check whether %s updates each parameter independently (%s: %s). If it does not, the split "
-                "model trains differently from the unsplit model",
+                "could not check whether %s updates each parameter independently (%s: %s). If not, the split model "
+                "trains differently from the unsplit model",
                 name, type(error).__name__, error,
             )  # fmt: skip
         return
     if couples:
         raise ConfigurationError(
-            f"{name} couples parameters: it updates them differently together than separately (it uses a norm or an "
-            "estimate over all parameters, random numbers, or its own list of parameters), but each rank has only some "
-            "of the parameters. Keep per-parameter state in self.state[parameter], turn off the optimizer's own "
-            "clipping (timm's Lamb: max_grad_norm=None; max_norm clips by the norm of the whole model), use another "
-            "optimizer, or use pp_size=1 without zero_stage and fsdp"
+            f"{name} couples parameters: the update of a parameter depends on other parameters (through a norm or an "
+            "estimate over all parameters, random numbers, or the optimizer's own list of parameters), but each rank "
+            "has only some of the parameters. Keep per-parameter state in self.state[parameter], turn off the "
+            "optimizer's own clipping (timm's Lamb: max_grad_norm=None; max_norm clips by the norm of the whole "
+            "model), use another optimizer, or use pp_size=1 without zero_stage and fsdp"
         )
     if divides:
         raise ConfigurationError(

@@ -160,7 +160,7 @@ class HeldParameters:
             )
         return problems + [
             f"{name} has a hook (register_post_accumulate_grad_hook) that would be called after each microbatch, when "
-            "only a part of the gradient has been accumulated: remove the hook, and use the gradient between "
+            "only a part of the gradient has been accumulated. Remove the hook, and use the gradient between "
             "execute_pipeline and optimizer.step, or use one microbatch"
             for name, parameter in divided.items()
             if getattr(parameter, "_post_accumulate_grad_hooks", None)

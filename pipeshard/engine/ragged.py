@@ -114,7 +114,7 @@ class Ragged:
                 of = f" ({' and '.join(f'{n} of the {name}' for name, n in zip(sides, of_sample))})" * (len(sides) > 1)
                 raise BatchError(
                     f"sample {k} of the batch has {sum(of_sample)} tokens{of}, more than microbatch_tokens={limit}: "
-                    "truncate samples to this length, or increase microbatch_tokens"
+                    f"truncate samples to at most {limit} tokens, or increase microbatch_tokens"
                 )
         groups = group(lengths, limit, self.cost, self.idle)
         longest = [[max(of_side) for of_side in zip(*(lengths[k] for k in samples))] for samples in groups]
@@ -138,7 +138,7 @@ class Ragged:
         if ENCODER not in totals:
             raise BatchError(
                 f"microbatch_tokens: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so "
-                "pipeshard cannot determine the lengths of its samples. Pass the batch as a dict of the forward's "
+                "pipeshard cannot determine the lengths of the samples. Pass the batch as a dict of the forward's "
                 "arguments, or use num_microbatches"
             )
         return {name: self._side(name, batch, total) for name, total in totals.items()}
@@ -200,8 +200,8 @@ class Ragged:
                 sample = int(rows[predicted.reshape(len(rows), -1).any(1).cpu()][0])
                 raise BatchError(
                     f"microbatch_tokens: sample {sample} of the batch has left padding, and the model predicts the "
-                    f"label of its first token from this padding. Set that label to {IGNORED}, or pad on the right "
-                    "(tokenizer.padding_side = 'right')"
+                    f"label of the sample's first token from this padding. Set that label to {IGNORED}, or pad on the "
+                    "right (tokenizer.padding_side = 'right')"
                 )
 
     def _counts_left(self, name: str, batch: Batch) -> str | None:

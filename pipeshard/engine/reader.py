@@ -125,8 +125,8 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             for r, report in enumerate(reports)
         )
         raise BatchError(
-            f"the stages of one pipeline must read the same batch in the same mode, but they differ: {table}. Give "
-            "every rank the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
+            f"the stages of one pipeline must read the same batch in the same mode, but these ranks differ: {table}. "
+            "Give every rank the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
             "batch_size, shuffle, seed). Your own DataLoader must not shard the data (DistributedSampler, "
             "accelerator.prepare). If it shuffles, or if its dataset or collator uses random numbers, use the same "
             "seed on all ranks, for example with transformers.set_seed(0)"

@@ -57,8 +57,8 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
         if type(parameter).__module__.startswith("colossalai.lazy"):
             raise ConfigurationError(
                 f"{name} was created under colossalai's LazyInitContext, which pipeshard does not support: build the "
-                "model under torch.device('meta') (this allocates no memory either), and let "
-                "PipelinePlugin(init_weights=True) initialize its weights on the stages, or call "
+                "model under torch.device('meta'), which allocates no memory either, and let "
+                "PipelinePlugin(init_weights=True) initialize the weights on the stages. Or call "
                 "LazyInitContext.materialize(model), which allocates the whole model in every process"
             )
         if type(parameter).__module__.startswith("torchao."):
@@ -198,8 +198,8 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
     if whole is not None:
         name = next(name for name, module in model.named_modules() if module is whole)
         raise UsageError(
-            f"{name} ({type(whole).__name__}) recomputes its forward, which boost has split into units: "
-            "call model.gradient_checkpointing_enable() before booster.boost"
+            f"{name} ({type(whole).__name__}) reruns its forward in the backward pass, but boost has split this "
+            "forward into units: call model.gradient_checkpointing_enable() before booster.boost"
         )
 
 
@@ -210,15 +210,15 @@ def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]
     modules = dict(model.named_modules())
     for name in (name for name, module in modules.items() if adds_noise(module)):
         raise ConfigurationError(
-            f"NEFTune scales the noise that it adds to the results of {name} by their length, and the parts of a batch "
-            f"are shorter than the batch. {remedy}, or turn NEFTune off (neftune_noise_alpha=None)"
+            f"NEFTune scales the noise on the output of {name} by the sequence length, and the parts of a batch have "
+            f"shorter sequences than the batch. {remedy}, or turn NEFTune off (neftune_noise_alpha=None)"
         )
     limits = {name: limit for name, module in modules.items() if (limit := rope_limit(module)) is not None}
     for whole, parts in cut if limits else ():
         longest, shortest = positions_of(whole), min(map(positions_of, parts))
         for name in (name for name, limit in limits.items() if shortest < longest and limit < longest):
             raise BatchError(
-                f"this batch has {longest} positions, but a part of it has only {shortest}. With more than "
+                f"this batch has {longest} positions, but a part of the batch has only {shortest}. With more than "
                 f"{limits[name]} positions, {name} ({type(modules[name]).__name__}) computes its frequencies from the "
                 f"number of positions. {remedy}, or truncate samples to {limits[name]} positions"
             )
@@ -230,7 +230,7 @@ def refuse_differentiable(batches: Iterable[Batch], num_stages: int, num_microba
     for path, leaf in ((path, leaf) for batch in batches for path, leaf in batch.tensors.items()):
         if leaf.requires_grad and (num_stages > 1 or (num_microbatches > 1 and not leaf.is_leaf)):
             raise BatchError(
-                f"{path} of the batch requires a gradient, but a pipeline computes only the gradients of its model's "
+                f"{path} of the batch requires a gradient, but a pipeline computes only the gradients of the model's "
                 f"parameters: pass {path}.detach(). If a module computes this input, make the module a part of the "
                 "model. For the gradient of an input, use pp_size=1 and pass a leaf tensor "
                 "(x.detach().requires_grad_())"

@@ -299,9 +299,9 @@ class Stage:
                 unit = self.microbatches[i].route.flow.calls[value.call].unit
                 raise TraceError(
                     f"result {value.leaf} of unit {unit}, which another stage sent to stage {self.index}, receives a "
-                    "gradient that the trace did not record, so this stage would not send it back: the model takes a "
-                    "different path than in the trace. Make the path depend only on attributes and configs, or pass "
-                    "dry_run_input=<a batch of this kind>"
+                    "gradient that the trace did not record. This stage would not send the gradient back: the model "
+                    "takes a different path than in the trace. Make the path depend only on attributes and configs, or "
+                    "pass dry_run_input=<a batch of this kind>"
                 )
 
     def _note_reached(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
@@ -330,21 +330,21 @@ class Stage:
         for place in (place for place, is_reached in self.reached.items() if not is_reached):
             if place in self._before:
                 why = (
-                    " in this step, but received one in an earlier step: a unit detaches or omits it, depending on a "
-                    "counter or on tensor values. Detach or omit it in every forward or in none (an attribute that you "
-                    "set between steps may decide), or multiply it by zero"
+                    " in this step, but received one in an earlier step: a unit detaches or omits this result, "
+                    "depending on a counter or on tensor values. Detach or omit the result in every forward or in none "
+                    "(an attribute that you set between steps may decide), or multiply the result by zero"
                 )
             elif place in self.dropped:
                 why = (
-                    ", because a custom backward of the model (torch.autograd.Function) returns None for it: its stage "
-                    "cannot distinguish None from zeros. Return zeros in that backward, or cut elsewhere "
-                    "(partition=[...])"
+                    ", because a custom backward of the model (torch.autograd.Function) returns None for it. The stage "
+                    "that computed the result cannot distinguish None from zeros. Return zeros in that backward, or "
+                    "cut elsewhere (partition=[...])"
                 )
             else:
                 why = (
-                    ", although the trace recorded one: a unit detaches or omits it, depending on tensor values. "
-                    "Detach or omit it in every forward or in none, multiply it by zero, or cut elsewhere "
-                    "(partition=[...])"
+                    ", although the trace recorded one: a unit detaches or omits this result, depending on tensor "
+                    "values. Detach or omit the result in every forward or in none, multiply the result by zero, or "
+                    "cut elsewhere (partition=[...])"
                 )
             key, value = place
             raise TraceError(

@@ -122,16 +122,16 @@ def _check_related(
             if other.is_plain:
                 return
             raise UsageError(
-                f"this {kind} wraps a boosted optimizer and modifies parameters itself, without updating their fp32 "
-                f"values, shards or replicas: pass the whole {kind} to boost instead, and call step() on the returned "
+                f"this {kind} wraps a boosted optimizer and modifies parameters itself, without updating fp32 master "
+                f"weights, shards or replicas: pass the whole {kind} to boost instead, and call step() on the returned "
                 "optimizer"
             )
     name = next(iter(named.values()))
     raise UsageError(
         f"this {kind} was not boosted, but its step would update {name} and {len(named) - 1} other parameters of a "
-        "boosted model without applying max_norm, the loss scale and fp32 values: pass the optimizer to "
+        "boosted model without max_norm, the loss scale and fp32 master weights. Pass the optimizer to "
         "pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it later with model, "
-        "optimizer, *_ = engine.boost(model, optimizer), and call step() on the returned optimizer"
+        "optimizer, *_ = engine.boost(model, optimizer). Call step() on the returned optimizer"
     )
 
 

@@ -307,8 +307,8 @@ class Traces:
         if any(gather_objects(True if now != then else None, world)):
             raise TraceError(
                 f"the forward of {type(self.model).__name__} uses different unit outputs than in its trace, although "
-                "pipeshard detected no change in the state that the forward depends on (does the model count its "
-                "forwards, read an environment variable, or branch on torch.is_grad_enabled()?): keep this state in "
+                "pipeshard detected no change in the state that the forward depends on. Does the model count its "
+                "forwards, read an environment variable, or branch on torch.is_grad_enabled()? Keep this state in "
                 "attributes of the model (such as self.training) or in globals, and set it between steps"
             )
         for known in (self._confirmed, self._seen):

@@ -306,14 +306,14 @@ class Updates:
 
 
 SCALED = (
-    "and the factors change from step to step, or result in the same gradient norm on each stage, so they are computed "
-    "from the norm of one stage's gradients. Clip by the norm of the whole model: PipelinePlugin(max_norm=...), or "
-    "optimizer.clip_grad_by_norm(max_norm) before optimizer.step(). For your own factor, get the norm from "
-    "optimizer.get_grad_norm(), which every rank must call"
+    "and the factors change from step to step, or result in the same gradient norm on each stage, so the factors are "
+    "computed from the norm of one stage's gradients. Clip by the norm of the whole model: "
+    "PipelinePlugin(max_norm=...), or optimizer.clip_grad_by_norm(max_norm) before optimizer.step(). For your own "
+    "factor, get the norm from optimizer.get_grad_norm(), which every rank must call"
 )
 WARNED = (
-    "This is exact if the factors are constants, and wrong if they are computed from a norm of the gradients, because "
-    "each rank has only the gradients of its stage: use PipelinePlugin(max_norm=...), "
+    "This is exact if the factors are constants, and wrong if the factors are computed from a norm of the gradients. "
+    "Each rank has only the gradients of its stage: use PipelinePlugin(max_norm=...), "
     "optimizer.clip_grad_by_norm(max_norm) or optimizer.get_grad_norm()"
 )
 TOGETHER = (
@@ -321,15 +321,16 @@ TOGETHER = (
     "value that all ranks have: the loss that execute_pipeline returns, or optimizer.get_grad_norm() on every rank"
 )
 NUMBERED = (
-    "This is exact if these numbers are constants, and wrong if the loop computes them from gradients or weights, "
-    "because each rank has only the gradients and weights of its stage. Sum the numbers over the ranks with "
+    "This is exact if these numbers are constants, and wrong if the loop computes the numbers from gradients or "
+    "weights. Each rank has only the gradients and weights of its stage. Sum the numbers over the ranks with "
     "torch.distributed.all_reduce, or use optimizer.get_grad_norm()"
 )
 
 DRAWN = (
     "gradients were modified between execute_pipeline and the update on {}, and torch generated random numbers "
-    "meanwhile. Each rank generates random numbers only for its own parameters, so they differ from those of a single "
-    "process. Use a separate torch.Generator().manual_seed(...) for each parameter, seeded with its name and the step"
+    "meanwhile. Each rank generates random numbers only for its own parameters, so the numbers differ from those of a "
+    "single process. Use a separate torch.Generator().manual_seed(...) for each parameter, seeded with its name and "
+    "the step"
 )
 
 
@@ -345,9 +346,9 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
                 where = title.rpartition(" ")[0]
                 return (
                     f"{key} of {where} is {value!r} on {named(having[0])}, but {told[other][title].get(key)!r} on "
-                    f"{named(other)}, so stages would train differently. Set it from a value that all ranks have: the "
-                    "loss that execute_pipeline returns, optimizer.get_grad_norm(), which every rank must call, or a "
-                    "value that you broadcast"
+                    f"{named(other)}, so stages would train differently. Compute this option from a value that all "
+                    "ranks have: the loss that execute_pipeline returns, optimizer.get_grad_norm() (called on every "
+                    "rank), or a value that you broadcast"
                 )
     return ""
 

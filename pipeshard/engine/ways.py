@@ -31,13 +31,14 @@ SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes,
 ROUNDS = 8  # of lending: with lent tensors, units may take a different path, and need additional tensors
 WAYS_REMEDY = (
     "A size, or a number that a unit returns, depends on the values of the unit's parameters or buffers, which only "
-    "one stage has. Make it depend on an attribute or the config (self.keep = 4), return a tensor of a fixed size and "
-    "a mask, or cut elsewhere (partition=...), so that one stage has the unit and all readers of its result"
+    "one stage has. Make the size or number depend on an attribute or the config (self.keep = 4), return a tensor of a "
+    "fixed size and a mask, or cut elsewhere (partition=...), so that one stage has the unit and all readers of its "
+    "result"
 )
 
 OF_GRADIENTS = (
     "A layer detaches its result depending on tensor values, or freezes parameters in its forward, and the other "
-    "stages do not see this. Detach the result in every forward or in none, and freeze and unfreeze parameters between "
+    "stages detect neither. Detach the result in every forward or in none, and freeze and unfreeze parameters between "
     "steps"
 )
 

@@ -294,9 +294,9 @@ class Forward:
         logits = getattr(output, LOGITS, None)
         if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
             raise TraceError(
-                f"the logits of {type(self.pipeline.model).__name__} are NaN. Either its parameters are not finite, or "
-                "a layer reads cache entries of a layer on another stage. Cut the model elsewhere (the partition "
-                "argument of PipelinePlugin), or generate without a cache (use_cache=False)"
+                f"the logits of {type(self.pipeline.model).__name__} are NaN. Either the model's parameters are not "
+                "finite, or a layer reads cache entries of a layer on another stage. Cut the model elsewhere (the "
+                "partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
             )
         return output
 

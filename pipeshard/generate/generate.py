@@ -48,7 +48,8 @@ class Generation:
         if pipeline.holdings.sharded is not None:
             raise ConfigurationError(
                 "PipelinePlugin(fsdp=True) does not support generation: replicas gather parameters together, but each "
-                "generates a different number of tokens. Use fsdp=False, or save the model and load it in one process"
+                "replica generates a different number of tokens. Use fsdp=False, or save the model and load it in one "
+                "process"
             )
         if pipeline.grid.size > pipeline.grid.dp_size and stops_by_clock(pipeline.model, args, kwargs):
             raise ConfigurationError(

@@ -40,10 +40,10 @@ def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -
     """The error for a loss that trains the tensors `foreign`."""
     names = _foreign_names(foreign, criterion)
     return ConfigurationError(
-        f"the loss trains {len(foreign)} parameters that the model does not contain (the first is {names[0]}), but "
-        "only the last stage computes the loss, so the other ranks would have no gradients for these parameters: make "
-        "their module a submodule of the model, compute the loss in the model's forward, and pass the model's "
-        "parameters to the optimizer; or freeze these parameters with requires_grad_(False)"
+        f"the loss trains {len(foreign)} parameters that the model does not contain (the first is {names[0]}). Only "
+        "the last stage computes the loss, so the other ranks would have no gradients for these parameters. Make the "
+        "module of these parameters a submodule of the model, compute the loss in the model's forward, and pass the "
+        "model's parameters to the optimizer. Or freeze these parameters with requires_grad_(False)"
     )
 
 
@@ -75,8 +75,8 @@ def without_gradients(foreign: Mapping[str, Tensor]) -> Iterator[None]:
     if graded:
         raise ConfigurationError(
             f"the forward trains {graded[0]}, which is not one of the model's parameters, so each rank has only its "
-            "own part of the gradient: make it an nn.Parameter of the model (in a list, nn.ParameterList) and pass it "
-            "to the optimizer; or freeze it with requires_grad_(False)"
+            "own part of the gradient. Make this tensor an nn.Parameter of the model (in a list, nn.ParameterList) and "
+            "pass it to the optimizer, or freeze it with requires_grad_(False)"
         )
 
 

@@ -244,7 +244,8 @@ class Meter(DispatchMode):
     def _unpack(self, entry: _Kept) -> Tensor:
         if not self.is_differentiating:
             raise TraceError(
-                "the model runs a backward pass inside its forward, so pipeshard cannot estimate its memory"
+                "the model runs a backward pass inside its forward, so pipeshard cannot estimate the memory of the "
+                "model"
             )
         return entry.tensor
 

@@ -176,8 +176,8 @@ class Taint(DispatchMode):
         """Run an operator of glue, and return the result and its tags."""
         if any(tensor.is_nested for tensor in inputs):
             raise TraceError(
-                f"{_where()} uses a nested tensor between layers, but other stages do not have its row lengths. "
-                "Pass padded tensors between layers, and create nested tensors inside the forward of each layer"
+                f"{_where()} uses a nested tensor between layers, but other stages do not have the row lengths of this "
+                "tensor. Pass padded tensors between layers, and create nested tensors inside the forward of each layer"
             )
         packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
         if tags and (deciding := self.of(_deciding(func, args))):

@@ -161,9 +161,9 @@ class Tracer:
         raise TraceError(
             f"unit {call.unit} ({type(self.units[call.unit]).__name__}) returns a PackedSequence, and "
             f"{type(self.model).__name__} reads the sequence's lengths outside the unit, but other stages do not have "
-            f"these lengths ({summary(error)}). Write a module that takes and returns padded tensors, whose forward "
-            f"calls pack_padded_sequence, {call.unit} and pad_packed_sequence(..., total_length=x.shape[1]), and add "
-            "that module to the nn.ModuleList"
+            f"these lengths ({summary(error)}). Write a module that takes and returns padded tensors, and calls "
+            f"pack_padded_sequence, {call.unit} and pad_packed_sequence(..., total_length=x.shape[1]) in its forward. "
+            "Add this module to the nn.ModuleList"
         ) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
@@ -275,8 +275,8 @@ class Tracer:
         if seed != self.seed and torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.get_rng_state()):
             raise TraceError(
                 f"{type(self.model).__name__} seeds torch in its forward (torch.manual_seed), and calls unit {unit} "
-                "before it generates random numbers, but stages reseed torch in and after each unit, so the seed would "
-                "be lost: use your own torch.Generator, seed in the unit, or generate the numbers before the call"
+                "before it generates random numbers. Stages reseed torch in and after each unit, so the model's seed "
+                "would be lost: use your own torch.Generator, seed in the unit, or generate the numbers before the call"
             )
 
     def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:

@@ -181,7 +181,7 @@ def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> Non
             raise TraceError(
                 f"the forward of a {type(unit).__name__} modifies {format_path(source.place[1:])}, which is trained, "
                 "but the backward of an earlier microbatch needs the old values. Modify weights after "
-                "optimizer.step(), or compute new tensors from them in the forward (torch.nn.utils.parametrize)"
+                "optimizer.step(), or compute new tensors from the weights in the forward (torch.nn.utils.parametrize)"
             )
         target.copy_(content)
     elif source.how == "added":

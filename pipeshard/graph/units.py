@@ -41,12 +41,13 @@ class CutPoint(nn.Module):
         if _handling and "forward" not in self.__dict__:  # no Interception has replaced its forward
             raise TraceError(
                 "the model calls a CutPoint that is not one of its modules (is it in a plain list or dict?), so the "
-                "model cannot be cut there: make the CutPoint an attribute, or use an nn.ModuleList for several"
+                "model cannot be cut there: make the CutPoint an attribute, or use an nn.ModuleList for several "
+                "CutPoints"
             )
         if not isinstance(value, Tensor) and not tree_tensors(value):
             raise UsageError(
-                f"a CutPoint got {type(value).__name__} {value!r:.60}, which contains no tensor: call it on the "
-                "activations at that point, x = cut(x)"
+                f"a CutPoint got {type(value).__name__} {value!r:.60}, which contains no tensor: call the CutPoint on "
+                "the activations at that point, x = cut(x)"
             )
         return value
 
@@ -145,7 +146,7 @@ def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
     for name in full:
         if name in ("", without_adapters(model)[0].rstrip(".")):
             raise PartitionError(
-                f"partition names the whole {type(model).__name__}, which must be split: name modules inside it"
+                f"partition names the whole {type(model).__name__}, which must be split: name modules inside the model"
             )
         if name not in known:
             raise PartitionError(unknown("partition", name, type(model).__name__, known, "modules"))

@@ -87,7 +87,8 @@ class StageModule(nn.Module):
         if len(received) != len(route.enters.values):
             raise UsageError(
                 f"stage {self.index} got {len(received)} tensors, but takes {len(route.enters.values)}: pass the "
-                f"tensors that stage {self.index - 1} returned for this microbatch, and its batch as keyword arguments"
+                f"tensors that stage {self.index - 1} returned for this microbatch, and the microbatch as keyword "
+                "arguments"
                 if self.index
                 else f"stage 0 got {len(received)} tensors, but takes none: pass the microbatch as stage(**batch)"
             )

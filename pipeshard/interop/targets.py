@@ -165,7 +165,8 @@ class Torch(Target):
             raise ConfigurationError(
                 f"target='torch' requires a process group and a multiple of num_model_chunks={self.num_model_chunks} "
                 f"stages, got {num_stages} stages and {'a' if dist.is_initialized() else 'no'} process group. Call "
-                "torch.distributed.init_process_group before build, and choose cuts that give such a number of stages"
+                "torch.distributed.init_process_group before build, and choose cuts that give a multiple of "
+                f"{self.num_model_chunks} stages"
             )
         self.grid = Grid(p, 1)
         placement = [*range(p), *reversed(range(p))] if self.style == "v" else [s % p for s in range(num_stages)]
@@ -308,8 +309,8 @@ class Deepspeed(Target):
                 for batch in batches:
                     if set(batch) != set(names):
                         raise BatchError(
-                            f"a microbatch has {sorted(batch)}, but `build` received a batch with {sorted(names)}: "
-                            "pass the same names"
+                            f"a microbatch has the keys {sorted(batch)}, but `build` received a batch with the keys "
+                            f"{sorted(names)}: pass the same keys"
                         )
                     yield tuple(batch[name] for name in names), torch.zeros(())
 

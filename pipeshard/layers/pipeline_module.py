@@ -189,7 +189,7 @@ def _layer_entries(layers: Any) -> list[Any]:
         if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
             raise ConfigurationError(
                 f"the {type(layers).__name__} has {'hooks' if hooked else 'a forward'} of its own, which would not "
-                "run, because its members become the layers. Pass it as one layer: PipelineModule([...])"
+                "run, because its members become the layers. Pass this module as one layer: PipelineModule([...])"
             )
     iterable = isinstance(layers, Iterable) and not isinstance(layers, str | Mapping | nn.ModuleDict | Tensor)
     entries = list(layers) if iterable else []

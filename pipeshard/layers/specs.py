@@ -23,15 +23,15 @@ class LayerSpec:
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename):
             raise ConfigurationError(
-                f"LayerSpec requires a module class or a function that builds a module, got {typename!r}: pass one, "
-                "followed by the arguments of its call"
+                f"LayerSpec requires a module class or a function that builds a module, got {typename!r}: pass a class "
+                "or function, followed by its arguments"
             )
         modules = [value for value in (typename, *module_args, *module_kwargs.values()) if isinstance(value, nn.Module)]
         if built := next((module for module in modules if module is typename or module.state_dict()), None):
             raise UsageError(
-                f"LayerSpec got a {type(built).__name__} instance, but it builds the layer itself, on the rank that "
-                "holds the layer: pass the class and its arguments, LayerSpec(nn.Linear, 8, 8), or put the instance "
-                "directly into the list of layers"
+                f"LayerSpec got a {type(built).__name__} instance, but LayerSpec builds the layer itself, on the rank "
+                "that holds the layer: pass the class and its arguments, LayerSpec(nn.Linear, 8, 8), or put the "
+                "instance directly into the list of layers"
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
         self.builds = 0
@@ -111,9 +111,9 @@ class Function(nn.Module):
         if bare or hidden:
             raise ConfigurationError(
                 f"layer {place}, the function {_function_name(fn)}, uses a {type([*bare, *hidden][0]).__name__} "
-                f"{'in its closure or defaults' if hidden else 'as an argument'}, where pipeshard cannot track it: "
-                "use a method of the module, functools.partial with the module as an argument, or "
-                "TiedLayerSpec(..., forward_fn=...)"
+                f"{'in its closure or defaults' if hidden else 'as an argument'}, where pipeshard cannot track it. "
+                "Instead of the function, pass a bound method of an nn.Module that holds the parameters, "
+                "functools.partial with this module as an argument, or TiedLayerSpec(..., forward_fn=...)"
             )
 
     @property

@@ -153,7 +153,8 @@ def _each(name: str, given: Any, ranks: int, parse: Callable[[Any], T]) -> tuple
     values = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
     if len(values) not in (1, ranks):
         raise ConfigurationError(
-            f"{name}={given!r} has {len(values)} values for {ranks} ranks: pass one for all ranks, or one per rank"
+            f"{name}={given!r} has {len(values)} values for {ranks} ranks: pass one value for all ranks, or one per "
+            "rank"
         )
     return tuple(map(parse, values)) * (ranks // len(values))
 
@@ -172,7 +173,7 @@ def _links(given: Any, ranks: int) -> tuple[Link, ...]:
     links = tuple(map(Link.parse, [given] if isinstance(given, str) else given))
     if len(links) not in (1, ranks - 1):
         raise ConfigurationError(
-            f"link has {len(links)} links for {ranks} ranks: pass one for all ranks, or {ranks - 1}, one from each "
-            "rank to the next"
+            f"link has {len(links)} links for {ranks} ranks: pass one link for all ranks, or {ranks - 1}, one from "
+            "each rank to the next"
         )
     return links

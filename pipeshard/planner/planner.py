@@ -301,7 +301,9 @@ def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:
         if isinstance(tflops, bool) or not isinstance(tflops, int | float) or not 0 < tflops < math.inf:
             raise ConfigurationError(f"tflops must be a positive number, got {tflops!r}")
         if subject.in_seconds:
-            raise ConfigurationError("tflops and a profile both determine how long a unit takes: pass only one of them")
+            raise ConfigurationError(
+                "tflops and a profile both determine how long a unit takes: pass only one of the two"
+            )
         costs = [Cost(*(part / (tflops * 1e12) for part in cost)) for cost in subject.costs]
         subject = replace(subject, costs=costs, in_seconds=True)
     if link is not None and not subject.in_seconds:

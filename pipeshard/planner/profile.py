@@ -206,8 +206,9 @@ class Profile:
     def _refuse(self, what: str, measured: Any, now: Any) -> None:
         if measured != now:
             raise ConfigurationError(
-                f"the profile does not match: its {what} differ ({_first_difference(measured, now)}). It was measured "
-                f"on {self.device} with torch {self.torch}. Profile this model with microbatches of this size"
+                f"the profile does not match: its {what} differ ({_first_difference(measured, now)}). The profile was "
+                f"measured on {self.device} with torch {self.torch}. Profile this model again, with the microbatch "
+                "size of this run"
             )
 
 

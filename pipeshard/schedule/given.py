@@ -110,7 +110,7 @@ def _first(program: Program, m: int) -> Program:
     if m > program.num_microbatches:
         raise ConfigurationError(
             f"schedule {program.name!r} is for {program.num_microbatches} microbatches, but the step has {m}: pass a "
-            "program for this number, or a function of (p, m, v)"
+            f"program for {m} microbatches, or a function of (p, m, v)"
         )
     ranks = (tuple(action for action in actions if action.microbatch < m) for actions in program.ranks)
     return Program(program.name, m, program.placement, tuple(ranks))

@@ -77,5 +77,6 @@ def check_slices(program: Program, n: int) -> None:
                 text = " ".join(f"{kind}{s}" for kind, s in found)
                 raise ConfigurationError(
                     f"{program.name}: rank {rank} runs the slices of microbatch {i} on stage {stage} in the order "
-                    f"{text}, but forwards must run from first to last, and then backwards from last to first"
+                    f"{text}, but the forwards must run from the first slice to the last, and then the backwards from "
+                    "the last slice to the first"
                 )

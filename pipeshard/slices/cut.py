@@ -58,7 +58,7 @@ def sequence_of(batch: Batch) -> int:
             return leaf.shape[1 if leaf.is_floating_point() else -1]
     raise BatchError(
         f"num_slices: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so pipeshard cannot "
-        "determine the length of its sequence. Pass the batch as a dict of the forward's arguments, or use num_slices=1"
+        "determine the sequence length. Pass the batch as a dict of the forward's arguments, or use num_slices=1"
     )
 
 
@@ -101,8 +101,9 @@ def _refuse_packed(batch: Batch) -> None:
         return
     if bool((positions.diff(dim=-1) != 1).any()):
         raise BatchError(
-            f"num_slices: {POSITIONS} restart within a sample, so the sample contains several documents. With a cache, "
-            "transformers attends across documents. Pass a four-dimensional attention_mask, or use num_slices=1"
+            f"num_slices: {POSITIONS} restart within a sample, so the sample contains several documents. Slices use a "
+            f"cache, and with a cache transformers does not separate documents by their {POSITIONS}. Pass a "
+            "four-dimensional attention_mask, or use num_slices=1"
         )
 
 

@@ -138,8 +138,9 @@ def refuse_changed_base(config: Any) -> None:
     how = str(getattr(config, "init_lora_weights", True)).lower()
     if how.startswith(CHANGES_BASE):
         raise ConfigurationError(
-            f"these adapters were initialized with init_lora_weights={how!r}, so their layers need weights other than "
-            f"the base model's. peft computes them when it loads the adapters, but the model is on meta. {WITH_WEIGHTS}"
+            f"these adapters were initialized with init_lora_weights={how!r}, so the adapted layers need weights other "
+            "than the base model's. peft computes these weights when it loads the adapters, but the model is on meta. "
+            f"{WITH_WEIGHTS}"
         )
 
 

@@ -36,8 +36,8 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
             if stages[maker] != stage:
                 raise TraceError(
                     f"with this batch, {name} (stage {stage}) uses a value that escapes unit {flow.calls[maker].unit} "
-                    f"(stage {stages[maker]}) untracked and cannot be sent to stage {stage}. If the value is a "
-                    "requested output (output_attentions, ...), do not request it"
+                    f"(stage {stages[maker]}) untracked, so the value cannot be sent to stage {stage}. If the value is "
+                    "a requested output (output_attentions, ...), do not request it"
                 )
     for first, last in flow.together:
         if stages[first] != stages[last]:
@@ -72,7 +72,7 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
     of the model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
-        reason = f"the model can be cut only at its CutPoints, and it calls {len(flow.cut_points)}"
+        reason = f"the model can be cut only at its CutPoints, and its forward calls {len(flow.cut_points)} of them"
         allowed = {k + 1 for k in flow.cut_points}
         forbidden.update((k, reason) for k in range(1, len(flow.calls) + 1) if k not in allowed)
 
@@ -99,6 +99,6 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
 def _recomputed_together(flow: Dataflow, first: int, last: int) -> str:
     return (
         f"the model's own torch.utils.checkpoint reruns units {flow.calls[first].unit} to {flow.calls[last].unit} in "
-        "the backward pass, so they must be on one stage: checkpoint each of them separately, or remove the checkpoint "
-        "and pass recompute=True to PipelinePlugin"
+        "the backward pass, so these units must be on one stage: checkpoint each unit separately, or remove the "
+        "checkpoint and pass recompute=True to PipelinePlugin"
     )

@@ -59,7 +59,9 @@ def initialize(
     missing -= {name for name, is_known in buffers.items() if is_known}
     if missing:
         first = min(missing)
-        why = "no _init_weights of a PreTrainedModel sets it, and its module has no reset_parameters()"
+        why = (
+            "no _init_weights of a PreTrainedModel sets this tensor, and the tensor's module has no reset_parameters()"
+        )
         raise ConfigurationError(
             f"{len(missing)} tensors on meta were not initialized (the first is {first} of "
             f"{type(model.get_submodule(first.rpartition('.')[0])).__name__}): "
@@ -202,8 +204,9 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     """
     refusal = explained(
         lambda error: ConfigurationError(
-            f"layer {place}, {name}, cannot be built on meta, which is required to find its shapes: {summary(error)}. "
-            "Pass device='cpu' for tensors whose values its constructor reads, or put the module itself into the list"
+            f"layer {place}, {name}, cannot be built on meta, where pipeshard reads the layer's shapes: "
+            f"{summary(error)}. Pass device='cpu' for tensors whose values the constructor reads, or put the module "
+            "itself into the list"
         )
     )
     with refusal, Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"), _Unread():
@@ -233,8 +236,8 @@ def build(module: nn.Module, seed: int) -> None:
     blueprint: Blueprint = vars(module)[BLUEPRINT]
     with explained(  # also for errors in the user's constructor
         lambda error: ConfigurationError(
-            f"layer {blueprint.place}, a {type(module).__name__}, cannot be built with allocated tensors "
-            f"as it was on meta: {summary(error)}"
+            f"layer {blueprint.place}, a {type(module).__name__}, was built on meta, but cannot be built with "
+            f"allocated tensors: {summary(error)}"
         )
     ):
         with Randomness(torch.device("cpu")).step(0, 0):

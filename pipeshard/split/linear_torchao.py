@@ -45,7 +45,7 @@ class LinearTorchao(PackedLinear, nn.Linear):
         self.scale = quantize_int8(self.parts(value), self.weight.data)
 
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
-        raise ValueError("its scales are those of bitsandbytes, but the layer is one of torchao")
+        raise ValueError("its scales are in the format of bitsandbytes, but the layer is a torchao layer")
 
     def product(self, x: Tensor) -> Tensor:
         product: Tensor = _Product.apply(x.reshape(-1, self.in_features), self.weight)

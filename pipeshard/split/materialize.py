@@ -161,8 +161,8 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         refusal = explained(
             lambda error: ConfigurationError(
                 f"the buffers of {type(module).__name__} are on meta, and the model cannot be built again to compute "
-                f"their values ({summary(error)}). Build the model under accelerate's init_empty_weights(), which "
-                "keeps the values of buffers, instead of torch.device('meta')"
+                f"the values of the buffers ({summary(error)}). Build the model under accelerate's "
+                "init_empty_weights(), which keeps the values of buffers, instead of torch.device('meta')"
             )
         )
         with refusal, torch.device("cpu"), empty[0], empty[1], empty[2], _default(dtype, module.config) as config:

@@ -213,9 +213,9 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     if decisions:
         raise TraceError(
             f"{type(model).__name__} branches in Python on a unit's result, which only the stage of this unit has: "
-            f"{'; '.join(decisions)}. Replace the branch with tensor operations (torch.where), or move it into the "
-            "forward of a separate module (together with any torch.autograd.grad call that it depends on), or use one "
-            "stage (pp_size=1)"
+            f"{'; '.join(decisions)}. Replace the branch with tensor operations (torch.where), or move the branch into "
+            "the forward of a separate module (together with any torch.autograd.grad call that the branch depends on), "
+            "or use one stage (pp_size=1)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:
@@ -225,16 +225,16 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
         is_repeated = is_chunked or (place.kind == "parameter" and model.training)
         if place.kind in ("parameter", "settled") and -1 in writers and (sources or is_repeated):
             raise TraceError(
-                f"the forward of {type(model).__name__} changes the parameter {place.name} outside its unit"
-                f"{f', based on {sources[0]}' if sources else ''}, but no stage can update it for all stages: change "
-                "the parameter after optimizer.step() or inside the unit, or use one stage (pp_size=1)"
+                f"the forward of {type(model).__name__} changes the parameter {place.name} outside the parameter's "
+                f"unit{f', based on {sources[0]}' if sources else ''}, but no stage can update it for all stages: "
+                "change the parameter after optimizer.step() or inside the unit, or use one stage (pp_size=1)"
             )
         is_moved = place.name in place.uses.kept and "_buffers" in [step.key for step in place.path[-2:]]
         if (is_moved or place.kind in ("generator", "number")) and len(writers) > 1:
             raise TraceError(
-                f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} "
-                f"{place.name}, but run on several stages, which have separate copies of it: give each layer its "
-                "own, move this code out of all layers into the model's forward, or use one stage (pp_size=1)"
+                f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} {place.name}, "
+                "but run on several stages, which have separate copies of it: give each layer its own copy, move this "
+                "code out of all layers into the model's forward, or use one stage (pp_size=1)"
             )
 
 
@@ -286,7 +286,8 @@ def refuse_backward_hooks(
             raise UsageError(
                 f"{name or 'the model'} ({type(module).__name__}) has a backward hook (register_full_backward_hook, "
                 f"register_full_backward_pre_hook), but {where}, so no stage has all the gradients for the hook: "
-                "register it on a module inside a unit, or cut elsewhere (the partition argument of PipelinePlugin)"
+                "register the hook on a module inside a unit, or cut elsewhere (the partition argument of "
+                "PipelinePlugin)"
             )
 
 

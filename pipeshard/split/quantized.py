@@ -101,7 +101,7 @@ def refuse_other_ways(config: Any) -> None:
         raise ConfigurationError(f"quantization_config: load_in_4bit and load_in_8bit are both False. {ADVICE}")
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigurationError(
-            "quantization_config: llm_int8_has_fp16_weight=True keeps 16-bit weights, which is not supported. Omit it"
+            "quantization_config: llm_int8_has_fp16_weight=True, which keeps 16-bit weights, is not supported. Omit it"
         )
 
 
@@ -136,8 +136,8 @@ def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
     if not isinstance(module, PackedLinear):
         every = f".*{path.rpartition('.')[2]}"
         raise ConfigurationError(
-            f"quantization_config quantizes {path}, but it is a {type(module).__name__}, and only layers of the class "
-            f"nn.Linear itself can be quantized. Add {every!r} to {METHODS[method].skips}, or omit quantization_config"
+            f"quantization_config quantizes {path}, a {type(module).__name__}, but only layers of the class nn.Linear "
+            f"itself can be quantized. Add {every!r} to {METHODS[method].skips}, or omit quantization_config"
         )
 
 

@@ -48,8 +48,8 @@ SHAPES = (
     "Shapes and dtypes must depend only on the batch's sizes, not on values of activations, or of parameters and "
     "buffers that training changes (nonzero, unique, boolean masks, int(parameter)): return a tensor of a fixed size "
     "and a mask, or cut before the unit (partition=[...]) to run it on the last stage, which supports any sizes. If "
-    "they depend only on sizes, pass dry_run_input=<a batch like this one>, and remove any hook, or autocast around "
-    "execute_pipeline, that changes them"
+    "the shapes and dtypes depend only on sizes, pass dry_run_input=<a batch like this one>, and remove any hook or "
+    "autocast context around execute_pipeline that changes them"
 )
 PLACE = "Other stages would see a stale value. Return the value as a tensor, or update it identically in every forward"
 PLAIN_TENSOR = "Other stages receive only its values: return other data as a tensor, or cut elsewhere (partition=[...])"

@@ -146,8 +146,9 @@ def run_again(
                 written = True
             if written or [tensor._version for tensor in tensors] != versions:
                 raise UsageError(
-                    f"unit {name} cannot be recomputed: one of its arguments was modified in place after its forward. "
-                    "Modify a copy instead, or exclude this unit (with the recompute argument of PipelinePlugin)"
+                    f"unit {name} cannot be recomputed: one of its arguments was modified in place after the unit's "
+                    "forward. Modify a copy instead, or exclude this unit (with the recompute argument of "
+                    "PipelinePlugin)"
                 )
             now = Snapshot({"": (args, kwargs)}) if changes else None
             before.restore()

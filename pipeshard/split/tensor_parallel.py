@@ -113,7 +113,7 @@ def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str
         if style not in (EXPERTS, PARTIAL) if within else style == EXPERTS:
             raise ConfigurationError(
                 f"{by}_plan assigns the style {style!r} to {name}: the weights of experts need {EXPERTS!r}, other "
-                f"parameters inside their module {PARTIAL!r}, and the module itself {DISPATCH!r}"
+                f"parameters in the module of the experts {PARTIAL!r}, and the module itself {DISPATCH!r}"
             )
 
 

@@ -52,9 +52,9 @@ class Zeros(DispatchMode):
             )
         if unit is not None:
             raise TraceError(
-                f"{reader} (stage {self.stage}) reads a value computed from integers or booleans of unit {unit} that "
-                "another stage did not send, because nothing on this stage depends on them in the trace. Return "
-                "floating-point tensors from the unit instead, cut elsewhere (partition=[...]), or pass "
+                f"{reader} (stage {self.stage}) reads a value computed from integer or boolean results of unit {unit}. "
+                "Another stage did not send these results, because in the trace nothing on this stage depends on them. "
+                "Return floating-point tensors from the unit instead, cut elsewhere (partition=[...]), or pass "
                 "dry_run_input=<a batch like this one>"
             )
 

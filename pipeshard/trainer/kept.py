@@ -89,7 +89,7 @@ class KeptState(Snapshot):
         for path, file, at in self.files:
             if _position(file) != at:
                 raise UsageError(
-                    f"compute_loss reads or writes the open file {_place_name(path)}. In a step only the last stage "
+                    f"compute_loss reads or writes the open file {_place_name(path)}. In a step, only the last stage "
                     "calls compute_loss, and a trace cannot undo the write: append to a list instead, and write the "
                     "list to the file in log() or in a callback"
                 )
@@ -105,7 +105,8 @@ class KeptState(Snapshot):
             if not isinstance(mark, Tensor):
                 raise UsageError(
                     f"compute_loss modifies {_place_name(change.path)} ({_size(change.now)} MB) in place before it "
-                    "calls the model, which every rank would have to undo: modify it after the call"
+                    "calls the model, and every rank would have to undo this change: make the change after the call of "
+                    "the model"
                 )
             with torch.no_grad():
                 change.now.data.copy_(mark)
@@ -456,7 +457,7 @@ def _found(name: Any) -> Any:
 def _not_sent(where: str, value: Any) -> UsageError:
     what = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else f"a {type(value).__name__}"
     return UsageError(
-        f"compute_loss changes {where}, which holds {what}: the last stage runs compute_loss, and cannot send this to "
-        "the other ranks. Keep tensors, arrays, numbers, strings, collections of these, or objects of a class that "
-        "every rank can import"
+        f"compute_loss changes {where}, which holds {what}: the last stage runs compute_loss, and cannot send this "
+        "value to the other ranks. Keep tensors, arrays, numbers, strings, collections of these, or objects of a class "
+        "that every rank can import"
     )

@@ -123,7 +123,7 @@ class Objective:
             set_random_state(before)
         raise UsageError(
             f"compute_loss of {type(trainer).__name__} did not call the model that it received: call model(**inputs), "
-            "and compute the loss from its outputs"
+            "and compute the loss from the model's outputs"
         )
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -312,21 +312,23 @@ class Answer(Asking):
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if self.was_called:
-            raise UsageError("compute_loss calls the model twice, but a pipeline runs it once per batch: call it once")
+            raise UsageError(
+                "compute_loss calls the model twice, but a pipeline runs the model once per batch: call the model once"
+            )
         own = self.inputs.keys() & inputs.keys()
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
             raise UsageError(
-                f"compute_loss passes the model different values of {', '.join(sorted(other))} than the batch has: "
-                "change them in the data collator instead"
+                f"compute_loss passes to the model values of {', '.join(sorted(other))} that differ from those in the "
+                "batch: change these values in the data collator instead"
             )
         anew = {name: (inputs[name], self.inputs[name]) for name in sorted(own & self.added)}
         if self.is_trial and (other := [name for name, pair in anew.items() if not _is_same_size(*pair)]):
             raise Resized(f"compute_loss changes the size of {', '.join(other)} in the batch")
         if not self.is_trial and (other := [name for name, pair in anew.items() if not _is_equal(*pair)]):
             raise UsageError(
-                f"compute_loss passes the model different values of {', '.join(other)} than before the step, when it "
-                "was called for all batches of a gradient accumulation window: compute them in the data collator, or "
-                "without random numbers and without state that compute_loss changes"
+                f"the values of {', '.join(other)} that compute_loss passes to the model differ between its calls "
+                "before the step (for all batches of a gradient accumulation window) and in the step. Compute these "
+                "values in the data collator, or without random numbers and without state that compute_loss changes"
             )
         self.was_called = True
         return self.outputs

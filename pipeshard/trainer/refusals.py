@@ -25,7 +25,7 @@ REFUSED = {
     "bf16_full_eval": _FULL,
     "optim": "it updates weights inside of backward, before gradients are summed or clipped: use another optimizer",
     "use_liger_kernel": "its kernels have not been verified in a pipeline: remove it",
-    "debug": "its hooks need values that a stage lacks: set PipelinePlugin(check_finite=True) to find non-finite ones",
+    "debug": "its hooks need values that a stage lacks: PipelinePlugin(check_finite=True) finds non-finite values",
     "use_legacy_prediction_loop": "a pipeline supports only evaluation_loop: remove it",
     "past_index": "stages keep no state between batches: remove it",
     "jit_mode_eval": "torch.jit does not trace stages: remove it",
@@ -57,7 +57,7 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
             raise ConfigurationError(f"{name} does not support {argument}={value!r}: {why}")
     if dist.get_world_size() != args.world_size:
         raise ConfigurationError(
-            f"torch.distributed has {dist.get_world_size()} ranks, but accelerate, which {name} uses, sees "
+            f"torch.distributed has {dist.get_world_size()} ranks, but accelerate, which {name} uses, has "
             f"{args.world_size}: start the script with torchrun, and create TrainingArguments before the plugin, with "
             "use_cpu=True if there are no GPUs"
         )
@@ -86,8 +86,9 @@ def refuse_training(args: TrainingArguments, name: str) -> None:
     if getattr(args, "enable_jit_checkpoint", False):
         raise ConfigurationError(
             f"{name} does not support enable_jit_checkpoint=True: each rank would save when its own signal arrives, at "
-            "different steps, and no run can resume from such a checkpoint. Omit it, set save_steps, and start the "
-            "script with `pipeshard launch`, which restarts it (docs/elastic.md), and resume_from_checkpoint=True"
+            "different steps, and no run can resume from such a checkpoint. Omit it, set save_steps, call "
+            "train(resume_from_checkpoint=True), and start the script with `pipeshard launch`, which restarts the "
+            "script after a failure (docs/elastic.md)"
         )
 
 
@@ -96,7 +97,7 @@ def refuse_split(model: nn.Module, name: str) -> None:
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"{name} got a {type(model).__name__} that another Trainer, or booster.boost, has already split: no rank "
-            "holds all of it. Call train() of that Trainer again, or save the model with its "
+            "holds all of it. Call train() of that Trainer again, or save the model with that Trainer's "
             "save_model(folder) and pass the model that from_pretrained(folder) returns"
         )
 
@@ -107,9 +108,9 @@ def refuse_blank_reference(model: Any, given: Iterable[Any]) -> None:
     is_precomputed = any(getattr(one, "precompute_ref_log_probs", False) for one in given)
     if is_precomputed and isinstance(model, nn.Module) and is_blank(model):
         raise ConfigurationError(
-            "precompute_ref_log_probs=True runs the whole reference model on each rank before training, but its "
-            "weights are on meta until its stages load them: omit precompute_ref_log_probs, so that the stages run "
-            "the reference before each step, or load the model with its weights"
+            "precompute_ref_log_probs=True runs the whole reference model on each rank before training, but the "
+            "weights of the reference model are on meta until the stages load them: omit precompute_ref_log_probs, so "
+            "that the stages run the reference before each step, or load the model with its weights"
         )
 
 
@@ -123,7 +124,8 @@ def refuse_class(kind: type) -> None:
     if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
             f"{trl[0]} runs several models in one step, or generates in a way that has not been verified against a "
-            f"single process. The supported TRL trainers are {', '.join(OF_TRL)}, and your own subclasses of them"
+            f"single process. The supported TRL trainers are {', '.join(OF_TRL)}, and your own subclasses of these "
+            "trainers"
         )
     if any("_save" in vars(one) for one in kind.__mro__ if one is not Trainer):
         raise ConfigurationError(
@@ -145,6 +147,7 @@ def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
     if asked % window:
         raise ConfigurationError(
             f"num_microbatches={asked} is not a multiple of gradient_accumulation_steps={window}, but each batch is "
-            "split into equally many microbatches: use a multiple, or omit it for one microbatch per batch"
+            "split into the same number of microbatches: use a multiple, or omit num_microbatches for one microbatch "
+            "per batch"
         )
     return {"num_microbatches": asked // window}

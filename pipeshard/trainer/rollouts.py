@@ -54,8 +54,8 @@ class Rollouts:
         for attribute, name in CALLED.items():
             if getattr(self, attribute, None):
                 raise ConfigurationError(
-                    f"{type(self).__name__} does not support {name}: every rank would call it, and their completions "
-                    "could differ. Remove it"
+                    f"{type(self).__name__} does not support {name}: every rank would call it, and completions could "
+                    "differ between ranks. Remove it"
                 )
         self._count_replicas()
 
@@ -70,13 +70,13 @@ class Rollouts:
         if args.generation_batch_size % args.num_generations:
             raise ConfigurationError(
                 f"the generation batch size {told} is not a multiple of num_generations={args.num_generations}: stages "
-                "of a pipeline are not counted as processes. Choose a multiple"
+                "of a pipeline are not counted as processes. Choose a multiple of num_generations"
             )
         evaluated, each = args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations
         if args.do_eval and args.eval_strategy != "no" and evaluated % each:
             raise ConfigurationError(
                 f"per_device_eval_batch_size={evaluated} is not a multiple of the {each} generations per prompt: "
-                "stages of a pipeline are not counted as processes. Choose a multiple"
+                f"stages of a pipeline are not counted as processes. Choose a multiple of {each}"
             )
         if self.pipeline.grid.first and counted != args.generation_batch_size:
             logger.warning(

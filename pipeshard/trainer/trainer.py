@@ -213,8 +213,8 @@ class Loop(Trainer):
             raise UsageError(
                 f"the training data ended after {len(self._held)} batches of a gradient accumulation window with "
                 f"gradient_accumulation_steps={self.args.gradient_accumulation_steps}, and a dataset without a length "
-                "does not show which batch is the last: pass a dataset with a length, or let the stream end with a "
-                "full window, or repeat its samples without an end and set max_steps"
+                "does not show in advance which batch is the last. Pass a dataset with a length, let the stream end "
+                "with a full window, or repeat the samples without an end and set max_steps"
             )
         if self._held:
             raise UsageError(
@@ -248,10 +248,11 @@ class Loop(Trainer):
         """
         if self._left is not None and self._left.is_changed:
             raise UsageError(
-                f"{type(self).__name__} has changed gradients or parameters {when}, whose "
-                f"gradient_accumulation_steps={self.current_gradient_accumulation_steps} batches form one step of the "
-                "pipeline: change them once a step, in a callback's on_pre_optimizer_step (gradients) or on_step_end "
-                "(parameters), or pass gradient_accumulation_steps=1 and PipelinePlugin(num_microbatches=...)"
+                f"{type(self).__name__} has changed gradients or parameters {when}. The "
+                f"gradient_accumulation_steps={self.current_gradient_accumulation_steps} batches of a window form one "
+                "step of the pipeline. Change gradients or parameters once per step, in a callback: gradients in "
+                "on_pre_optimizer_step, parameters in on_step_end. Or pass gradient_accumulation_steps=1 and "
+                "PipelinePlugin(num_microbatches=...)"
             )
 
     def _kept_or_stepped(self, inputs: Any, num_items_in_batch: Any) -> Tensor:

@@ -151,8 +151,9 @@ def prove_at_boost(
     if is_ragged and proof.kind == DIFFERENT:
         raise VerificationError(
             f"microbatch_tokens={config.microbatch_tokens}: the result of {name} changes if the padding of its samples "
-            f"is removed: {proof.reason}. Either the loss counts padding (set its labels to -100), or the model reads "
-            "padding despite attention_mask. Use num_microbatches, or PipelinePlugin(verify=False) to skip this check"
+            f"is removed: {proof.reason}. Either the loss counts padding (set the labels of padding to -100), or the "
+            "model reads padding despite attention_mask. Use num_microbatches, or PipelinePlugin(verify=False) to skip "
+            "this check"
         )
     if proof.kind == DIFFERENT:
         raise VerificationError(

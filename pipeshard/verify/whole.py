@@ -195,7 +195,7 @@ class WholeBatch:
         if len(self.parts) < 2 or unlike(whole, self._side(apart, self.parts, self.weights, draws), apart):
             return why
         if self._is_carried(way):
-            return f"{why}: a microbatch's forward leaves state on the model that changes the next microbatch"
+            return f"{why}: the forward of a microbatch changes state that the next microbatch reads"
         if MOVES not in self.found.moving:
             self.found.moving.append(MOVES)
         return self._count(whole)

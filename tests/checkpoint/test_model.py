@@ -404,7 +404,7 @@ def spoilt(folder: Path, how: str) -> str:
         ("text", "cannot be read as safetensors"),
         ("outside", "lists '../x.safetensors', but may only list names of files in its own folder"),
         ("no index", "cannot be read as a checkpoint index"),
-        ("elsewhere", "but that file does not contain it"),
+        ("elsewhere", "but that file does not contain this tensor"),
     ],
 )
 def test_bad_folders(pool: Pool, tmp_path: Path, how: str, message: str) -> None:

@@ -193,7 +193,7 @@ def test_states_of_no_parameter_are_saved(pool: Pool, tmp_path: Path) -> None:
     assert ranks[0] == ranks[1]
     assert ranks[0][:3] == [3, 3, False]
     assert "state 'k', which belongs to no parameter, differs between rank 1 and the ranks before it" in ranks[0][3]
-    assert "the key ('step',), which is not a parameter in its groups" in ranks[0][4]
+    assert "the key ('step',), which is not a parameter in the optimizer's groups" in ranks[0][4]
 
 
 def masters(split: Split) -> dict[str, Tensor]:
@@ -372,7 +372,7 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
         "torn is damaged: SafetensorError: ",
         "empty is damaged: state.transformer.h.0.*exp_avg is missing; .* more$",
         "halved is damaged: state.transformer.h.0.*exp_avg is missing; .* more$",
-        r"endless is damaged: .*exp_avg .* of shape \(64, 32\), but its description says .* \(1099511627776, 1048576\)",
+        r"endless is damaged: .*exp_avg .* of shape \(64, 32\), but is described as .* \(1099511627776, 1048576\)",
         "older is not in the format 'pipeshard optimizer 2'",
         "nowhere cannot be read",
         "this AdamW was not boosted",

@@ -419,7 +419,7 @@ def blank(folder: Path, config: Any, name: str = "causal-lm/llama") -> Any:
     [
         (
             BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True),
-            "keeps 16-bit weights, which is not supported. Omit",
+            "which keeps 16-bit weights, is not supported. Omit",
         ),
         (GPTQConfig(bits=4, dataset=["a"], tokenizer="none"), "the method gptq is not supported"),
         (BitsAndBytesConfig(), "load_in_4bit and load_in_8bit are both False. Pass BitsAndBytesConfig"),

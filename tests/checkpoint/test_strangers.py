@@ -398,7 +398,7 @@ def test_shards_of_any_tensors_come_back(tmp_path: Path, monkeypatch: pytest.Mon
     read_shards(tmp_path, found)
     assert all(torch.equal(value, tensors[key]) for key, value in found.items())
     for key, other, what in (
-        ("same", torch.zeros(4, 7), r"same is torch.float32 of shape \(4, 6\), but its description says .*\(4, 7\)"),
+        ("same", torch.zeros(4, 7), r"same is torch.float32 of shape \(4, 6\), but is described as .*\(4, 7\)"),
         ("flags", torch.zeros(2), "flags is torch.bool"),
         ("more", torch.zeros(2), "more is missing"),
     ):
@@ -419,7 +419,8 @@ def test_slices_have_no_holes_and_do_not_overlap(tmp_path: Path) -> None:
     write(0, [1, 0], 1)
     write(1, [1, 0], 3)
     refused(
-        lambda: check_shards(tmp_path, told), "x is incomplete: its slices in the files do not cover it exactly once"
+        lambda: check_shards(tmp_path, told),
+        "x is incomplete: the slices in the files do not cover the tensor exactly once",
     )
     write(0, [0, 0], 1)
     for begin, rows in (

@@ -287,7 +287,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Poo
         "this LlamaForCausalLM was not boosted",
         r"the step differs between ranks: \[0, 1\]",
         "step, the number of completed steps, must be a non-negative integer, got -1",
-        "keep, the number of last steps to keep, must be a positive integer, got 0",
+        "keep, the number of newest steps to keep, must be a positive integer, got 0",
         "this AdamW was not boosted",
         "all already contains step 5, which would remain the newest",
     ]

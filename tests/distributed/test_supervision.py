@@ -168,7 +168,7 @@ def test_a_stopped_rank_is_seen_after_some_looks_and_one_that_goes_on_is_not() -
         until(process, psutil.STATUS_STOPPED)
         assert seen(store, peers.STOPPED - 1) is None
         found = seen(store, peers.STOPPED)
-        assert found is not None and "is stopped" in found[1]
+        assert found is not None and "is suspended" in found[1]
         process.send_signal(signal.SIGCONT)
         until(process, psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING)
         assert seen(store, peers.STOPPED) is None

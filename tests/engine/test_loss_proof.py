@@ -157,7 +157,7 @@ def test_a_guess_is_refused(criterion: Criterion, batch: dict[str, Tensor]) -> N
 
 def test_a_criterion_of_pairs_of_samples_is_refused_with_the_remedy() -> None:
     """Its trial on one sample failed in a trace, whose error was raised: it named neither what for nor what to do."""
-    with pytest.raises(ConfigurationError, match=r"so the loss of a batch cannot be computed .* or use one microbatch"):
+    with pytest.raises(ConfigurationError, match=r"a batch therefore cannot be computed .* or use one microbatch"):
         rule(paired, samples(0, 1, 2, 2), of_samples=True)
 
 

@@ -179,7 +179,7 @@ def test_what_is_too_large_is_tried_in_one_direction_at_a_time(caplog: pytest.Lo
                 proven(criterion, ragged(32, 48))
         assert not caplog.messages
         assert proven(by_length, ragged(32, 48)) == (VALID, Sizes(32, 16, (48, 48)))
-        assert "could not be tested on 32 samples with axes of [48]" in caplog.text
+        assert "could not be tested on 32 samples with axes of lengths [48]" in caplog.text
     caplog.clear()
     assert proven(by_length, ragged(32, 48)) == (VALID, Sizes(32, 16, (64, 64))) and not caplog.messages
 

@@ -139,7 +139,9 @@ def unseen_codes(make: Callable[[], torch.nn.Module]) -> str:
 def test_zeros_for_what_was_not_sent_are_followed(pool: Pool, make: Any) -> None:
     """An integer that glue computes with is 0 where nobody sends it, and no result shows that."""
     for error in pool.run(unseen_codes, 2, make):
-        assert "unit layers.3 (stage 1) reads a value computed from integers or booleans of unit layers.0" in error
+        assert (
+            "unit layers.3 (stage 1) reads a value computed from integer or boolean results of unit layers.0" in error
+        )
 
 
 def unseen_activations(how: str) -> str:

@@ -93,7 +93,7 @@ def warnings_of_pairs() -> list[bool]:
         model = Annealed()
         options: Any = {"pp_size": 1, "num_microbatches": 1, "dry_run_input": batch()}
         pipeshard.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion, **options)
-        told.append(any("second as a count and divides the first by it" in record for record in records))
+        told.append(any("second as a count and divides the first by this count" in record for record in records))
     logging.getLogger("pipeshard").removeHandler(handler)
     return told
 

@@ -120,7 +120,7 @@ def refused(kind: str) -> None:
 def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
     for kind, message in (
         ("lbfgs", "LBFGS computes its update direction from the gradients of all parameters together"),
-        ("sam", "Sam couples parameters: it updates them differently together than separately"),
+        ("sam", "Sam couples parameters: the update of a parameter depends on other parameters"),
         ("clipping", "max_norm clips by the norm of the whole model"),
         ("foreign", "group 0 of the optimizer contains a parameter of shape (2, 2) that is not in the model"),
     ):

@@ -74,7 +74,7 @@ class Case:
         return {
             "exception": (who, "ValueError: planted"),
             "kill -9": (who, "was killed"),
-            "SIGSTOP": (who, "is stopped"),
+            "SIGSTOP": (who, "is suspended"),
             "SIGTERM": (who, "by SIGTERM"),
             "hang": (who, "plant.py"),
             "NaN": ("NonFiniteError",) if self.phase == "tie sync" else (who, "NonFiniteError"),

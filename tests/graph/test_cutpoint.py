@@ -126,7 +126,7 @@ def test_cuts_are_after_some_of_them_and_nowhere_else() -> None:
         ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2"],
         ["layers.2.0", "layers.2.2", "norm", "last"],
     ]
-    with pytest.raises(PartitionError, match="only at its CutPoints, and it calls 5"):
+    with pytest.raises(PartitionError, match="only at its CutPoints, and its forward calls 5 of them"):
         counts(net(), data(), 2, ["embed"])
     with pytest.raises(PartitionError, match=r"at most 6 stages, fewer than pp_size=7.*Use pp_size <= 6"):
         counts(net(), data(), 7)

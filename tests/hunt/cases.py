@@ -322,13 +322,13 @@ CASES = {
         Net,
         "An optimizer keeps a list beside its parameters, of which a stage has some: it took those of others.",
         optimizer=nets.Anchored,
-        refused="updates them differently together",
+        refused="couples parameters: the update of a parameter depends on other parameters",
     ),
     "norms late": Case(
         Net,
         "An optimizer couples parameters from its fifth step on: its trial had three.",
         optimizer=nets.NormsLate,
-        refused="updates them differently together",
+        refused="couples parameters: the update of a parameter depends on other parameters",
     ),
     "clamped weights": Case(
         nets.Clamped,

@@ -225,13 +225,13 @@ REMEDIES = {
     ),
     "a count of forwards": Remedy(
         ("a forward that takes a different path", "`TraceError`: a forward that leaves"),
-        "keep this state in attributes of the model",
+        "Keep this state in attributes of the model",
         hunted_case("a count's"),
         (Training(nets.ByAttribute, ONE, between=skips),),
     ),
     "a decision on an activation": Remedy(
         ("other code of the model branches in Python", "`TraceError`: glue (code between layers) that branches"),
-        r"tensor operations \(torch.where\), or move it into the forward of a separate module",
+        r"tensor operations \(torch.where\), or move the branch into the forward of a separate module",
         Training(nets.Decides, ONE),
         (Training(nets.Selects, ONE), Training(nets.DecidesInside, ONE)),
     ),
@@ -352,7 +352,7 @@ REMEDIES = {
     ),
     "a criterion that counts": Remedy(
         ("a criterion that counts its calls",),
-        "Change its state only between steps",
+        "Change the criterion's state only between steps",
         Training(Logits, criterion=ramped),
         (Training(Scaled, criterion=by_step, between=scaled), Training(Logits, ONE, criterion=ramped)),
     ),

@@ -267,7 +267,10 @@ def test_a_unit_that_changes_its_argument_is_not_recomputed(pool: Pool) -> None:
 
 def test_an_argument_that_was_changed_since_is_refused(pool: Pool) -> None:
     (message,) = pool.run_expecting(UsageError, rising, 1, False)
-    assert "unit layers.1 cannot be recomputed: one of its arguments was modified in place after its forward" in message
+    assert (
+        "unit layers.1 cannot be recomputed: one of its arguments was modified in place after the unit's forward"
+        in message
+    )
 
 
 def frozen(name: str) -> str:

@@ -307,7 +307,9 @@ CASES = {
     "backward": Case(
         lambda: Net(CentredGradient), "Only the backward pass mixes samples.", "All units return the same"
     ),
-    "bank": Case(lambda: Net(Bank), "The second microbatch attends to the first one.", "changes the next"),
+    "bank": Case(
+        lambda: Net(Bank), "The second microbatch attends to the first one.", "that the next microbatch reads"
+    ),
     "batch norm": Case(lambda: Net(Normed), "Accumulation of microbatches is what everybody means."),
     "batch norm by hand": Case(lambda: Net(NormedByHand), "The same as a function.", moving="F.batch_norm"),
     "batch norm and centred": Case(lambda: Net(NormedAndCentred), "It hides nothing beside it.", "unit layers.0"),
