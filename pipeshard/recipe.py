@@ -380,6 +380,30 @@ def refuse_columns(kind: str, settings: Namespace, data: Any) -> None:
             )
 
 
+def refuse_no_template(kind: str, settings: Namespace, data: Any, folder: Path) -> None:
+    """Raise ConfigurationError for chats if the model's tokenizer has no chat template, as that of a base model."""
+    from transformers import AutoProcessor
+
+    is_setting = hasattr(settings, "chat_template_path")
+    is_raw = (getattr(settings, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    if settings.dataset_streaming or is_raw or (is_setting and settings.chat_template_path):
+        return
+    row = {name: value for name, value in next(iter(data), {}).items() if value != []}
+    if not trl().is_conversational(row) and not (kind == "sft" and trl().is_conversational_from_value(row)):
+        return
+    try:
+        reader = AutoProcessor.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+    except Exception:  # the Trainer raises it, if it loads the tokenizer in the same way
+        return
+    if getattr(reader, "chat_template", "") is None:
+        file = "set chat_template_path to a file with a Jinja template (.jinja)"
+        remedy = file if is_setting else "save a Jinja template as chat_template.jinja in the model's folder"
+        raise ConfigurationError(
+            f"the tokenizer of {settings.model_name_or_path} has no chat template, but {settings.dataset_name} "
+            f"contains chats: {remedy}, or use the model's version for chats (often named -Instruct)"
+        )
+
+
 def config_of(settings: Namespace) -> list[str]:
     """The folder of the model's config, as a list with one entry, or the model type and fields in `model_config`."""
     from huggingface_hub import hf_hub_download

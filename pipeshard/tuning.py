@@ -32,6 +32,7 @@ from pipeshard.recipe import (
     plugin_arguments,
     read,
     refuse_columns,
+    refuse_no_template,
     reward_functions,
     rows,
     trl,
@@ -94,7 +95,9 @@ def check_sources(kind: str, settings: Namespace) -> None:
     folder = folder_of(settings)
     if not settings.datasets:
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error contains the readers' log messages
-        refuse_columns(kind, settings, rows(settings)[0])
+        data = rows(settings)[0]
+        refuse_columns(kind, settings, data)
+        refuse_no_template(kind, settings, data, folder)
     if kind == "sft":
         refuse_small(Namespace(**vars(settings) | {"model_name_or_path": str(folder), "device_memory": None}))
 

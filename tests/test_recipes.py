@@ -392,6 +392,59 @@ def test_data_is_checked_before_ranks_start(tmp_path: Path) -> None:
     assert not start.called
 
 
+TURN = {"role": "user", "content": "a"}
+PAIR = {
+    "chosen": [TURN, {"role": "assistant", "content": "b"}],
+    "rejected": [TURN, {"role": "assistant", "content": ""}],
+}
+REMEDIES = {
+    "sft": "set chat_template_path to a file with a Jinja template (.jinja)",
+    "reward": "set chat_template_path to a file with a Jinja template (.jinja)",
+    "dpo": "save a Jinja template as chat_template.jinja in the model's folder",
+    "grpo": "save a Jinja template as chat_template.jinja in the model's folder",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "is_chat"),
+    [
+        ("sft", {"messages": PAIR["chosen"]}, True),
+        ("sft", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, True),
+        ("sft", {"text": "a", "history": [TURN]}, False),
+        ("dpo", PAIR, True),
+        ("reward", PAIR, True),
+        ("grpo", {"prompt": [TURN]}, True),
+        ("grpo", {"prompt": "a"}, False),
+    ],
+)
+def test_chats_need_a_template_before_ranks_start(
+    tmp_path: Path, kind: str, row: dict[str, Any], is_chat: bool
+) -> None:
+    """With a base model, which has none, the first rank ended in datasets.map, while the others waited for it."""
+    file = toy(tmp_path, kind)
+    (tmp_path / "data.jsonl").write_text(f"{json.dumps(row)}\n")
+    template = tmp_path / "model" / "chat_template.jinja"
+    elsewhere = template.rename(tmp_path / "chat.jinja")
+
+    def started(*arguments: str) -> str | None:
+        """The error, or None if ranks were started."""
+        with mock.patch.object(tuning, "start", return_value=0) as start:
+            ended = said(kind, "--config", file, *arguments)
+        assert start.called == (ended.exit_code == 0)
+        return ended.output if ended.exit_code else None
+
+    if not is_chat:
+        assert started() is None
+        return
+    assert f"model has no chat template, but {tmp_path}/data.jsonl contains chats: {REMEDIES[kind]}" in (
+        started() or ""
+    )
+    if "chat_template_path" in REMEDIES[kind]:
+        assert started(f"--chat_template_path={elsewhere}") is None
+    elsewhere.rename(template)
+    assert started() is None
+
+
 def test_what_a_user_may_overlook_is_noted(tmp_path: Path) -> None:
     """TRL's default of one microbatch left half of the ranks idle, and a plan was made for a file that is not there."""
     (tmp_path / "recipe").mkdir()
