@@ -33,6 +33,7 @@ from pipeshard import PipelinePlugin, initialize
 from pipeshard.engine.coupling import Watching
 from pipeshard.engine.traces import Traces
 from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, TraceError
+from pipeshard.generate import forward
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.generate import Generation
 from pipeshard.hf import LAYER_CACHES
@@ -367,6 +368,42 @@ def adapted() -> bool:
 @pytest.mark.turns
 def test_generation_with_adapters(pool: Pool) -> None:
     assert pool.run(adapted, 2) == [True, True]
+
+
+def for_each_prompt(kind: str) -> bool:
+    """Whether the tokens are those of one process if something outside of the forward's arguments has one entry for
+    each prompt, and prompts are long enough for microbatches."""
+    base: Any = zoo.build("llama-tied")
+    options = GREEDY | {"return_dict_in_generate": True, "output_scores": True}
+    steering = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(3))
+    if kind == "adapters":
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+        base = peft.get_peft_model(base, config, adapter_name="a")
+        base.add_adapter("b", config)
+        options["adapter_names"] = ["a", "b", "a"]
+    alone = copy.deepcopy(base).eval()
+    split = boosted(base, "llama-tied", num_microbatches=1)
+    found = []
+    for model, whole in ((split, split.unwrap()), (alone, alone)):
+        if kind == "steering":
+            whole.model.layers[0].register_forward_hook(lambda layer, args, output: output + steering)
+        found.append(generated(model, "llama-tied", **options))
+    return is_same(*found, tolerance=1e-4)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["adapters", "steering"])
+@pytest.mark.parametrize("least", [7, 10], ids=["each", "two"])
+def test_long_prompts_with_an_adapter_or_a_vector_for_each(pool: Pool, kind: str, least: int) -> None:
+    """Only batches of 512 tokens and more failed: their microbatches met the names of the whole batch's adapters, or,
+    one prompt each, became as many rows as the batch has, and all rows were answered as the first prompt."""
+    assert pool.run(with_tokens, 2, least, kind) == [True, True]
+
+
+def with_tokens(least: int, kind: str) -> bool:
+    """The same with at least `least` tokens in a microbatch: 21 tokens are 3 or 2 of them."""
+    with mock.patch.object(forward, "TOKENS", least):
+        return for_each_prompt(kind)
 
 
 def refused(options: dict[str, Any], asked: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch
+from pipeshard.batch.tree import field_of
 from pipeshard.distributed.collectives import as_bytes, broadcast_bytes, gather
 from pipeshard.distributed.groups import ranks_of
 from pipeshard.distributed.progress import own_progress
@@ -71,10 +72,26 @@ class Forward:
         self._used: dict[int, Entries] = {}  # by id, in the same order on all ranks
         self._parts: dict[int, CacheParts] = {}  # by the ids of their parts
         self._meet((), entry.data)
-        batches = self._microbatches(entry)
-        ways = [self._way(path, batch.data, forward) for batch in batches]
+        batches, ways = self._planned(path, entry, forward)
         output = self._run(batches, ways)
         return self._share(output, entry, list(self._used.values()))
+
+    def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[Way]]:
+        """The microbatches of a call, and their Ways. Unless the user has asked for microbatches, a call is not split
+        if its microbatches cannot be traced: something besides its arguments may have one entry per sample, such as the
+        tensor of a hook, or peft's `adapter_names`."""
+        batches = self._microbatches(entry)
+        try:
+            ways = [self._way(path, batch.data, forward) for batch in batches]
+            if len(batches) > 1:
+                for batch, way in zip(batches, ways, strict=True):
+                    _refuse_other_rows(batch, way)
+            return batches, ways
+        except TraceError:  # on every rank
+            if len(batches) == 1 or self.num_microbatches:
+                raise
+        self.num_microbatches, self._parts = 1, {}
+        return [entry], [self._way(path, entry.data, forward)]
 
     def _microbatches(self, entry: Batch) -> list[Batch]:
         """The call split into microbatches, each with its own part of every cache, or the call itself as the only
@@ -299,6 +316,17 @@ class Forward:
                 "partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
             )
         return output
+
+
+def _refuse_other_rows(batch: Batch, way: Way) -> None:
+    """Raise TraceError if the logits of a microbatch do not have its samples: a tensor with the samples of the whole
+    batch was broadcast."""
+    for name, _, spec in way.routes[0].flow.outputs:
+        if field_of(name) == LOGITS and spec.at(way.deltas)[:1] != (batch.rows,):
+            raise TraceError(
+                f"the logits of a microbatch of {batch.rows} samples have the shape {spec.at(way.deltas)}. If a hook "
+                "or an adapter has a tensor with all samples, call model.generate(..., num_microbatches=1)"
+            )
 
 
 def _reads_ghost(stage: int, error: Exception) -> TraceError:
