@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -268,6 +270,51 @@ def test_other_prompts_of_the_same_size_are_refused(pool: Pool, world: int, opti
     for message in pool.run(with_prompts_of_ranks, world, options):
         assert "rank 0 (" in message and "positional argument 0 of shape (1, 4)" in message and "dp_size" in message
         assert "attention_mask" not in message
+
+
+def similar(model: Any, tokens: Tensor, scores: Tensor) -> Tensor:
+    """A processor that prefers tokens whose rows in the head are similar to token 5's."""
+    weight = model.get_output_embeddings().weight
+    return scores + 0.1 * (weight @ weight[5])
+
+
+def similar_by_module(model: Any, tokens: Tensor, scores: Tensor) -> Tensor:
+    """The same, by a call of the head."""
+    head = model.get_output_embeddings()
+    return scores + 0.1 * head(head(torch.eye(32))[:, 5])
+
+
+def drawn(model: Any, tokens: Tensor, scores: Tensor) -> Tensor:
+    """A processor that draws from Python's generator, which has another seed on each rank."""
+    return scores.index_fill(1, torch.tensor([4 + dist.get_rank() + random.randrange(2) * 5]), 100.0)
+
+
+def processed(new: int) -> list[str]:
+    """What happens with each processor: an error, or whether the tokens are those of one process."""
+    found, model = [], zoo.build("llama")
+    alone, split = copy.deepcopy(model).eval(), boosted(model, "llama")
+
+    def made(model: Any, processor: Any) -> Tensor:
+        processors = LogitsProcessorList([partial(processor, model)])
+        tokens: Tensor = model.generate(**prompts("llama"), max_new_tokens=new, logits_processor=processors, **GREEDY)
+        return tokens
+
+    for processor in (similar, drawn):
+        with pytest.raises(PipeshardError) as caught:
+            made(split, processor)
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+    return [*found, str(torch.equal(made(split, similar_by_module), made(alone, similar)))]
+
+
+@pytest.mark.parametrize("new", [1, NEW])
+def test_processors_that_differ_between_ranks_are_refused(pool: Pool, new: int) -> None:
+    """A processor that read the head's weights got NaN on the first rank, which chose token 0: all later tokens were
+    wrong, and different ones on each rank."""
+    for of_weights, of_random, is_same in pool.run(processed, 2, new):
+        for message in (of_weights, of_random):
+            assert message.startswith("UsageError: the ranks of one pipeline have different tokens")
+            assert "call modules of the model instead of reading their parameters" in message
+        assert is_same == "True"
 
 
 class Noting(BaseStreamer):

@@ -5,6 +5,7 @@ a cut are determined by the trace of a twin (`entry.py`), and a stage sends the 
 in a header.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,14 +21,16 @@ from pipeshard.distributed.collectives import as_bytes, broadcast_bytes, gather
 from pipeshard.distributed.groups import ranks_of
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.reader import leaf_content
 from pipeshard.engine.traces import FoundWays
-from pipeshard.errors import BatchError, TraceError, UsageError, summary
+from pipeshard.errors import BatchError, TraceError, UsageError, of_all, summary
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
 from pipeshard.generate.entry import by_name, entry_of, key_of, twin
 from pipeshard.generate.rows import CacheParts, joined
 from pipeshard.graph.taint import Value
-from pipeshard.hf import LOGITS, disable_caches, enable_caches, is_cache, is_ids
+from pipeshard.hf import CACHES, LOGITS, disable_caches, enable_caches, is_cache, is_ids
+from pipeshard.private import tree_tensors
 from pipeshard.split.route import Route
 
 MOST_DIMS = 8  # the maximum number of dimensions of a tensor that crosses a cut
@@ -74,7 +77,29 @@ class Forward:
         self._meet((), entry.data)
         batches, ways = self._planned(path, entry, forward)
         output = self._run(batches, ways)
-        return self._share(output, entry, list(self._used.values()))
+        kept = {name: value for name, value in arguments.items() if name not in CACHES}
+        return self._share(output, entry, list(self._used.values()), digest_of(kept))
+
+    def end(self, result: Any) -> None:
+        """Raise UsageError on every rank if the ranks' results of `generate` have different tokens."""
+        self._refuse_other_tokens(_gathered({"read": digest_of(result)}, self.group))
+
+    def _refuse_other_tokens(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Raise UsageError on every rank if the ranks have chosen different tokens."""
+        read = [told["read"] for told in of_ranks]
+        if len(set(read)) > 1:
+            named = map(self.pipeline.grid.named, ranks_of(self.group))
+            raise of_all(
+                UsageError(
+                    "the ranks of one pipeline have different tokens (digests of the integers that a forward of "
+                    f"{type(self.pipeline.model).__name__} reads, or of the result: "
+                    f"{', '.join(f'{name}: {number}' for name, number in zip(named, read))}). Every rank runs the loop "
+                    "of generate, so your logits processors, stopping criteria and other code of the loop must return "
+                    "the same values on every rank: use torch's generator instead of other random numbers, and call "
+                    "modules of the model instead of reading their parameters, which are NaN on the ranks of other "
+                    "stages"
+                )
+            )
 
     def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[Way]]:
         """The microbatches of a call, and their Ways. Unless the user has asked for microbatches, a call is not split
@@ -270,16 +295,16 @@ class Forward:
         for work in works:
             own_progress().wait(work, (p2p.ranks[other],))
 
-    def _share(self, output: Any, entry: Batch, caches: Sequence[Entries]) -> Any:
+    def _share(self, output: Any, entry: Batch, caches: Sequence[Entries], read: str) -> Any:
         """Create ghosts of the cache entries that other ranks have changed, and return the output of the last stage on
-        every rank."""
+        every rank. `read` is a digest of the tokens that the forward has read."""
         pipeline = self.pipeline
         own_progress().start("the output of a forward that generates")
         known: dict[str, Any] = {f"[{k}]": leaf for k, leaf in enumerate(entry.leaves) if _has_content(leaf)}
         known |= {name: value for name, value in entry.data.items() if _has_content(value)}
         known |= {f"cache {k}": entries.cache for k, entries in enumerate(caches)}
         tensors: list[Tensor] = []
-        said: dict[str, Any] = {"caches": [entries.changes() for entries in caches]}
+        said: dict[str, Any] = {"caches": [entries.changes() for entries in caches], "read": read}
         last = pipeline.policy.placement[-1]
         if pipeline.rank == last:
             names = {id(value): name for name, value in known.items()}
@@ -290,6 +315,7 @@ class Forward:
 
             said["output"] = describe(output, put, names)
         of_ranks = _gathered(said, self.group)
+        self._refuse_other_tokens(of_ranks)
         for rank, told in enumerate(of_ranks):
             if rank != pipeline.rank:
                 for entries, changes in zip(caches, told["caches"]):
@@ -316,6 +342,16 @@ class Forward:
                 "partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
             )
         return output
+
+
+def digest_of(values: Any) -> str:
+    """A digest of the integer tensors in nested values (ids, positions, masks; of large ones, a sample), which are equal
+    on all ranks. Caches are omitted: each stage has the states of its own layers."""
+    state = hashlib.blake2b(digest_size=7)
+    for tensor in tree_tensors(values):
+        if not tensor.is_floating_point() and not tensor.is_meta:
+            state.update(leaf_content(tensor, is_sample=True))
+    return state.hexdigest()
 
 
 def _refuse_other_rows(batch: Batch, way: Way) -> None:

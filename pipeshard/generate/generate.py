@@ -42,7 +42,8 @@ class Generation:
         The batch of each forward is split into `num_microbatches` microbatches, which are in flight at the same time,
         so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
         single new tokens are not. Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and
-        for `max_time` on several ranks; BatchError if the ranks of a pipeline pass different tensors.
+        for `max_time` on several ranks; BatchError if the ranks of a pipeline pass different tensors;
+        UsageError if they choose different tokens.
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
@@ -68,7 +69,10 @@ class Generation:
         try:
             with pipeline.gradients.coupling.paused(), pipeline.precision.running(), self._together():
                 kind: Any = type(pipeline.model)  # a Trainer may have replaced `model.generate` with this object
-                return kind.generate(pipeline.model, *args, **kwargs)
+                result = kind.generate(pipeline.model, *args, **kwargs)
+            if pipeline.num_stages > 1:
+                self.forward.end(result)
+            return result
         finally:
             disable_caches(pipeline.model)
             own_progress().in_flight = False
