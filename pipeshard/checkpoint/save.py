@@ -32,6 +32,7 @@ from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
+STATE_DICTS = (".pt", ".pth")  # suffixes of files that `model.load_state_dict(torch.load(file))` reads
 # The names of the files in a folder that this module or transformers wrote in earlier saves.
 SAVED_FILES = re.compile(r"model((-v\d+)?-\d{5,}-of-\d{5,})?\.safetensors|\.pipeshard-.*")
 
@@ -191,7 +192,8 @@ class FolderSave(Save):
 class FileSave(Save):
     """A save to a file: each stage writes a part next to the file, and the first stage joins the parts.
 
-    The suffix selects the format: safetensors, or that of `torch.save`, with each tied tensor under all its names.
+    The suffix selects the format: safetensors, or that of `torch.save`, with each tied tensor under all its names. A
+    .pt or .pth file has the names of the model's state_dict, the others those of `save_pretrained`.
     """
 
     part: dict[str, Tensor]
@@ -206,7 +208,8 @@ class FileSave(Save):
             if target.is_dir():
                 raise CheckpointError(f"{target} is a folder, but shard=False writes a file: pass shard=True")
             target.parent.mkdir(parents=True, exist_ok=True)
-            ready = _ready(revert(module, tensors), snapshot)
+            named = tensors if target.suffix in STATE_DICTS else revert(module, tensors)
+            ready = _ready(named, snapshot)
             state = {name: tensor.contiguous() for name, tensor in ready.items()}
         token, *_ = gather_objects(os.urandom(4).hex(), pipeline.group)
         saved = saved_names(module)

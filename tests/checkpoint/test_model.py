@@ -695,3 +695,26 @@ def test_one_file_is_what_its_name_says(pool: Pool, tmp_path: Path, name: str) -
         else:
             assert set(dict(model.state_dict())) - set(state) == {"lm_head.weight"}
     assert {path.name for path in tmp_path.iterdir()} == {name, f"later-{name}"}
+
+
+def state_dict_of(text: str, place: Path) -> None:
+    """Save a state_dict, load it into another split, and save a folder from there."""
+    model, data = made(text)
+    split = Split(model, 2, data, num_microbatches=2)
+    split.booster.save_model(split.model, str(place / "x.pt"))
+    other = Split(made(text, seed=1)[0], 2, data, num_microbatches=2)
+    other.booster.load_model(other.model, str(place / "x.pt"))
+    other.booster.save_model(other.model, str(place / "ours"), shard=True)
+
+
+@pytest.mark.parametrize("text", ["causal-lm/mixtral", "image-text-to-text/llava", "image-text-to-text/qwen2_vl"])
+def test_a_pt_file_is_a_state_dict(pool: Pool, tmp_path: Path, text: str) -> None:
+    """`model.load_state_dict(torch.load("x.pt"))` did not know the names of a file of a mixture of experts or a
+    vision-language model: they were those of the Hub."""
+    pool.run(state_dict_of, 2, text, tmp_path)
+    model, same = made(text, seed=1)[0], made(text)[0]
+    model.load_state_dict(torch.load(tmp_path / "x.pt"))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), same.parameters(), strict=True))
+    same.save_pretrained(tmp_path / "plain")  # type: ignore[operator]
+    plain, ours = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "ours")
+    assert plain.keys() == ours.keys() and all(torch.equal(plain[key], ours[key]) for key in plain)
