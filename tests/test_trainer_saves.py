@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from concurrent.futures import Future
@@ -34,7 +35,7 @@ def resumed(pool: Pool, name: str, folder: Path, ranks: int, plugin: dict[str, A
 
 @pytest.mark.turns
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["causal", "lora"])
+@pytest.mark.parametrize("name", ["causal", "lora", "prompts"])
 def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
     options = {"gradient_accumulation_steps": 2}
     expected = run(name, tmp_path / "whole", **STEPS | options)
@@ -242,3 +243,32 @@ def test_a_second_save_of_several_adapters_replaces_the_first(pool: Pool, tmp_pa
     assert sorted(map(str, files)) == ["adapter_model.safetensors", "ref/adapter_model.safetensors"]
     assert all((tmp_path / file).read_bytes() == (new / file).read_bytes() for file in files)
     assert not (tmp_path / ".adapter").exists()
+
+
+class Noting(TrainerCallback):
+    """Adds a file of its own to each checkpoint."""
+
+    def __init__(self, note: str) -> None:
+        self.note = note
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            Path(args.output_dir, f"checkpoint-{state.global_step}", "note.txt").write_text(self.note)
+
+
+def run_again(folder: Path) -> list[str]:
+    """The same run twice in one folder, with a callback that adds a file to its checkpoint; it goes on from there."""
+    with launched():
+        for note in ("one", "two"):
+            made = trainer("causal", folder, {"pp_size": 2}, **{**SAVES, "max_steps": 1})
+            made.add_callback(Noting(note))
+            made.train()
+        trainer("causal", folder, {"pp_size": 2}, **{**SAVES, "max_steps": 2}).train(str(folder / "checkpoint-1"))
+    return sorted(json.loads((folder / "checkpoint-1" / "manifest.json").read_text())["files"])
+
+
+def test_a_file_of_a_callback_is_not_part_of_the_next_runs_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """A script ran again, and its callback wrote its file into the checkpoint again, which counted as damaged then."""
+    for files in pool.run(run_again, 2, tmp_path):
+        assert {"config.json", "training_args.bin", "pipeline/training.pt"} <= set(files)
+        assert any(name.endswith(".safetensors") for name in files) and "note.txt" not in files

@@ -71,6 +71,12 @@ def with_adapters() -> nn.Module:
     return peft.get_peft_model(zoo.build("llama"), config)
 
 
+def with_prompts() -> nn.Module:
+    torch.manual_seed(0)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(zoo.build("llama"), config)
+
+
 def first_class(predictions: EvalPrediction) -> dict[str, float]:
     """What depends on every prediction, on their order, and on which label each has."""
     logits = predictions.predictions[0] if isinstance(predictions.predictions, tuple) else predictions.predictions
@@ -123,6 +129,7 @@ TASKS = {
     "seq2seq": Task(t5, pairs, {"gradient_accumulation_steps": 2}, kind=Seq2SeqTrainer),
     "smoothed": Task(llama, texts, {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}),
     "lora": Task(with_adapters, texts, {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}),
+    "prompts": Task(with_prompts, texts, {"gradient_accumulation_steps": 2}, metrics=None),
     "weighted": Task(classifier, sentences, {"gradient_accumulation_steps": 2}, kind=Weighted),
     "function": Task(llama, texts, {"gradient_accumulation_steps": 2}, {"compute_loss_func": halved}, metrics=None),
 }

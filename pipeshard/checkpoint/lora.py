@@ -143,7 +143,10 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
         for adapter in module.peft_config:
             within = folder if adapter == "default" else folder / adapter
             saved = load_peft_weights(str(within), device="cpu")
-            own = get_peft_model_state_dict(module, state, adapter)
+            if module.peft_config[adapter].is_prompt_learning:
+                own = _prompts(module, state, adapter)
+            else:
+                own = get_peft_model_state_dict(module, state, adapter)
             if differing := sorted(own.keys() ^ saved.keys()):
                 raise CheckpointError(
                     f"{within} does not fit the adapter {adapter}: only one of the two has {listed(differing, 3)}"
@@ -157,6 +160,17 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
             for name, value in values.items():
                 if (weight := holdings.weights.get(first.get(name, name))) is not None:
                     weight.set(value.to(weight.parameter.device))
+
+
+def _prompts(module: PeftModel, state: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
+    """The tensor of `state` that peft saves for prompts, under peft's name, which is the only one of their encoder."""
+    tensors = [tensor for name, tensor in state.items() if name.startswith(f"prompt_encoder.{adapter}.")]
+    if len(tensors) != 1:
+        raise CheckpointError(
+            f"peft saves the prompts of {module.peft_config[adapter].peft_type}, not the {len(tensors)} tensors from "
+            "which the encoder computes them, so training cannot continue from them: train in one run"
+        )
+    return {"prompt_embeddings": tensors[0]}
 
 
 def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], pipeline: Pipeline) -> None:
@@ -174,15 +188,21 @@ def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], p
 
 
 def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
-    """The names, in `state`, of the tensors that peft saves for all adapters."""
+    """The names in `state` of the tensors that peft saves for all adapters, except the prompts that peft computes with
+    a prompt encoder of this rank."""
     from peft import get_peft_model_state_dict
 
-    chosen = [t for adapter in module.peft_config for t in get_peft_model_state_dict(module, state, adapter).values()]
+    prompts = [adapter for adapter, config in module.peft_config.items() if config.is_prompt_learning]
+    is_here = all(type(p) is nn.Parameter for name in prompts for p in module.prompt_encoder[name].parameters())
     names = {id(tensor): name for name, tensor in state.items()}
-    if any(id(tensor) not in names for tensor in chosen):
-        kinds = ", ".join(sorted({str(config.peft_type) for config in module.peft_config.values()}))
-        raise CheckpointError(
-            f"to save adapters of this kind ({kinds}), peft computes values from tensors of several stages: call "
-            "pipeshard.to_sequential(model, rank=0), and then save_pretrained on the model that it returns on rank 0"
-        )
-    return sorted({names[id(tensor)] for tensor in chosen})
+    chosen = set[str]()
+    for adapter, config in module.peft_config.items():
+        saved = get_peft_model_state_dict(module, state, adapter).values() if is_here else ()
+        chosen |= {names[id(tensor)] for tensor in saved if id(tensor) in names}
+        if not is_here or (adapter not in prompts and any(id(tensor) not in names for tensor in saved)):
+            raise CheckpointError(
+                f"peft computes adapters of this kind ({config.peft_type}) from tensors that the first rank does not "
+                "hold when it saves them: call pipeshard.to_sequential(model, rank=0), and then save_pretrained on the "
+                "model that it returns on rank 0"
+            )
+    return sorted(chosen)

@@ -25,7 +25,7 @@ import os
 import shutil
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -50,12 +50,12 @@ MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"  # the parts of a s
 MARKS = ".marks"  # a folder in the hidden folder, through which the ranks synchronize
 
 
-def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup) -> None:
-    """Write the manifest of all files that the first rank finds in the folder. Call it on all ranks, since each rank
-    computes some of the checksums."""
+def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup, others: Collection[str] = frozenset()) -> None:
+    """Write the manifest of all files that the first rank finds in the folder, except for its `others`. Call it on all
+    ranks, since each rank computes some of the checksums."""
     with together(group):
-        here = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        sums = _shared_out(folder, gather_objects(here, group)[0], group)
+        here = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        sums = _shared_out(folder, gather_objects(sorted(here.difference(others)), group)[0], group)
         if group.rank() == 0:
             write_manifest(folder, step, stages, sums)
 

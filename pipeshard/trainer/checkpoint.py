@@ -31,22 +31,26 @@ from pipeshard.hf import is_of_peft
 
 logger = logging.getLogger("pipeshard")
 FOLDER, STATE, RANDOM = "pipeline", "trainer_state.json", "rng_state*.pth"
+Stamps = dict[str, tuple[int, int]]
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @together_in("trainer.save_model")
-def save_weights(model: PipelineModel, folder: Path) -> None:
-    """Save the model, or its adapters, to a folder that `from_pretrained` loads. Call it on all ranks."""
+def save_weights(model: PipelineModel, folder: Path) -> Stamps:
+    """Save the model, or its adapters, to a folder that `from_pretrained` loads. Call it on all ranks. Returns, on the
+    first rank, the files that were in the folder before."""
     grid = model.pipeline.grid
     refuse_unwrapped_adapters(model.unwrap())
+    before: Stamps = {}
     with together(grid.world):
         if grid.first:
             folder.mkdir(parents=True, exist_ok=True)
+            before = stamps(folder)
             (folder / MANIFEST).unlink(missing_ok=True)  # the manifest of the checkpoint that this save replaces
     if not is_of_peft(model.unwrap(), "PeftModel"):
         refuse_packed(model.unwrap())
         io_of(model).save_folder(model, folder)
-        return
+        return before
     made = folder / ".adapter"  # the folder itself may hold checkpoints
     with together(grid.world):
         if grid.first:
@@ -59,6 +63,13 @@ def save_weights(model: PipelineModel, folder: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
             remove(made)
+    return before
+
+
+def stamps(folder: Path) -> Stamps:
+    """The files in a folder, by name, each with numbers that differ once it is written again."""
+    found = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: (of_file.st_ino, of_file.st_mtime_ns) for name, of_file in found.items()}
 
 
 @together_in("trainer.load_weights")
@@ -69,8 +80,12 @@ def load_checkpoint_weights(model: PipelineModel, folder: Path) -> None:
         io_of(model).load_model(model, str(folder))
 
 
-def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any, step: int) -> None:
-    """Write `folder/pipeline`, and a manifest of all files that the folder then contains. Call it on all ranks."""
+def save_state(
+    folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any, step: int, before: Stamps
+) -> None:
+    """Write `folder/pipeline`, and a manifest of the files that this save has written: all but those of `before`, the
+    result of `save_weights`, that are unchanged, since callbacks and Trainer may write these later. Call it on all
+    ranks."""
     grid = model.pipeline.grid
     random = random_states(grid)
     with together(grid.world):
@@ -83,7 +98,9 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         if grid.first:
             with writes(made / REST):
                 torch.save({**rest_of(model.pipeline, lr_scheduler), **random}, made / REST)
-    seal(folder, step, model.pipeline.num_stages, grid.world)
+    with together(grid.world):
+        others = before.items() & stamps(folder).items() if grid.first else ()
+    seal(folder, step, model.pipeline.num_stages, grid.world, others={name for name, _ in others})
 
 
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:

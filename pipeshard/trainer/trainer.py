@@ -33,6 +33,7 @@ from pipeshard.hf import is_of_peft
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.split.adapters import adding, is_blank, put_adapters
 from pipeshard.trainer.checkpoint import (
+    Stamps,
     load_checkpoint_weights,
     load_state,
     newest,
@@ -77,6 +78,7 @@ class Loop(Trainer):
     _loader: Any = None  # the latest dataloader, whose samples are used for the trace
     _random: dict[str, Any] | None = None  # a checkpoint's random state, until the loop reaches the checkpoint's step
     _held: tuple[dict[str, Any], ...] = ()  # the batches of an incomplete window
+    _before: Stamps | None = None  # the files that were in the folder before the latest save of the model
     _left: Written | None = None  # the trained parameters after the latest batch
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -408,7 +410,7 @@ class Loop(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model. Call it on every rank: each rank writes its part."""
         folder = Path(output_dir or self.args.output_dir)
-        save_weights(self._own_stages().boosted, folder)
+        self._before = save_weights(self._own_stages().boosted, folder)
         if self.pipeline.grid.first:
             holder = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if holder is not None:
@@ -421,7 +423,7 @@ class Loop(Trainer):
         stages = self._own_stages()
         assert stages.optimizer is not None
         step = self.state.global_step
-        save_state(Path(output_dir), stages.boosted, stages.optimizer, self.lr_scheduler, step)
+        save_state(Path(output_dir), stages.boosted, stages.optimizer, self.lr_scheduler, step, self._before or {})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Does nothing: `_load_optimizer_and_scheduler` loads the checkpoint later, when the stages exist."""
