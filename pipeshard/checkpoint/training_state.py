@@ -1,11 +1,13 @@
 """Training state: everything needed to resume a run as if it had never stopped, with any number of stages."""
 
 import copy
+import gc
 import logging
 import math
 import os
 import random
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -123,6 +125,7 @@ def save_training_state(
     with together(pipeline.grid.world):
         if pipeline.grid.first:
             lock(parent, model)
+            _refuse_other_model(parent, step, model)
             _remove_leftovers(parent)
         rest = rest_of(pipeline, lr_scheduler, dataloader) if pipeline.grid.first else None
     random_of_ranks = random_states(pipeline.grid)
@@ -284,6 +287,24 @@ def _check_step(parent: Path, step: int, keep: int) -> None:
             f"{parent} already contains step {later}, which would remain the newest after step {step} is saved: save "
             "to another folder, or move the later steps away"
         )
+
+
+# By directory, the latest step that this process has saved there, and its model.
+_latest: dict[Path, tuple[int, weakref.ref[nn.Module]]] = {}
+
+
+def _refuse_other_model(parent: Path, step: int, model: nn.Module) -> None:
+    """Raise CheckpointError if another model of this process, which still exists, has saved this step there."""
+    saved, other = _latest.get(parent.resolve(), (None, None))
+    is_there = saved == step and existing(_folder(parent, step)).exists()
+    if is_there and other is not None and other() not in (None, model):
+        gc.collect()  # of a model that only cycles refer to
+        if other() is not None:
+            raise CheckpointError(
+                f"another model of this process has saved step {step} to {parent}, and this save would replace it: "
+                f"save each model to a directory of its own, such as {parent / 'average'}"
+            )
+    _latest[parent.resolve()] = step, weakref.ref(model)
 
 
 def _refuse_other_number(value: int, pipeline: Pipeline, what: str) -> None:

@@ -753,3 +753,27 @@ def test_of_two_jobs_that_begin_together_one_saves_and_loses_nothing(pool: Pool,
                 )
     finally:
         other.shutdown()
+
+
+def two_models(folder: Path) -> str:
+    """Two models of one class save the same step: into one directory, what is said, and into two."""
+    data = zoo.batch("llama")
+    splits = [Split(zoo.build("llama", seed=seed), 2, data, num_microbatches=2) for seed in (0, 1)]
+    expected = [{name: p.detach().clone() for name, p in split.held.items()} for split in splits]
+    save_training_state(folder, 1, splits[0].model)
+    save_training_state(folder, 1, splits[0].model)  # the same model again
+    with pytest.raises(CheckpointError) as caught:
+        save_training_state(folder, 1, splits[1].model)
+    save_training_state(folder / "average", 1, splits[1].model)
+    for split, place, values in zip(splits[::-1], (folder / "average", folder), expected[::-1], strict=True):
+        load_training_state(place, split.model)
+        assert all(torch.equal(p, values[name]) for name, p in split.held.items())
+    del splits[0], split  # a model that is gone
+    save_training_state(folder, 1, splits[0].model)
+    return str(caught.value)
+
+
+def test_two_models_do_not_replace_each_others_states(pool: Pool, tmp_path: Path) -> None:
+    """A model and its average were saved into one directory: both then came back with the average's weights."""
+    for message in pool.run(two_models, 2, tmp_path):
+        assert "another model of this process has saved step 1" in message and "a directory of its own" in message
