@@ -345,8 +345,8 @@ class Forward:
 
 
 def digest_of(values: Any) -> str:
-    """A digest of the integer tensors in nested values (ids, positions, masks), which are equal on all ranks. Of a large
-    tensor, only a sample counts. Caches are omitted: each stage has the states of its own layers."""
+    """A digest of the integer tensors in nested values (ids, positions, masks), which are equal on all ranks. For a
+    large tensor, only a sample counts. Caches are omitted: each stage has the states of its own layers."""
     state = hashlib.blake2b(digest_size=7)
     for tensor in tree_tensors(values):
         if not tensor.is_floating_point() and not tensor.is_meta:

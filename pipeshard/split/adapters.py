@@ -71,8 +71,13 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
     computes those of LoRA layers again.
     """
     known = set(model.parameters())
-    with stand_ins(model, math.nan):
-        yield
+    try:
+        with stand_ins(model, math.nan):
+            yield
+    except torch.linalg.LinAlgError as error:
+        raise ConfigurationError(
+            f"peft decomposes weights when it adds these adapters, but the model is on meta. {WITH_WEIGHTS}"
+        ) from error
     new = {name: p for name, p in model.named_parameters() if p not in known and _is_nan(p)}
     copies, later = (
         {p for module in model.modules() if is_of_peft(module, kind) for p in module.parameters()}
@@ -97,18 +102,46 @@ def _is_nan(parameter: nn.Parameter) -> bool:
 def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
     """Context manager that temporarily replaces meta parameters with CPU tensors of `value`, each expanded from one
     element. This is needed because peft creates adapters on the weights' device, and does not initialize adapters on
-    meta."""
+    meta.
+
+    Raises ConfigurationError if peft has replaced base parameters, or changed their values.
+    """
+    before, elements = _of_base(model), dict[nn.Parameter, Tensor]()
     blank = {parameter: parameter.dtype for parameter in model.parameters() if parameter.is_meta}
     dtypes = blank | {layer.weight: layer.adapter_dtype for _, layer in packed_layers(model)}
     for parameter in blank:
         dtype = dtypes[parameter]
-        element = torch.full((), value if dtype.is_floating_point else 0, dtype=dtype)
-        give(parameter, element.expand(parameter.shape))
+        elements[parameter] = torch.full((), value if dtype.is_floating_point else 0, dtype=dtype)
+        give(parameter, elements[parameter].expand(parameter.shape))
     try:
         yield
+        after = _of_base(model)
+        changed = [name for name in before | after if before.get(name) is not after.get(name)]
+        changed += [name for name, p in after.items() if p in elements and _has_other_values(p, elements[p])]
+        if changed:
+            raise ConfigurationError(
+                f"peft changes the base model when it adds these adapters (the first change is in {changed[0]}), but "
+                f"the model is on meta. {WITH_WEIGHTS}"
+            )
     finally:
         for parameter, dtype in blank.items():
             give(parameter, torch.empty(parameter.shape, dtype=dtype, device="meta"))
+
+
+def _of_base(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the base model by their names there, without trained copies."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, nn.Parameter] = {}
+    for full, name in base_names(model).items():  # copies follow their originals
+        if full in parameters:
+            found.setdefault(name, parameters[full])
+    return found
+
+
+def _has_other_values(parameter: nn.Parameter, stand_in: Tensor) -> bool:
+    """Whether a parameter was replaced, rather than moved or cast."""
+    is_moved = (parameter.device, parameter.dtype) != (stand_in.device, stand_in.dtype)
+    return not is_moved and parameter.data_ptr() != stand_in.data_ptr()
 
 
 def refuse_far(config: Any) -> None:

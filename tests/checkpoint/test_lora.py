@@ -770,6 +770,19 @@ def test_more_adapters_of_a_model_on_meta() -> None:
             model.add_adapter(name, LoraConfig(**fields, **{name: value}))
 
 
+@pytest.mark.parametrize("fields", [{"kasa_config": {"beta": 1e-4}}, {"layer_replication": [[1, 4], [0, 1]]}])
+def test_adapters_that_make_another_base_are_refused_on_meta(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """KaSA truncates the weights of its layers when it is added, and `layer_replication` renumbers the layers: stages
+    loaded the weights of the folder, of another model than in one process."""
+    config = LoraConfig(r=4, target_modules=ATTENTION, **fields)
+    get_peft_model(zoo.build("llama"), config).save_pretrained(tmp_path)
+    for folder, given in ((None, LoraConfig(r=4, target_modules=ATTENTION, **fields)), (str(tmp_path), None)):
+        with torch.device("meta"):
+            model = zoo.build("llama")
+        with pytest.raises(ConfigurationError, match=r"peft .* the model is on meta\. Load the model with its weights"):
+            enable_lora(model, folder, given, None)
+
+
 def on_a_blank(fields: dict[str, Any], **arguments: Any) -> None:
     with torch.device("meta"):
         model = zoo.build("llama")
