@@ -125,7 +125,8 @@ def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
             )
     finally:
         for parameter, dtype in blank.items():
-            give(parameter, torch.empty(parameter.shape, dtype=dtype, device="meta"))
+            kept = dtype if parameter.dtype == dtypes[parameter] else parameter.dtype  # of a cast
+            give(parameter, torch.empty(parameter.shape, dtype=kept, device="meta"))
 
 
 def _of_base(model: nn.Module) -> dict[str, nn.Parameter]:

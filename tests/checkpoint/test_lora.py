@@ -783,6 +783,16 @@ def test_adapters_that_make_another_base_are_refused_on_meta(tmp_path: Path, fie
             enable_lora(model, folder, given, None)
 
 
+def test_a_cast_of_the_base_on_meta_is_kept() -> None:
+    """A Trainer's constructor that called `prepare_model_for_kbit_training` lost its cast: norms trained in bf16."""
+    with torch.device("meta"):
+        model = zoo.build("llama", dtype=torch.bfloat16)
+    model = enable_lora(model, None, LoraConfig(target_modules=ATTENTION), None)
+    with adding(model):
+        norm = model.get_submodule("base_model.model.model.norm").float()
+    assert norm.weight.is_meta and norm.weight.dtype == torch.float32
+
+
 def on_a_blank(fields: dict[str, Any], **arguments: Any) -> None:
     with torch.device("meta"):
         model = zoo.build("llama")
