@@ -197,10 +197,11 @@ class PipelinePlugin:
         """Build the model of a Hugging Face folder without its weights. `booster.boost` and `pipeshard.initialize` load
         the weights of each stage.
 
-        `auto_class` is an AutoModelFor... or a model class. `options` are fields of the model's config (and `dtype`),
-        as in the `from_pretrained` of `auto_class`. Weights that the folder lacks are initialized. `gguf_file` names a
-        GGUF file in the folder. The model is in evaluation mode. Raises CheckpointError for a folder without a config,
-        and ConfigurationError for an option that the config does not have.
+        `auto_class` is an AutoModelFor... or a model class. `options` are fields of the model's config, `dtype`,
+        `revision`, `subfolder`, `cache_dir` and `trust_remote_code`, as in the `from_pretrained` of `auto_class`.
+        Weights that the folder lacks are initialized. `gguf_file` names a GGUF file in the folder. The model is in
+        evaluation mode. Raises CheckpointError for a folder without a config, and ConfigurationError for an option that
+        the config does not have.
         """
         return blank_model(auto_class, model_folder(Path(path), gguf_file, options), gguf_file, options)
 
