@@ -37,6 +37,10 @@ except ImportError:  # with transformers 4, models have the layout of their chec
 logger = logging.getLogger("pipeshard")
 SHOWN = 8  # the maximum number of names in a warning
 COMPARED = 2**22  # the number of elements that are compared at a time
+RESIZED = (
+    " (no stage has values for new tokens: call resize_token_embeddings of a model with its weights, save it with "
+    "save_pretrained, and load that folder)"
+)
 
 
 @dataclass
@@ -108,6 +112,15 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(model, PreTrainedModel):
         return kept
     return dict(core_model_loading.revert_weight_conversion(model, kept))
+
+
+def _input_embedding(model: nn.Module) -> str | None:
+    """The name of the weight that transformers' `resize_token_embeddings` resizes."""
+    try:
+        module = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    except NotImplementedError:  # a model without tokens
+        return None
+    return next((f"{name}.weight" for name, one in model.named_modules() if one is module), None)
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
@@ -231,7 +244,9 @@ class _Plan:
                         continue
                     self.scales[layer], expected = source.scales[min(keys)], tuple(state[layer].shape)
                 if shape != expected:
-                    self.problems.append(f"{name} has shape {shape}, but {expected} in the model")
+                    is_resized = name == _input_embedding(self.model) and shape[1:] == expected[1:]
+                    remedy = RESIZED if is_resized else ""
+                    self.problems.append(f"{name} has shape {shape}, but {expected} in the model{remedy}")
                 first = self.first[name]
                 other = self.makes.get(first)
                 if other and any(pattern.search(each) for pattern in tied for each in (name, other.target)):

@@ -74,7 +74,7 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
     try:
         with stand_ins(model, math.nan):
             yield
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ConfigurationError(
             f"peft decomposes weights when it adds these adapters, but the model is on meta. {WITH_WEIGHTS}"
         ) from error
@@ -120,8 +120,8 @@ def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
         changed += [name for name, p in after.items() if p in elements and _has_other_values(p, elements[p])]
         if changed:
             raise ConfigurationError(
-                f"peft changes the base model when it adds these adapters (the first change is in {changed[0]}), but "
-                f"the model is on meta. {WITH_WEIGHTS}"
+                f"the base model changes when these adapters are added (the first change is in {changed[0]}), but the "
+                f"model is on meta. {WITH_WEIGHTS}"
             )
     finally:
         for parameter, dtype in blank.items():
@@ -214,14 +214,19 @@ def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]
 
 def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
     """By name, the new values of the parameters of `layer` that peft changes to initialize the adapter. The layer
-    itself is restored."""
+    itself is restored. peft initializes adapters in the dtype of the base weights, and casts the adapters later."""
     before, vectors = dict(layer.named_parameters()), dict(layer.lora_magnitude_vector.items())
     values = {name: parameter.data for name, parameter in before.items()}
-    how = config.init_lora_weights
+    how, dtype = config.init_lora_weights, next(layer.get_base_layer().parameters()).dtype
+    own = [name for name in before if f".{adapter}." in f"{name}." and not name.startswith("base_layer.")]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             if isinstance(how, str) and how.lower() in OF_ONE_LAYER:
                 OF_ONE_LAYER[how.lower()](layer, adapter)
+            begun = {name for name, p in before.items() if p.data_ptr() != values[name].data_ptr()}
+            for name in own:
+                before[name].data = before[name].data.to(dtype)
+            cast = {name: parameter.data for name, parameter in before.items()}
             if adapter in layer.lora_variant:
                 layer.lora_variant[adapter].init(layer, adapter_name=adapter, config=config)
         made = {name: parameter.data for name, parameter in layer.named_parameters()}
@@ -229,7 +234,7 @@ def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
         layer.lora_magnitude_vector.update(vectors)
         for name, parameter in before.items():
             parameter.data = values[name]
-    return {name: value for name, value in made.items() if value.data_ptr() != values[name].data_ptr()}
+    return {name: value for name, value in made.items() if name in begun or value.data_ptr() != cast[name].data_ptr()}
 
 
 def base_names(model: nn.Module, active: bool = False) -> dict[str, str]:

@@ -33,7 +33,8 @@ from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine import grad_sync as gradients
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
-from pipeshard.split.adapters import adding
+from pipeshard.split.adapters import adding, base_names, begin
+from pipeshard.split.initialize import give
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of
 from pipeshard.trainer.checkpoint import load_checkpoint_weights
@@ -665,6 +666,26 @@ def test_the_copy_of_a_tied_head_begins_with_the_embedding(
     assert pool.run(of_folder, 2, tmp_path, case, "llama-tied") == [[]] * 2
 
 
+@pytest.mark.parametrize("case", ["dora", "pissa", "olora"])
+def test_adapters_of_a_base_in_16_bits_begin_as_on_the_loaded_one(case: str) -> None:
+    """peft computes these in the 16 bits of the base; stages computed them in fp32, so runs began with other values."""
+    loaded = zoo.build("llama", dtype=torch.bfloat16)
+    values = {name: parameter.detach().clone() for name, parameter in loaded.named_parameters()}
+    torch.manual_seed(3)
+    expected = dict(get_peft_model(loaded, LoraConfig(r=4, **BLANK[case])).named_parameters())
+    with torch.device("meta"):
+        model = zoo.build("llama", dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    model = enable_lora(model, None, LoraConfig(r=4, **BLANK[case]), None)
+    for full, name in base_names(model).items():
+        if name in values:
+            give(model.get_parameter(full), values[name])
+    begin(model)
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
 def new_head(folder: Path) -> bool:
     """Whether a head that the folder lacks, and the copy of it that is trained, begin alike where they are held."""
     model: Any = PipelinePlugin.from_pretrained(transformers.BertForSequenceClassification, folder).train()
@@ -779,7 +800,7 @@ def test_adapters_that_make_another_base_are_refused_on_meta(tmp_path: Path, fie
     for folder, given in ((None, LoraConfig(r=4, target_modules=ATTENTION, **fields)), (str(tmp_path), None)):
         with torch.device("meta"):
             model = zoo.build("llama")
-        with pytest.raises(ConfigurationError, match=r"peft .* the model is on meta\. Load the model with its weights"):
+        with pytest.raises(ConfigurationError, match=r"the model is on meta\. Load the model with its weights"):
             enable_lora(model, folder, given, None)
 
 

@@ -308,6 +308,24 @@ def test_two_matrices_for_one_tie_are_refused(pool: Pool, tmp_path: Path, kind: 
     assert pool.run(of_two_heads, 2, str(tmp_path / "True"), True) == [[], []]
 
 
+def resized(folder: str) -> None:
+    blank = PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, folder).train()
+    blank.resize_token_embeddings(zoo.VOCABULARY + 2, mean_resizing=False)
+    Split(blank, dist.get_world_size(), zoo.batch("llama-tied"), num_microbatches=2)
+
+
+def test_new_tokens_of_a_model_on_meta(pool: Pool, tmp_path: Path) -> None:
+    """The error about a resized embedding, for which the folder has no rows, said nothing of what to do."""
+    model: Any = zoo.build("llama-tied")
+    model.save_pretrained(tmp_path / "old")
+    for message in pool.run_expecting(CheckpointError, resized, 2, str(tmp_path / "old")):
+        assert "embed_tokens.weight has shape" in message and "resize_token_embeddings of a model with" in message
+    model.resize_token_embeddings(zoo.VOCABULARY + 2)
+    model.save_pretrained(tmp_path / "new")
+    blank = PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "new")
+    assert blank.get_input_embeddings().weight.shape[0] == zoo.VOCABULARY + 2
+
+
 def with_a_new_head(folder: str) -> dict[str, Tensor]:
     blank = PipelinePlugin.from_pretrained(
         transformers.AutoModelForSequenceClassification, folder, num_labels=3
