@@ -1,6 +1,6 @@
 """Private: torch's private names that pipeshard needs.
 
-A release of torch may silently rename such a name. Private functions and classes are therefore imported only here,
+A torch release may change such a name without notice. Private functions and classes are therefore imported only here,
 under public names. Private attributes are listed in `ATTRIBUTES`, by class. `tests/test_private.py` tests the behavior
 that pipeshard relies on, and rejects any other private name in the package: an upgrade of torch breaks at most one
 file.

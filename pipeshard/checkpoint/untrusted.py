@@ -87,7 +87,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
         )
     quantization = quantization_of(config, path, quantization)
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigurationError(f"dtype={dtype!r} is unknown: use 'auto', or a dtype of torch such as 'bfloat16'")
+        raise ConfigurationError(f"dtype={dtype!r} is unknown: use 'auto', or a torch dtype such as 'bfloat16'")
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     is_auto = hasattr(auto_class, "from_config")
     make, code = (auto_class.from_config, trusted) if is_auto else (auto_class._from_config, {})

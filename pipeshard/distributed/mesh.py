@@ -53,7 +53,8 @@ class ProcessGroupMesh:
             raise ConfigurationError(f"A mesh requires a process group: {NEEDED}.")
         if not size or min(size) < 1 or math.prod(size) != dist.get_world_size():
             raise ConfigurationError(
-                f"A mesh of {size} requires positive sizes whose product is {dist.get_world_size()}, the world size."
+                f"The mesh sizes {size} are invalid: they must be positive, and their product must be the world size, "
+                f"{dist.get_world_size()}."
             )
         self.shape: Coordinate = size
         self.rank = dist.get_rank()

@@ -264,9 +264,9 @@ class Conv1DSlice:
         if size is None or size % (self.blocks * mesh.size()):
             has = "is not a Conv1D" if size is None else f"has {size} {self.by}"
             raise ConfigurationError(
-                f"tp_plan shards {parameter_name} of {type(module).__name__} as a Conv1D of {self.blocks} blocks of "
-                f"{self.by}, each into tp_size={mesh.size()} equal parts, but the layer {has}: change the plan or "
-                "tp_size"
+                f"tp_plan shards {parameter_name} of {type(module).__name__} as a Conv1D whose {self.by} form "
+                f"{self.blocks} equal blocks, and divides each block into tp_size={mesh.size()} equal parts. But the "
+                f"layer {has}: change the plan or tp_size"
             )
 
     def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:

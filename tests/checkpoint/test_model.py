@@ -268,7 +268,7 @@ def test_from_pretrained_wrongly(tmp_path: Path) -> None:
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     with pytest.raises(ConfigurationError, match="LlamaConfig has no num_layerz"):
         PipelinePlugin.from_pretrained(auto, tmp_path, num_layerz=3)
-    with pytest.raises(ConfigurationError, match="dtype='bf16' is unknown: use 'auto', or a dtype of torch"):
+    with pytest.raises(ConfigurationError, match="dtype='bf16' is unknown: use 'auto', or a torch dtype"):
         PipelinePlugin.from_pretrained(auto, tmp_path, dtype="bf16")  # was an AttributeError of torch's
     eager = PipelinePlugin.from_pretrained(auto, tmp_path, dtype="bfloat16", attn_implementation="eager")
     assert eager.dtype == torch.bfloat16 and eager.config._attn_implementation == "eager"
