@@ -143,7 +143,8 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
 
 def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Rebuild each outermost PreTrainedModel in `model` from its config, with `dtype` if given. Yields, for
-    each, the prefix of its names in `model`, and the new model. In the new model, parameters are on meta and buffers have values."""
+    each, the prefix of its names in `model`, and the new model. In the new model, parameters are on meta and buffers
+    have values."""
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
 

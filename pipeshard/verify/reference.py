@@ -264,8 +264,8 @@ class Reference:
     def step(
         self, batches: Sequence[Batch], weights: Weights, at: tuple[int, int], note: Callable[[], None], first: int = 0
     ) -> tuple[Tensor, list[Any]]:
-        """Run the forward and the backward of each microbatch in turn. Return the weighted sum of losses, and the outputs.
-        `first` is the number of the first microbatch, counted over all replicas."""
+        """Run the forward and the backward of each microbatch in turn. Return the weighted sum of losses, and
+        the outputs. `first` is the number of the first microbatch, counted over all replicas."""
         total, outputs = torch.zeros(()), []
         with self.places.step(*at) if self.places is not None else nullcontext():
             for i, (batch, weight) in enumerate(zip(batches, weights.shares, strict=True)):

@@ -216,8 +216,8 @@ class WholeBatch:
         return bool(unlike(expected, after, way))
 
     def _side(self, way: RunMode, batches: Sequence[Batch], weights: Weights, draws: SharedDraws) -> Side:
-        """Run the forward and the backward of each batch in turn, on one copy of the model or (`apart`) on a separate copy for
-        each batch."""
+        """Run the forward and the backward of each batch in turn, on one copy of the model or (`apart`) on a separate
+        copy for each batch."""
         total, start, gradients, dtype = 0.0, 0, dict[str, Tensor | None](), torch.float32
         reference = self._reference(way)
         for k, batch in enumerate(batches):
