@@ -86,8 +86,8 @@ def simulate(
     B without its own W costs `backward` and `weight` together. A rank computes one action at a time, in order, when the
     action's input has arrived. Posting a message never blocks a rank. A transfer begins when both its send and its
     receive are posted, and all earlier transfers in the same direction between the two ranks are complete. `latency` is
-    the duration of the transfer of a stage's input, and `returned` is the duration of the transfer of the gradients that a
-    stage sends back (by default `latency`): one number, or one per stage. `sizes` has one factor per microbatch, by
+    the duration of the transfer of a stage's input, and `returned` is the duration of the transfer of the gradients
+    that a stage sends back (by default `latency`): one number, or one per stage. `sizes` has one factor per microbatch, by
     which the microbatch's costs are multiplied.
 
     Raises DeadlockError if the program cannot finish or if the two ends of an edge disagree on the order of messages.

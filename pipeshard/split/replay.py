@@ -219,9 +219,9 @@ class Replay:
         repeat = self.repeats.pop(unit)
         if unit not in self.held and repeat is None:
             raise UsageError(
-                f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly. Call "
-                "booster.execute_pipeline(...). To generate, call model.generate(...) on the model that boost returned. With "
-                "a pipelined Trainer, call trainer.predict(...) or trainer.generate(...). Call these on every rank"
+                f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly. "
+                "Call booster.execute_pipeline(...). To generate, call model.generate(...) on the model that boost "
+                "returned. For a pipelined Trainer: trainer.predict(...) or trainer.generate(...). Call these on every rank"
             )
         repeat = repeat or Repeat()
         repeat.before()
