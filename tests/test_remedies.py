@@ -58,6 +58,9 @@ PAGES_ELSEWHERE = {  # clauses, rows and headings of the other pages whose remed
     ERRORS + "`RankError`": (
         "distributed/test_supervision.py::test_ranks_that_fail_leave_reports_that_tell_what_happened"
     ),
+    TROUBLES + "`trainer.model.generate(...)`": (
+        "test_trainer.py::test_a_trainer_s_model_that_generates_names_the_trainer_s_call"
+    ),
     TROUBLES + "`model.unwrap().generate(...)` on a stage": "test_generate.py::test_tokens_are_those_of_one_process",
     TROUBLES + "build the model with a different seed": "test_loop.py::test_every_rank_takes_the_weights_of_the_first",
     TROUBLES + "`DistributedDataParallel(model)`": (

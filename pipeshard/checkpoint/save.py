@@ -32,7 +32,7 @@ from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
-STATE_DICTS = (".pt", ".pth")  # suffixes of files that `model.load_state_dict(torch.load(file))` reads
+STATE_DICTS = (".pt", ".pth")  # suffixes of files with the names of `model.state_dict()`
 # The names of the files in a folder that this module or transformers wrote in earlier saves.
 SAVED_FILES = re.compile(r"model((-v\d+)?-\d{5,}-of-\d{5,})?\.safetensors|\.pipeshard-.*")
 

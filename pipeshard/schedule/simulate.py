@@ -87,8 +87,8 @@ def simulate(
     action's input has arrived. Posting a message never blocks a rank. A transfer begins when both its send and its
     receive are posted, and all earlier transfers in the same direction between the two ranks are complete. `latency` is
     the duration of the transfer of a stage's input, and `returned` is the duration of the transfer of the gradients
-    that a stage sends back (by default `latency`): one number, or one per stage. `sizes` has one factor per microbatch, by
-    which the microbatch's costs are multiplied.
+    that a stage sends back (by default `latency`): one number, or one per stage. `sizes` has one factor per microbatch,
+    by which the microbatch's costs are multiplied.
 
     Raises DeadlockError if the program cannot finish or if the two ends of an edge disagree on the order of messages.
     The error lists the waiting ranks and their messages. Raises ConfigurationError for costs that are negative or not
