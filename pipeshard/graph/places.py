@@ -197,8 +197,8 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
         yield from ((step, v) for step, v in code if isinstance(v, FunctionType | property))
         yield PathStep("code", "__base__"), value.__base__
     elif isinstance(value, nn.Module):
-        hooks = ((name, value.__dict__.get(name)) for name in HOOKS)
-        yield from ((PathStep("attr", name), content) for name, content in hooks if content)
+        held = value.__dict__
+        yield from ((PathStep("attr", name), held[name]) for name in HOOKS if held.get(name))
     if not isinstance(value, type) and is_users(type(value).__module__):
         yield PathStep("attr", "__class__"), type(value)
 

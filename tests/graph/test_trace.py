@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeshard import trace
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
+from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.kinds import Kinds
 from pipeshard.graph.taint import Value
 from pipeshard.graph.units import find_units
@@ -303,19 +304,28 @@ def test_every_unit_of_the_zoo_is_called_or_tied(name: str) -> None:
     assert set(find_units(model)) - called <= {"shared"}
 
 
-@pytest.mark.turns
-def test_llama_405b_on_meta_in_two_seconds_and_a_gigabyte() -> None:
-    sizes = {"vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
+def fastest_trace(layers: int) -> tuple[float, nn.Module, Dataflow]:
+    """The CPU seconds of the fastest of three traces of a llama of 405 billion parameters with this many layers."""
+    sizes = {"vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 128, "num_key_value_heads": 8}
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
     data = {name: torch.ones(2, 64, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
-    memory, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    seconds = []
     for _ in range(3):  # the machine may be busy, or just be importing what torch imports late
         start = time.process_time()
         flow = trace(model, data)
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 2.0
+    return min(seconds), model, flow
+
+
+@pytest.mark.turns
+def test_llama_405b_on_meta_in_the_time_of_ten_small_ones_and_a_gigabyte() -> None:
+    """A layer is visited once; the other 125 are answered: this took 2 s, where a llama of two layers took 0.2 s."""
+    few, *_ = fastest_trace(2)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, model, flow = fastest_trace(126)
+    assert seconds < 10 * few
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e6  # KiB
     assert len(flow.calls) == 129
     layers = Policy(model, flow, 0, 16).stages
