@@ -305,7 +305,17 @@ def _is_alike(before: Any, now: Any) -> bool:
         return True
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return before.shape == now.shape and before.dtype == now.dtype
-    return is_same(before, now)
+    return is_same(before, now) or _has_same_entries(before, now)
+
+
+def _has_same_entries(before: Any, now: Any) -> bool:
+    """Whether two collections are equal, such as the lists of active adapters that each call of peft's `set_adapter`
+    creates."""
+    if type(before) is not type(now) or type(before) not in (list, tuple, dict) or len(before) != len(now):
+        return False
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(is_same(before[key], now[key]) for key in before)
+    return all(map(is_same, before, now))
 
 
 def _is_annealed(values: Mapping[int, Tensor], before: Any, now: Any) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +22,7 @@ from pipeshard.engine.running_state import deferred
 from pipeshard.errors import TraceError
 from pipeshard.graph.snapshot import Flags
 from pipeshard.split.materialize import is_released
+from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, parameter_error, refusal
 
@@ -536,3 +538,20 @@ def test_batch_norm_once_a_batch_sums_as_precisely_as_torch(dtype: torch.dtype, 
     expected = torch.cat(parts).double()
     torch.testing.assert_close(norm.running_mean, expected.mean(0).float(), rtol=1e-6, atol=0)
     torch.testing.assert_close(norm.running_var, expected.var(0, correction=0).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_list_that_is_replaced_by_an_equal_one_is_no_change() -> None:
+    """Each call of peft's `set_adapter` makes new lists of active adapters: DPO with a reference adapter traced all of
+    the model three times a step, however long it trained."""
+    model: Any = get_peft_model(LlamaForCausalLM(LlamaConfig(**zoo.TINY)), LoraConfig(target_modules=["q_proj"]))
+    model.add_adapter("ref", LoraConfig(target_modules=["q_proj"]))
+    flags = Flags(model)
+    numbers = []
+    for name in ("default", "ref") * 3:
+        model.set_adapter(name)
+        numbers.append(flags.number())
+        flags.stepped()
+    assert numbers == [0, 1, 0, 1, 0, 1]
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    layer._active_adapter.append("default")  # the list of a later call
+    assert flags.number() == 2
