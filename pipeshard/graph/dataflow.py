@@ -133,8 +133,9 @@ class Dataflow:
     last call. `late_decisions` are the lines of the forward that branch on an activation after the last call.
     `has_branches` is True if the forward or the criterion branches on an activation after the last call. `consulted`
     are the leaves of the batch on which glue branches, or to which it writes (`rewritten`). The Dataflow is specific to
-    the values of the leaves `watched`, such as image sizes and masks used as indices. `glue_random` is True if glue
-    uses random numbers, and `python_random` if any code uses `random` or numpy's generator. `tail` is the number of
+    the values of the leaves `watched`, such as image sizes and masks used as indices (in a criterion, only if code
+    reads the sizes of the result). `glue_random` is True if glue uses random numbers, and `python_random` if any code
+    uses `random` or numpy's generator. `tail` is the number of
     flops of glue's operators on parameters after the last call. `touched` are the values that operators of glue
     received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only for batches with
     the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with state for the next

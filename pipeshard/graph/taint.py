@@ -117,6 +117,8 @@ class Taint(DispatchMode):
         self.seen: set[str] = set()  # inputs in `consulted` that were read other than through a Question
         self.recalled: set[str] = set()  # places with kept tensors on which glue branches
         self.shaping: set[str] = set()  # inputs on whose exact values the Dataflow depends, such as sizes
+        self.in_criterion = False
+        self.shapes: dict[int, frozenset[str]] = {}  # by storage: inputs that determine shapes of the criterion
         self.met: set[Tag] = set()
         self.drawn = False  # whether glue used torch's random numbers
         self.touched: set[Value] = set()  # values that operators of glue received
@@ -151,6 +153,8 @@ class Taint(DispatchMode):
         check_indices(func, args, kwargs, inputs)
         run = self._run_in_glue if self.inside is None else self._run_in_unit
         result, tags = run(func, args, kwargs, inputs, tags)
+        if self.in_criterion and self.inside is None:
+            self._note_shapes(func, args, inputs, result)
         for output in tensors_in((result,)):
             self._note_made(func, output, inputs)
             self._add(output, tags)
@@ -181,7 +185,9 @@ class Taint(DispatchMode):
             )
         packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
         if tags and (deciding := self.of(_deciding(func, args))):
-            self.decide(deciding, shaping=packet not in SCALAR, is_asked=packet in SCALAR and is_of_batch)
+            is_shape = packet not in SCALAR
+            is_noted = self.in_criterion if is_shape else is_of_batch
+            self.decide(deciding, shaping=is_shape and not is_noted, is_asked=is_noted)
         self.drawn |= draws(func, args, kwargs)
         self.touched |= {tag for tag in tags if isinstance(tag, Value)}
         result = self._without_meta(func, args, kwargs, inputs)
@@ -232,8 +238,8 @@ class Taint(DispatchMode):
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
     ) -> None:
         """Record a decision: a Python branch, or with `shaping` a shape, depends on values with these tags. Decisions
-        inside a unit are ignored. `is_asked` means that a Question records the decision, `is_for_all` that no stage,
-        not even the last, can make the decision."""
+        inside a unit are ignored. `is_asked` means that a Question or `shapes` records the decision, `is_for_all` that
+        no stage, not even the last, can make the decision."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
@@ -246,6 +252,31 @@ class Taint(DispatchMode):
             self.decisions[line] = min(self.decisions.get(line, calls), calls)
             self.deciders |= set(running_modules(self.modules)[-1:])
             self.decided[calls] = self.decided.get(calls, NOTHING) | tags
+
+    def _note_shapes(self, func: Any, args: Any, inputs: Iterable[Tensor], result: Any) -> None:
+        """Record the inputs that determine the shape of an operator's result in the criterion.
+
+        The last stage runs the criterion itself, so that such a shape matters only if Python code or a unit reads it.
+        """
+        paths = frozenset[str]().union(*(self.shapes.get(storage_of(tensor), ()) for tensor in inputs))
+        if func._overloadpacket not in SCALAR:
+            paths |= {tag.path for tag in self.of(_deciding(func, args)) if isinstance(tag, Input)}
+        if not paths:
+            return
+        for output in tensors_in((result,)):
+            if output.ndim:
+                self.shapes[storage_of(output)] = self.shapes.get(storage_of(output), frozenset()) | paths
+        if isinstance(result, list):  # Python code reads its length
+            self.read_shape(result)
+
+    def read_shape(self, tensors: Iterable[Any]) -> None:
+        """Record that Python code or a unit reads the shapes of these tensors."""
+        if self.inside is not None or not self.shapes:
+            return
+        for tensor in tensors_in(tensors):
+            paths = self.shapes.get(storage_of(tensor), frozenset())
+            self.seen |= paths
+            self.shaping |= paths
 
     @contextmanager
     def inside_call(self, inputs: Mapping[int, int]) -> Iterator[set[int]]:

@@ -116,6 +116,7 @@ class Tracer:
             output = self._forward(batch)
             self.listen(None, False)
             of_forward = dict(self.taint.decisions)
+            self.taint.in_criterion = self.criterion is not None
             loss = self._loss(output, batch)
             self._refuse_foreign(loss)
             if self.meter:
@@ -193,6 +194,7 @@ class Tracer:
         late = self._use([], taint.decided.get(through, frozenset()))  # read by decisions after the last call
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
+        taint.read_shape(leaf for _, leaf in tensors)
         outputs = tuple((name, self._use([leaf]).joined(late), TensorSpec.of(leaf)) for name, leaf in tensors)
         used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # all later calls belong to the same autograd function
@@ -238,6 +240,7 @@ class Tracer:
         if is_cut:
             check_call(unit, args, self.calls, self.rows)
         leaves, tree = tree_flatten((args, kwargs))
+        taint.read_shape(leaves)
         self._use(leaves)
         kind = self.kinds.of(UnitCall(unit, self.units[unit], original, leaves, tree), taint)
         self.seed = torch.initial_seed()
@@ -315,13 +318,15 @@ class Reading(TorchFunctionMode):
     Three uses are reported as decisions: reading a tensor with `tolist`, `numpy` or `np.asarray`; converting a list
     that contains tensors to a tensor or an index; and computing gradients of unit results in glue, since each stage has
     only a part of their graph (in a trace, these gradients are zeros). Range checks of `one_hot` are not decisions.
-    Hooks on gradients are also reported. Raises RuntimeError inside a unit on meta if autocast would cast, since meta
-    tensors are not cast. Also raises RuntimeError if the address of a meta tensor is read: it is 0, and a (Triton)
-    kernel would access memory at this address.
+    Hooks on gradients are also reported, and so are reads of sizes that depend on values of the batch. Raises
+    RuntimeError inside a unit on meta if autocast would cast, since meta tensors are not cast. Also raises RuntimeError
+    if the address of a meta tensor is read: it is 0, and a (Triton) kernel would access memory at this address.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
     BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+    SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.nbytes.__get__)
+    SIZES += (Tensor.stride, Tensor.__iter__, Tensor.__repr__, Tensor.is_same_size, torch.is_same_size, torch.numel)
     INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
     LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
     DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -339,6 +344,9 @@ class Reading(TorchFunctionMode):
             raise RuntimeError("a tensor on meta has no address")
         elif func in self.READERS:
             self.taint.decide(self.taint.of(args[:1]))
+            self.taint.read_shape(args[:1])
+        elif self.taint.shapes and func in self.SIZES:
+            self.taint.read_shape(args)
         elif func in self.BUILDERS or func in self.INDEXERS:
             outer = args[1] if func in self.INDEXERS else args
             items = outer if isinstance(outer, tuple) else [outer]

@@ -294,6 +294,40 @@ def test_a_criterion_without_a_scalar_is_refused(criterion: Any) -> None:
         trace(Glued(), batch(), criterion)
 
 
+MASK = "criterion.mask"
+SIZELESS = {
+    "mean": lambda x, mask: x[mask].mean(),
+    "masked_select": lambda x, mask: torch.masked_select(x, mask[..., None]).sum() / mask.sum(),
+    "nonzero": lambda x, mask: x.flatten(0, 1)[mask.flatten().nonzero().flatten()].sum(),
+    "cat": lambda x, mask: torch.cat([x[mask], x[~mask]]).mean(),
+    "ones_like": lambda x, mask: (x[mask] * torch.ones_like(x[mask])).mean(),
+    "cross_entropy": lambda x, mask: nn.functional.cross_entropy(x[mask], x[mask].argmax(-1)),
+}
+SIZED = {
+    "shape": lambda x, mask: x[mask].sum() / x[mask].shape[0],
+    "size": lambda x, mask: x[mask].sum() / x[mask].size(0),
+    "len": lambda x, mask: x[mask].sum() / len(x[mask]),
+    "branch": lambda x, mask: x[mask].sum() if x[mask].numel() else x.sum(),
+    "torch.numel": lambda x, mask: x[mask].sum() / torch.numel(x[mask]),
+    "iteration": lambda x, mask: sum(row.sum() for row in x[mask]),
+    "unbind": lambda x, mask: sum(row.sum() for row in x[mask].unbind()),
+    "split": lambda x, mask: sum(rows.sum() for rows in x[mask].split(2)),
+    "ones_like": lambda x, mask: x[mask].sum() / len(torch.ones_like(x[mask])),
+    "sum of a dimension": lambda x, mask: x[mask].sum(1).sum() / x[mask].sum(1).shape[0],
+}
+
+
+@pytest.mark.parametrize(("losses", "watched"), [(SIZELESS, set()), (SIZED, {MASK})], ids=["sizeless", "sized"])
+def test_a_mask_of_a_criterion_counts_if_its_sizes_are_read(losses: dict[str, Any], watched: set[str]) -> None:
+    """DPO's metrics index with the mask of the completions, so that each batch had a trace of its own, in every step.
+    Where Python code reads how many there are, it must have one: the code may then read other results."""
+    data = batch()
+    data[MASK] = torch.rand(data["input_ids"].shape, generator=torch.Generator().manual_seed(0)) > 0.5
+    for name, loss in losses.items():
+        flow = trace(Glued(), data, lambda output, given, loss=loss: loss(output["logits"], given[MASK]))
+        assert (flow.watched, flow.decisions) == (watched, ()), name
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_every_unit_of_the_zoo_is_called_or_tied(name: str) -> None:
