@@ -24,7 +24,7 @@ from pipeshard.errors import CheckpointError
 from pipeshard.graph.places import content_of, is_generator, put, slots
 from pipeshard.graph.rng import seed_generator
 
-Place = tuple[str, str]  # the key of a member, and the name of its attribute
+Attribute = tuple[str, str]  # the key of a member, and the name of its attribute
 LARGE_BYTES, MANY_ENTRIES = 1 << 20, 1000  # larger arrays, and collections with more entries, are data of a stream
 
 
@@ -135,14 +135,14 @@ class Order:
                 _give_back(members[key], name, value)
         self._told = list(map(_epoch, self.members))
 
-    def _plain_values(self) -> dict[Place, Any]:
+    def _plain_values(self) -> dict[Attribute, Any]:
         """The attributes with plain values. The data of streams is omitted, since it is not part of their state."""
         values = ((place, value) for place, value in self._values().items() if self._data.get(place, self) is not value)
         return {place: value for place, value in values if is_plain(value)}
 
-    def _values(self) -> dict[Place, Any]:
+    def _values(self) -> dict[Attribute, Any]:
         """The attributes of members without a `state_dict`."""
-        values: dict[Place, Any] = {}
+        values: dict[Attribute, Any] = {}
         for number, member in enumerate(self.members):
             if _has_state_dict(member) or is_of_datasets(member):
                 continue
@@ -153,7 +153,7 @@ class Order:
             values |= {(_key(number, member), name): value for name, value in held.items()}
         return values
 
-    def _is_stream(self, place: Place) -> bool:
+    def _is_stream(self, place: Attribute) -> bool:
         number, _, _ = place[0].partition(" ")
         return isinstance(self.members[int(number)], IterableDataset)
 
