@@ -126,7 +126,8 @@ def refuse_blank_adapters(model: nn.Module) -> None:
         raise ConfigurationError(
             f"{len(blank)} adapter parameters are on meta (the first is {blank[0]}), so the values that peft assigned "
             "to them are lost. Add one adapter to a meta model with booster.enable_lora(model, lora_config=...), which "
-            "keeps it on the CPU, or load the model with its weights, without low_cpu_mem_usage"
+            "keeps the adapter on the CPU, or load the model with its weights, and add adapters without peft's "
+            "low_cpu_mem_usage"
         )
 
 

@@ -325,8 +325,9 @@ class Reading(TorchFunctionMode):
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
     BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
-    SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.nbytes.__get__)
-    SIZES += (Tensor.stride, Tensor.__iter__, Tensor.__repr__, Tensor.is_same_size, torch.is_same_size, torch.numel)
+    SIZES: tuple[Any, ...] = (Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel)
+    SIZES += (Tensor.__iter__, Tensor.__repr__, Tensor.is_same_size, torch.is_same_size)
+    SIZES += tuple(getattr(Tensor, name).__get__ for name in ("shape", "nbytes"))
     INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
     LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
     DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)

@@ -71,9 +71,9 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
 
 
 class Rule(NamedTuple):
-    """The choice of a free rank's next action: a B before an F, unless the rank `alternates` and has just run a B or a
-    W, and a W if neither can run. Of several F's, the rank runs the F of the latest stage (with `deep_forward`) or of
-    the earliest microbatch. `deep_backward` has the same effect for B's.
+    """The choice of a free rank's next action. A rank runs a B before an F, or an F before a B if it `alternates` and
+    has just run a B or a W. It runs a W if neither a B nor an F can run. Of several F's, the rank runs the F of
+    the latest stage (with `deep_forward`) or of the earliest microbatch. `deep_backward` has the same effect for B's.
 
     A rank starts no W if an F or a B can start within `patience` times the W's duration, unless an F waits for memory.
     `alive` is the largest number of microbatches between F and B on each stage. No F takes the memory that other F's of

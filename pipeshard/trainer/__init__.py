@@ -4,10 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipeshard.plugin import PipelinePlugin as PipelinePlugin
     from pipeshard.trainer.trainer import PipelineTrainer as PipelineTrainer
     from pipeshard.trainer.trainer import pipelined as pipelined
 
-__all__ = ["PipelineTrainer", "pipelined"]
+__all__ = ["PipelinePlugin", "PipelineTrainer", "pipelined"]
 
 
 def __getattr__(name: str) -> Any:
