@@ -4,14 +4,22 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from numbers import Real
 from typing import Any, NamedTuple
-
-import torch
 
 from pipeshard.batch.batch import check_declared
 from pipeshard.batch.criterion import Criterion
-from pipeshard.errors import ConfigurationError, hint
+from pipeshard.errors import ConfigurationError
+from pipeshard.options import (
+    POSITIVE,
+    check_offload,
+    check_plan,
+    check_precision,
+    check_replicas,
+    is_number,
+    is_offloaded,
+    is_positive,
+    is_time,
+)
 from pipeshard.schedule.given import Schedule, chunks_of, is_v, name_of, program_of
 from pipeshard.schedule.passes import shorten_cooldown, split_backwards
 from pipeshard.schedule.program import Program
@@ -25,11 +33,8 @@ from pipeshard.split.route import Recompute
 
 REDUCTIONS = ("token", "batch", "microbatch")
 CUTS = "num_microbatches", "microbatch_size", "microbatch_tokens"
-POSITIVE = "a positive integer"
 LEAST_OF_SLICE = 256  # the smallest number of positions per slice with num_slices="auto"
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTO = "auto"  # search for a schedule
-OFFLOADED = ("activations", "optimizer", "both")
 OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between ranks
 
 
@@ -341,7 +346,7 @@ class PipelineConfig:
         parts |= {"ep_size": "expert-parallel ranks per stage"}
         for name, what in parts.items():
             size = getattr(self, name)
-            if not _is_positive(size) and (name, size) != ("dp_size", None):
+            if not is_positive(size) and (name, size) != ("dp_size", None):
                 raise ConfigurationError(f"{name}, the number of {what}, must be {POSITIVE}, got {size!r}")
         if self.tp_size > 1 and self.ep_size > 1:
             raise ConfigurationError(
@@ -358,10 +363,10 @@ class PipelineConfig:
     def _check_kinds(self) -> None:
         self._check("loss_reduction", self.loss_reduction in REDUCTIONS, "'token', 'batch' or 'microbatch'")
         for name in CUTS:
-            self._check(name, getattr(self, name) is None or _is_positive(getattr(self, name)), POSITIVE)
-        is_number = _is_positive(self.num_slices)
+            self._check(name, getattr(self, name) is None or is_positive(getattr(self, name)), POSITIVE)
+        is_number = is_positive(self.num_slices)
         self._check("num_slices", is_number or self.num_slices == "auto", f"'auto' or {POSITIVE}")
-        self._check("num_model_chunks", _is_positive(self.num_model_chunks), POSITIVE)
+        self._check("num_model_chunks", is_positive(self.num_model_chunks), POSITIVE)
         is_policy = self.policy is None or (isinstance(self.policy, type) and issubclass(self.policy, Policy))
         self._check("policy", is_policy, "a subclass of pipeshard.Policy")
         draws = isinstance(self.init_weights, bool) or callable(self.init_weights)
@@ -369,7 +374,7 @@ class PipelineConfig:
         self._check("compile", isinstance(self.compile, bool | dict), "True, False or a dict of options")
         times = self.timeout if isinstance(self.timeout, Mapping) else {"step": self.timeout}
         what = "a number of seconds, 'adaptive' or None, or a dict of these for 'step', 'other' and 'between'"
-        self._check("timeout", set(times) <= {"step", "other", "between"} and all(map(_is_time, times.values())), what)
+        self._check("timeout", set(times) <= {"step", "other", "between"} and all(map(is_time, times.values())), what)
         self._check("verify", isinstance(self.verify, bool) or self.verify == "auto", "'auto', True or False")
         self._check_numbers()
         check_plan("tp_plan", self.tp_plan)
@@ -377,11 +382,11 @@ class PipelineConfig:
 
     def _check_numbers(self) -> None:
         norm = 0.0 if self.max_norm is None else self.max_norm
-        holds = _is_number(norm) and norm >= 0  # infinity measures the norm without clipping
+        holds = is_number(norm) and norm >= 0  # infinity measures the norm without clipping
         self._check("max_norm", holds, "a non-negative number, or None for no clipping")
         self._settle(max_norm=norm)
         scale = self.initial_scale
-        self._check("initial_scale", _is_number(scale) and 0 < scale < float("inf"), "a positive, finite number")
+        self._check("initial_scale", is_number(scale) and 0 < scale < float("inf"), "a positive, finite number")
         for name in ("fsdp", "autocast", "watchdog", "check_finite", "deferred_batch_norm"):
             value = getattr(self, name)
             self._check(name, isinstance(value, int) and value in (True, False), "True or False")
@@ -447,64 +452,3 @@ class PipelineConfig:
                 f"compile={self.compile!r} is not supported with schedule={schedule!r}: a compiled backward cannot "
                 "skip its weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
             )
-
-
-def check_plan(name: str, plan: Any) -> None:
-    """Raise ConfigurationError unless a tensor- or expert-parallel plan is None or a dict that maps module names to
-    styles."""
-    if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
-        raise ConfigurationError(f"{name} must be a dict from module names to styles, got {plan!r}")
-
-
-def check_replicas(zero_stage: int, fsdp: bool) -> None:
-    """Raise ConfigurationError for ZeRO and FSDP settings that a pipeline does not support."""
-    if zero_stage in (2, 3):
-        raise ConfigurationError(
-            f"zero_stage={zero_stage} is not supported: a pipeline accumulates gradients over the microbatches of a "
-            "step, so each stage would reduce-scatter once per microbatch. Use zero_stage=1, which shards the "
-            "optimizer state, or fsdp=True, which also shards the parameters and reduces once per step"
-        )
-    if zero_stage not in (0, 1):
-        raise ConfigurationError(f"zero_stage={zero_stage!r} is unknown: use 0 or 1")
-    if fsdp and zero_stage:
-        raise ConfigurationError("zero_stage=1 is not needed: fsdp=True already shards the optimizer state. Omit it")
-
-
-def check_precision(precision: str, autocast: bool) -> None:
-    if precision not in PRECISIONS:
-        raise ConfigurationError(f"precision={precision!r} is unknown: use one of {list(PRECISIONS)}")
-    if precision != "fp32" and not autocast and not hasattr(torch.Tensor, "grad_dtype"):
-        raise ConfigurationError(
-            f"precision={precision!r} keeps gradients in a different dtype than parameters, which torch "
-            f"{torch.__version__} does not support: install torch 2.11 or newer, or use autocast=True"
-        )
-    if autocast and precision == "fp32":
-        raise ConfigurationError("autocast=True requires precision='bf16' or 'fp16', got 'fp32'")
-
-
-def is_offloaded(offload: str | None, what: str) -> bool:
-    """Whether this value of `offload` includes `what`, "activations" or "optimizer"."""
-    return offload in (what, "both")
-
-
-def check_offload(offload: Any, fsdp: bool, tp_size: int, ep_size: int) -> None:
-    if offload not in (None, *OFFLOADED):
-        raise ConfigurationError(f"offload={offload!r} is unknown: {hint(str(offload), OFFLOADED)}")
-    if is_offloaded(offload, "optimizer") and (fsdp or tp_size > 1 or ep_size > 1):
-        sharding = "fsdp=True" if fsdp else f"tp_size={tp_size}" if tp_size > 1 else f"ep_size={ep_size}"
-        raise ConfigurationError(
-            f"offload={offload!r} is not supported with {sharding}: the optimizer's states would be DTensors, which a "
-            "checkpoint gathers on the device. Use zero_stage=1 to shard the states across replicas, or more stages"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_time(value: Any) -> bool:
-    return _is_positive(value) or value in (None, "adaptive") or (isinstance(value, float) and value > 0)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -28,7 +28,7 @@ from pipeshard.compat import (
     schedule_of,
     wrapper,
 )
-from pipeshard.config import PRECISIONS, PipelineConfig
+from pipeshard.config import PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.distributed.agreement import compare_ranks, texts_of, versions
 from pipeshard.distributed.collectives import together_in
@@ -43,6 +43,7 @@ from pipeshard.engine.outputs import ReturnOutputs
 from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import refuse_other_config
 from pipeshard.errors import UsageError
+from pipeshard.options import PRECISIONS
 from pipeshard.schedule.given import Schedule
 from pipeshard.script import fold
 from pipeshard.split.initialize import InitWeights

@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "design.md"
 # From the bottom to the top; what stands in one row may not import each other.
 LAYERS = (
     ("errors", "garbage", "hf", "private", "script"),
-    ("ghost",),
+    ("ghost", "options"),
     ("schedule", "batch"),
     ("distributed",),
     ("graph",),

@@ -448,7 +448,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(pool: Pool, tmp_path: Path) -
         assert "cannot be read as safetensors" in message
 
 
-def test_without_torch_distributed_the_remedy_is_named() -> None:
+def test_without_torch_distributed_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # another test may have needed a world of one process
     with pytest.raises(ConfigurationError, match="init_process_group"):
         PipelinePlugin(pp_size=2, num_microbatches=1)
 

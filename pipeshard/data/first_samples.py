@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, default_collate
 from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
 from pipeshard.batch.read import COLLATORS, dummy_inputs, is_numbers, read_batch
 from pipeshard.batch.tree import is_keyed
-from pipeshard.data.reach import reachable
+from pipeshard.data.reach import generators_kept, reachable
 from pipeshard.errors import BatchError
-from pipeshard.graph.places import content_of, is_generator, put
+from pipeshard.graph.places import is_generator
 from pipeshard.hf import IDS
 
 logger = logging.getLogger("pipeshard")
@@ -85,16 +85,13 @@ def _generators_kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
     removes a generator that a collator creates in its first call, as transformers' collators with a seed do."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     objects = list(reachable(dataset, collate_fn))
-    states = [(one, content_of(one, "state")["state"]) for one in objects if is_generator(one)]
     without = [one for one in objects if getattr(one, "__dict__", {}).get("generator", one) is None]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), generators_kept(filter(is_generator, objects)):
             yield
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        for generator, state in states:
-            put(generator, "state", "state", state)
         for one in without:
             one.generator = None
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from pipeshard.data.reach import SCALARS, is_entered, is_of_datasets, reachable
+from pipeshard.data.reach import SCALARS, generators_kept, is_entered, is_of_datasets, reachable
 from pipeshard.errors import CheckpointError
-from pipeshard.graph.places import content_of, is_generator, put, slots
+from pipeshard.graph.places import is_generator, slots
 from pipeshard.graph.rng import seed_generator
 
 Attribute = tuple[str, str]  # the key of a member, and the name of its attribute
@@ -83,14 +83,12 @@ class Order:
             yield
             return
         state = self.state()
-        generators = [(generator, content_of(generator, "state")["state"]) for generator in self.generators()]
-        try:
-            yield
-        finally:
-            if not _equal(state, self.state()):
-                self.load_state(state)
-            for generator, before in generators:
-                put(generator, "state", "state", before)
+        with generators_kept(self.generators()):
+            try:
+                yield
+            finally:
+                if not _equal(state, self.state()):
+                    self.load_state(state)
 
     @property
     def epoch(self) -> int | None:

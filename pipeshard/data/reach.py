@@ -2,7 +2,8 @@
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from pipeshard.graph.places import is_generator, is_object, names_in, slots
+from pipeshard.graph.places import content_of, is_generator, is_object, names_in, put, slots
 
 MOST_OBJECTS = 10_000  # maximum number of objects per search, nearest first
 MOST_ENTRIES = 64  # maximum number of entries per collection
@@ -99,7 +100,21 @@ def is_of_datasets(value: Any) -> bool:
 def generators_of(*roots: Any) -> list[Any]:
     """The random generators reachable from the roots, in an order that is the same on every rank. Generators that
     transformers' collators with a seed would create in their first call are created now."""
+    found = []
     for value in reachable(*roots):
         if hasattr(value, "create_rng") and value.seed is not None and value.generator is None:
-            value.create_rng()
-    return [value for value in reachable(*roots) if is_generator(value)]
+            value.create_rng()  # before the search enters the collator
+        if is_generator(value):
+            found.append(value)
+    return found
+
+
+@contextmanager
+def generators_kept(generators: Iterable[Any]) -> Iterator[None]:
+    """Context manager that restores the states of these generators on exit."""
+    states = [(generator, content_of(generator, "state")["state"]) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            put(generator, "state", "state", state)

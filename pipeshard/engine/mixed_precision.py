@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeshard.batch.batch import Batch
-from pipeshard.config import PRECISIONS
 from pipeshard.distributed.collectives import local, local_grad, set_local_grad, slice_like
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import is_target
+from pipeshard.options import PRECISIONS
 from pipeshard.split.materialize import rebuilt_models, storageless
 
 LEAST, MOST = 1.0, 2.0**32

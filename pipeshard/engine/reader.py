@@ -10,7 +10,7 @@ import hashlib
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +38,19 @@ def digest(batch: Batch, paths: Collection[str] | None = None) -> int:
             _, parts, tree = flatten(leaf)
             state.update(f"{path}{tree}".encode())
             for part in parts:
-                state.update(leaf_content(part, is_sample=paths is None))
+                state.update(_leaf_content(part, is_sample=paths is None))
     return int.from_bytes(state.digest(), "little")
 
 
-def leaf_content(leaf: Any, is_sample: bool) -> bytes:
+def digest_tensors(tensors: Iterable[Tensor], is_sampled: Callable[[Tensor], bool]) -> str:
+    """Return a 56-bit hash of tensors, with only a sample of the values of large tensors for which `is_sampled`."""
+    state = hashlib.blake2b(digest_size=7)
+    for tensor in tensors:
+        state.update(_leaf_content(tensor, is_sampled(tensor)))
+    return state.hexdigest()
+
+
+def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
     """The content of a leaf for a digest; with `is_sample`, a sample of the values of a large tensor."""
     if not isinstance(leaf, Tensor):
         return text(leaf).encode()
@@ -105,7 +113,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
     failure = summary(batches) if isinstance(batches, Exception) else None
     has_batch, read = failure is None, () if isinstance(batches, Exception) else batches
     rows, number = sum(batch.rows for batch in read), _joined([digest(batch) for batch in read])
-    code = int.from_bytes(hashlib.blake2b(mode.encode(), digest_size=7).digest(), "little")
+    code = hash_of(mode)
     report = Report(int(has_batch), number, rows, parts, code, *news, torch.initial_seed() % 2**63)
     reports = [Report(*numbers) for numbers in meet(grid.world, grid.named, report)]
     if not all(report.has_batch for report in reports):
@@ -144,7 +152,12 @@ def _joined(digests: Sequence[int]) -> int:
     """One digest that combines the digests of several batches."""
     if len(digests) == 1:
         return digests[0]
-    return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")
+    return hash_of(repr(digests))
+
+
+def hash_of(content: str) -> int:
+    """A 56-bit hash of a text."""
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "little")
 
 
 class Reader:

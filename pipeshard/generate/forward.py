@@ -5,7 +5,6 @@ a cut are determined by the trace of a twin (`entry.py`), and a stage sends the 
 in a header.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from pipeshard.distributed.collectives import as_bytes, broadcast_bytes, gather
 from pipeshard.distributed.groups import ranks_of
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
-from pipeshard.engine.reader import leaf_content
+from pipeshard.engine.reader import digest_tensors
 from pipeshard.engine.traces import FoundWays
 from pipeshard.errors import BatchError, TraceError, UsageError, of_all, summary
 from pipeshard.generate.cache import Entries
@@ -347,11 +346,8 @@ class Forward:
 def digest_of(values: Any) -> str:
     """A digest of the integer tensors in nested values (ids, positions, masks), which are equal on all ranks. For a
     large tensor, only a sample counts. Caches are omitted: each stage has the states of its own layers."""
-    state = hashlib.blake2b(digest_size=7)
-    for tensor in tree_tensors(values):
-        if not tensor.is_floating_point() and not tensor.is_meta:
-            state.update(leaf_content(tensor, is_sample=True))
-    return state.hexdigest()
+    integers = (tensor for tensor in tree_tensors(values) if not tensor.is_floating_point() and not tensor.is_meta)
+    return digest_tensors(integers, lambda _: True)
 
 
 def _refuse_other_rows(batch: Batch, way: Way) -> None:

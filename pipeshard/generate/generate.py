@@ -6,19 +6,18 @@ works as in one process.
 """
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeshard.distributed.collectives import gather, gather_objects, share_tensor, together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
-from pipeshard.engine.reader import leaf_content
+from pipeshard.engine.reader import digest_tensors, hash_of
 from pipeshard.errors import BatchError, ConfigurationError, of_all
 from pipeshard.generate.forward import Forward
 from pipeshard.hf import COMPILED_CALL, disable_caches, enable_caches, is_cache, stops_by_clock
@@ -128,13 +127,12 @@ def refuse_other_inputs(grid: Grid, args: Sequence[Any], kwargs: Mapping[str, An
     if size == 1:
         return
     given = {f"positional argument {k}": value for k, value in enumerate(args)} | dict(kwargs)
-    told = {name: _content(value) for name, value in given.items() if not is_cache(value) and tree_tensors(value)}
-    number = int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "little")
-    numbers = gather(torch.tensor([number]), grid.world)[:, 0].tolist()
+    inputs = {name: _content(value) for name, value in given.items() if not is_cache(value) and tree_tensors(value)}
+    numbers = gather(torch.tensor([hash_of(repr(inputs))]), grid.world)[:, 0].tolist()
     first = next((k for k in range(0, grid.size, size) if len(set(numbers[k : k + size])) > 1), None)
     if first is None:
         return
-    of_ranks = gather_objects(told, grid.world)[first : first + size]
+    of_ranks = gather_objects(inputs, grid.world)[first : first + size]
     names = dict.fromkeys(name for one in of_ranks for name in one)
     differ = [name for name in names if len({one.get(name) for one in of_ranks}) > 1]
     table = "; ".join(
@@ -152,11 +150,9 @@ def refuse_other_inputs(grid: Grid, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _content(value: Any) -> str:
     """The shapes of the tensors in an argument, and a digest of their values."""
-    state = hashlib.blake2b(digest_size=7)
-    for tensor in tree_tensors(value):
-        state.update(leaf_content(tensor, is_sample=tensor.is_floating_point()))
-    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree_tensors(value))
-    return f"of shape {shapes} (digest {state.hexdigest()})"
+    tensors = tree_tensors(value)
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    return f"of shape {shapes} (digest {digest_tensors(tensors, Tensor.is_floating_point)})"
 
 
 class _Together:

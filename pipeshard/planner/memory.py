@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pipeshard.config import PipelineConfig, check_offload, check_precision, check_replicas, is_offloaded
+from pipeshard.config import PipelineConfig
 from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.shapes import TensorSpec, is_trainable
+from pipeshard.options import check_offload, check_precision, check_replicas, is_offloaded
 from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.residence import alive, most_on_host, resident

@@ -12,13 +12,14 @@ from torch import nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.read import dummy_inputs, read_batch
-from pipeshard.config import AUTO, check_plan
+from pipeshard.config import AUTO
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.refusals import refuse_sharded_packing
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.garbage import collector_paused
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import can_recompute, recomputes
+from pipeshard.options import check_plan
 from pipeshard.planner.auto import search
 from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
 from pipeshard.planner.devices import Devices

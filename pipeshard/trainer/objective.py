@@ -29,6 +29,7 @@ from pipeshard.checkpoint.training_state import random_state, set_random_state
 from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import TraceError, UsageError
+from pipeshard.graph.nodes import nodes_from
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_tensors
 from pipeshard.trainer.kept import KeptState
@@ -357,14 +358,9 @@ def _edge(tensor: Tensor) -> tuple[Node, int]:
 
 def _edges_of(loss: Tensor) -> set[tuple[Node, int]]:
     """The edges of a loss's autograd graph, as (node, output number)."""
-    found = set[tuple[Node, int]]()
-    queue = [_edge(loss)] if loss.requires_grad else []
-    while queue:
-        edge = queue.pop()
-        if edge not in found:
-            found.add(edge)
-            queue += [(node, number) for node, number in edge[0].next_functions if node is not None]
-    return found
+    root = _edge(loss)
+    nodes = nodes_from([root[0]])
+    return {root, *((node, number) for each in nodes for node, number in each.next_functions if node is not None)}
 
 
 def _is_same_state(one: Any, other: Any) -> bool:
