@@ -5,8 +5,8 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pipeshard.distributed.mesh import ProcessGroupMesh
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.private import restore_meta_kernels
+from pipeshard.replaced import replaced
 from pipeshard.schedule.given import Schedule
 
 RankOrOwn = int | None  # None: this process's own
@@ -117,14 +118,9 @@ class PipelineStageManager:
         """
         return self.pg_mesh.get_group_along_axis(self.pipeline_axis, stages)
 
-    @contextmanager
-    def switch_model_chunk_id(self, model_chunk_id: int) -> Iterator[None]:
+    def switch_model_chunk_id(self, model_chunk_id: int) -> AbstractContextManager[None]:
         """Context manager in which the methods refer to this chunk."""
-        previous, self.model_chunk_id = self.model_chunk_id, model_chunk_id
-        try:
-            yield
-        finally:
-            self.model_chunk_id = previous
+        return replaced(self, model_chunk_id=model_chunk_id)
 
     def distribute_layers(
         self, num_layers: int, num_stages: RankOrOwn = None, num_model_chunks: RankOrOwn = None

@@ -44,6 +44,7 @@ from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import refuse_other_config
 from pipeshard.errors import UsageError
 from pipeshard.options import PRECISIONS
+from pipeshard.replaced import replaced
 from pipeshard.schedule.given import Schedule
 from pipeshard.script import fold
 from pipeshard.split.initialize import InitWeights
@@ -277,11 +278,8 @@ class PipelinePlugin:
         """Context manager in which this model's gradients are not reduced. The first step after the context, or
         `sync_grads`, sums the accumulated gradients over the replicas and over the ranks that hold a tied parameter."""
         pipeline = self._pipeline_of(model, "no_sync")
-        before, pipeline.synchronizes = pipeline.synchronizes, False
-        try:
+        with replaced(pipeline, synchronizes=False):
             yield
-        finally:
-            pipeline.synchronizes = before
 
     def sync_grads(self, model: nn.Module | None = None) -> None:
         """Reduce this model's gradients accumulated under `no_sync`, without running a step. Call it on every rank."""

@@ -37,6 +37,7 @@ from pipeshard.recipe import (
     rows,
     trl,
 )
+from pipeshard.replaced import replaced
 from pipeshard.script import fold, note, notes
 
 logger = logging.getLogger("pipeshard")
@@ -278,11 +279,8 @@ def folding_once() -> Iterator[None]:
             folded.add(tile.shape)
             fold(tile, *args, **kwargs)
 
-    setattr(kernels, FOLD, once)
-    try:
+    with replaced(kernels, **{FOLD: once}):
         yield
-    finally:
-        setattr(kernels, FOLD, fold)
 
 
 # The ranks

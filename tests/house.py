@@ -15,7 +15,7 @@ PACKAGE = ROOT / "pipeshard"
 PAGE = ROOT / "docs" / "design.md"
 # From the bottom to the top; what stands in one row may not import each other.
 LAYERS = (
-    ("errors", "garbage", "hf", "private", "script"),
+    ("errors", "garbage", "hf", "private", "replaced", "script"),
     ("ghost", "options"),
     ("schedule", "batch"),
     ("distributed",),

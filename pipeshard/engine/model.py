@@ -13,6 +13,7 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import UsageError
 from pipeshard.ghost import guard
 from pipeshard.private import tree_tensors
+from pipeshard.replaced import replaced
 
 
 class Whole:
@@ -62,11 +63,8 @@ class Whole:
         if problems := sync.problems():
             raise UsageError(problems[0])
         sync.begin()
-        self._adding = True
-        try:
+        with replaced(self, _adding=True):
             loss.backward(torch.full_like(loss, pipeline.scale / pipeline.grid.dp_size))
-        finally:
-            self._adding = False
         sync.finish(pipeline.synchronizes)
         pipeline.gradients.added()
 

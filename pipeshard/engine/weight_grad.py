@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from pipeshard.engine.grad_sync import grad_dtype, has_hooks
 from pipeshard.graph.units import Interception
 from pipeshard.private import functorch_is_active, will_execute
+from pipeshard.replaced import replaced
 
 LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
 
@@ -99,26 +100,18 @@ class Deferral:
     def installed(self, lookups: bool = False) -> Iterator[None]:
         """Context manager that replaces the forwards of the layers (with `lookups`, of large embeddings only), so that
         they defer dW, and restores the forwards on exit."""
-        undo: list[tuple[Any, str, Any]] = []
-        for module, kind in self.layers.items():
-            if lookups and not _is_large_lookup(kind, module):
-                continue
-            forward = module.__dict__.get("forward")
-            owner: Any = forward if isinstance(forward, Interception) else module
-            attribute = "original" if owner is forward else "forward"
-            plain = getattr(owner, attribute)
-            if getattr(plain, "__func__", None) is type(module).forward:  # otherwise the user has replaced it
-                undo.append((owner, attribute, owner.__dict__.get(attribute)))
-                setattr(owner, attribute, _Deferred(self, module, kind, plain))
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.end)
+            for module, kind in self.layers.items():
+                if lookups and not _is_large_lookup(kind, module):
+                    continue
+                forward = module.__dict__.get("forward")
+                owner: Any = forward if isinstance(forward, Interception) else module
+                attribute = "original" if owner is forward else "forward"
+                plain = getattr(owner, attribute)
+                if getattr(plain, "__func__", None) is type(module).forward:  # otherwise the user has replaced it
+                    stack.enter_context(replaced(owner, **{attribute: _Deferred(self, module, kind, plain)}))
             yield
-        finally:
-            for owner, attribute, before in undo:
-                if before is None:
-                    del owner.__dict__[attribute]
-                else:
-                    setattr(owner, attribute, before)
-            self.end()
 
     def begin(self, roots: Iterable[GradientEdge] = ()) -> list[Gradients]:
         """Start a new list and return it. The backward pass from `roots` (without `roots`, any pass) fills it."""

@@ -30,6 +30,7 @@ from pipeshard.generate.rows import CacheParts, joined
 from pipeshard.graph.taint import Value
 from pipeshard.hf import CACHES, LOGITS, disable_caches, enable_caches, is_cache, is_ids
 from pipeshard.private import tree_tensors
+from pipeshard.replaced import replaced
 from pipeshard.split.route import Route
 
 MOST_DIMS = 8  # the maximum number of dimensions of a tensor that crosses a cut
@@ -61,11 +62,8 @@ class Forward:
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank."""
-        self.is_running = True
-        try:
+        with replaced(self, is_running=True):
             return self._make(path, forward, by_name(forward, args, kwargs))
-        finally:
-            self.is_running = False
 
     def _make(self, path: str, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         pipeline = self.pipeline

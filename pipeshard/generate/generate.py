@@ -7,7 +7,7 @@ works as in one process.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from pipeshard.errors import BatchError, ConfigurationError, of_all
 from pipeshard.generate.forward import Forward
 from pipeshard.hf import COMPILED_CALL, disable_caches, enable_caches, is_cache, stops_by_clock
 from pipeshard.private import tree_tensors
+from pipeshard.replaced import replaced
 
 
 class Generation:
@@ -95,29 +96,21 @@ class Generation:
         if pipeline.num_stages == 1:
             yield
             return
-        replay = pipeline.policy.replay
         names = {module: name for name, module in pipeline.model.named_modules()}
         around = [module for module in pipeline.containers if type(module).forward is not nn.Module.forward]
-        replaced = [(module, "forward") for module in around]
-        replaced += [(module, COMPILED_CALL) for module in names if hasattr(type(module), COMPILED_CALL)]
-        before = {(module, method): module.__dict__.get(method) for module, method in replaced}
-        for module, method in replaced:
-            if (module, method) not in self._stand_ins:
-                self._stand_ins[module, method] = (
-                    _Uncompiled(module)
-                    if method == COMPILED_CALL
-                    else _Together(self.forward, names[module], module.forward)
-                )
-            setattr(module, method, self._stand_ins[module, method])
-        replay.outside = self.forward
-        try:
+        methods = [(module, "forward") for module in around]
+        methods += [(module, COMPILED_CALL) for module in names if hasattr(type(module), COMPILED_CALL)]
+        with ExitStack() as stack:
+            for module, method in methods:
+                if (module, method) not in self._stand_ins:
+                    self._stand_ins[module, method] = (
+                        _Uncompiled(module)
+                        if method == COMPILED_CALL
+                        else _Together(self.forward, names[module], module.forward)
+                    )
+                stack.enter_context(replaced(module, **{method: self._stand_ins[module, method]}))
+            stack.enter_context(replaced(pipeline.policy.replay, outside=self.forward))
             yield
-        finally:
-            replay.outside = None
-            for (module, method), own in before.items():
-                delattr(module, method)
-                if own is not None:
-                    setattr(module, method, own)
 
 
 def refuse_other_inputs(grid: Grid, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

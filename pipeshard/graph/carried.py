@@ -33,6 +33,7 @@ from pipeshard.graph.preserve import Before
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
 from pipeshard.graph.taint import storage_of
 from pipeshard.graph.tracer import Tracer
+from pipeshard.replaced import replaced
 
 
 class Held(NamedTuple):
@@ -185,7 +186,7 @@ def run_watched(tracer: Tracer, batch: Batch, real: Batch | None) -> Dataflow:
         for name in of_model:
             passing.pop(name, None)
 
-    with tracer.listening(listen):
+    with replaced(tracer, listen=listen):
         flow = tracer.run(batch, real)
     return replace(flow, passing=tuple(passing.values()))
 
@@ -204,7 +205,7 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
             record.look(call, is_through)
 
     tracer.reset = before.restore
-    with tracer.listening(listen):
+    with replaced(tracer, listen=listen):
         flow = replace(tracer.run(batch, real), passing=flow.passing)
     records = [record for record in records if record.writers]
     for record in records:

@@ -29,6 +29,7 @@ from pipeshard.private import (
     tree_map_only,
     tree_tensors,
 )
+from pipeshard.replaced import replaced
 
 aten = torch.ops.aten
 
@@ -234,12 +235,9 @@ class Meter(DispatchMode):
         return living.peak
 
     def _differentiate(self, run: Callable[[], object]) -> None:
-        self.is_differentiating = True
-        try:
-            with DisableTorchFunction(), suppress(Exception):  # no meta kernel, or values are read
-                run()
-        finally:
-            self.is_differentiating = False
+        # It fails if an operator has no meta kernel, or if values are read.
+        with replaced(self, is_differentiating=True), DisableTorchFunction(), suppress(Exception):
+            run()
 
     def _unpack(self, entry: _Kept) -> Tensor:
         if not self.is_differentiating:

@@ -33,6 +33,7 @@ from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, 
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten
+from pipeshard.replaced import replaced
 
 SMALL = 4  # the maximum number of elements per sample of an input that contains sizes (of images, patches, ...)
 
@@ -73,15 +74,6 @@ class Tracer:
         self.reset: Callable[[], None] = lambda: None
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
         self.kept: Mapping[str, Sequence[Tensor]] = {}
-
-    @contextmanager
-    def listening(self, listen: Callable[[int | None, bool], None]) -> Iterator[None]:
-        """Context manager that sets `listen`."""
-        before, self.listen = self.listen, listen
-        try:
-            yield
-        finally:
-            self.listen = before
 
     @collector_paused()
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
@@ -381,7 +373,7 @@ def noting_functions(taint: Taint) -> Iterator[list[int]]:
     """Context manager that yields the list of unit calls made inside custom autograd functions, such as reformer's
     reversible layers. The backward of such a function may call these units again in a different way."""
     sealed: list[int] = []
-    original = torch.autograd.Function.__dict__["apply"]
+    original = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         first = taint.calls
@@ -389,8 +381,5 @@ def noting_functions(taint: Taint) -> Iterator[list[int]]:
         sealed.extend(range(first, taint.calls))
         return result
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    with replaced(torch.autograd.Function, apply=classmethod(apply)):
         yield sealed
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]

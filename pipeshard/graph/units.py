@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeshard.errors import PartitionError, TraceError, UsageError, unknown
 from pipeshard.hf import full_name, recomputes, without_adapters
 from pipeshard.private import tree_tensors
+from pipeshard.replaced import replaced
 
 if TYPE_CHECKING:
     from pipeshard.graph.dataflow import Call, Reads
@@ -355,11 +356,6 @@ class Sliced:
         return (self.plain if Sliced.tracing else self.sliced)(*args, **kwargs)
 
 
-@contextmanager
-def unsliced() -> Iterator[None]:
+def unsliced() -> AbstractContextManager[None]:
     """Context manager in which Sliced modules run their original forward, on full parameters that the caller sets."""
-    before, Sliced.tracing = Sliced.tracing, True
-    try:
-        yield
-    finally:
-        Sliced.tracing = before
+    return replaced(Sliced, tracing=True)

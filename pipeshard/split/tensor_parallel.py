@@ -9,7 +9,6 @@ layer.
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.units import Interception, Sliced
 from pipeshard.hf import DROPOUTS, HEADS, without_adapters
 from pipeshard.private import StridedShard
+from pipeshard.replaced import replaced
 from pipeshard.split.ties import first_names, kept_tied, names_of
 
 DIVIDE = "divide:"  # followed by the names of attributes (numbers of heads or features) that a module's forward reads
@@ -201,7 +201,7 @@ class Divided:
                 )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with _set(module, {name: getattr(module, name) // size for name in self.attributes}):
+            with replaced(module, **{name: getattr(module, name) // size for name in self.attributes}):
                 return plain(*args, **kwargs)
 
         module.forward = forward
@@ -226,27 +226,15 @@ class Experts:
         inside = {"num_experts": module.num_experts // mesh.size()}
         if hasattr(module, "_is_expert_parallel"):
             inside["_is_expert_parallel"] = True
-        with _set(module, inside):
+        with replaced(module, **inside):
             EpDispatchExpertsParallel().install_forward(module, mesh, tp_mesh=mesh, ep_implementation="all_reduce")
         dispatching = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with _set(module, inside):
+            with replaced(module, **inside):
                 return dispatching(*args, **kwargs)
 
         module.forward = forward
-
-
-@contextmanager
-def _set(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that sets attributes of a module, and restores them on exit. A trace or a copy of the model then
-    has the module's own values."""
-    own = {name: vars(module)[name] for name in values}
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        vars(module).update(own)
 
 
 class Conv1DSlice:

@@ -32,6 +32,7 @@ from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.nodes import nodes_from
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_tensors
+from pipeshard.replaced import replaced
 from pipeshard.trainer.kept import KeptState
 from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn
 
@@ -135,7 +136,7 @@ class Objective:
         """
         leaves = tree_tensors(outputs)
         try:
-            with self._muted(), self._undone(KeptState(self.trainer, copies=True)):
+            with replaced(self.trainer.accelerator, is_muted=True), self._undone(KeptState(self.trainer, copies=True)):
                 loss = self._loss(outputs, inputs, is_trial=True)
         except Resized:
             if not self._is_near(inputs):
@@ -230,16 +231,6 @@ class Objective:
         if not isinstance(loss, Tensor):
             raise UsageError(f"compute_loss of {type(trainer).__name__} returned a {type(loss).__name__}, not a tensor")
         return loss
-
-    @contextmanager
-    def _muted(self) -> Iterator[None]:
-        """Context manager in which the accelerator does not gather, and returns ones instead."""
-        accelerator = self.trainer.accelerator
-        accelerator.is_muted = True
-        try:
-            yield
-        finally:
-            accelerator.is_muted = False
 
     @contextmanager
     def _undone(self, kept: KeptState | None = None) -> Iterator[None]:
@@ -421,8 +412,5 @@ class Preferences:
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         inputs = self.with_reference(inputs) if not isinstance(model, Asking) else dict(inputs)
         inputs[CHOSEN], inputs[REJECTED] = inputs.pop(BOTH).chunk(2)
-        before, self.precompute_ref_logps = self.precompute_ref_logps, True
-        try:
+        with replaced(self, precompute_ref_logps=True):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.precompute_ref_logps = before

@@ -8,7 +8,7 @@ batch from the number of replicas, and computes rewards once per replica.
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import accelerate.utils
@@ -21,6 +21,7 @@ from pipeshard.distributed.collectives import share_value
 from pipeshard.distributed.progress import own_progress
 from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.plugin import PipelinePlugin
+from pipeshard.replaced import replaced
 from pipeshard.trainer.stand_ins import PipelineAccelerator
 
 logger = logging.getLogger("pipeshard")
@@ -108,13 +109,10 @@ class Rollouts:
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """TRL's inputs for a batch of prompts: newly generated or buffered completions. Call it on all ranks."""
-        stages, module = self._own_stages(), self.model  # type: ignore[attr-defined]
-        self.model = stages
-        try:
-            with self._generated_together(), gathered_from_replicas(self.accelerator, type(self)):  # type: ignore[attr-defined]
-                return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
-        finally:
-            self.model = module
+        stages = self._own_stages()  # type: ignore[attr-defined]
+        together = self._generated_together()  # type: ignore[attr-defined]
+        with replaced(self, model=stages), together, gathered_from_replicas(self.accelerator, type(self)):
+            return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """The rewards of all replicas' completions. A reward function may use random numbers or keep state, so only the
@@ -155,16 +153,9 @@ def gathered_from_replicas(accelerator: PipelineAccelerator, kind: type) -> Iter
     gather from processes.
     """
     modules = {one.__module__: sys.modules[one.__module__] for one in kind.__mro__}
-    replaced = [
-        (module, name)
-        for module in modules.values()
-        for name in GATHERS
-        if vars(module).get(name) is getattr(accelerate.utils, name)
-    ]
-    for module, name in replaced:
-        setattr(module, name, getattr(accelerator, GATHERS[name]))
-    try:
+    with ExitStack() as stack:
+        for module in modules.values():
+            for name, of_accelerator in GATHERS.items():
+                if vars(module).get(name) is getattr(accelerate.utils, name):
+                    stack.enter_context(replaced(module, **{name: getattr(accelerator, of_accelerator)}))
         yield
-    finally:
-        for module, name in replaced:
-            setattr(module, name, getattr(accelerate.utils, name))

@@ -6,8 +6,8 @@ The PipelineAccelerator therefore distributes data among replicas instead of pro
 wraps no model, scales no loss, and clips by the norm of the full model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from pipeshard.errors import UsageError, listed
 from pipeshard.hf import LAYER_CACHES
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_map_only
+from pipeshard.replaced import replaced
 
 REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among which it distributes batches
 
@@ -60,14 +61,9 @@ class PipelineAccelerator(Accelerator):
         new.scaler = None  # the pipeline itself scales the loss in fp16
         return new
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Context manager in which every replica reads all data, as a single process does."""
-        before, self.is_alone = self.is_alone, True
-        try:
-            yield
-        finally:
-            self.is_alone = before
+        return replaced(self, is_alone=True)
 
     @property
     def num_processes(self) -> int:
@@ -103,12 +99,8 @@ class PipelineAccelerator(Accelerator):
         seed = data_loader.worker_init_fn
         if isinstance(seed, partial) and "rank" in seed.keywords:  # workers of all stages need the same seed
             data_loader.worker_init_fn = partial(seed.func, *seed.args, **seed.keywords | {"rank": self.process_index})
-        given = self.dataloader_config.dispatch_batches
-        self.dataloader_config.dispatch_batches = False  # every rank reads its own batches
-        try:
+        with replaced(self.dataloader_config, dispatch_batches=False):  # every rank reads its own batches
             loader: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
-        finally:
-            self.dataloader_config.dispatch_batches = given
         setattr(loader, REPLICAS, self.num_processes)
         return loader
 
