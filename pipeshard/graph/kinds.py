@@ -9,7 +9,7 @@ call has read is equal for both calls.
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -246,9 +246,7 @@ class Kinds:
 
     def _visit_on(self, device: torch.device, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
         module = call.module
-        with disable_current_modes():
-            inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
-            state = blank_state(module, device, self.lent.get(call.unit))
+        inputs, state = self._given(device, call, taint)
         of_buffers = set[Value]()
         for name, buffer in module.named_buffers():  # that another unit has written to
             if tags := taint.of([buffer]):
@@ -262,18 +260,14 @@ class Kinds:
         def note(module: nn.Module, name: str) -> None:
             read.add((settings.modules[id(module)][1], name))
 
-        with taint.inside_call(positions) as written, unsliced(), reparametrized(module, state):
-            before = Snapshot({UNIT: module, ARGUMENTS: arguments})
-            try:
-                with (
-                    noting_reads([module for module, _ in settings.modules.values()], note) as watched,
-                    self.meter.visit(module, inputs) if self.meter else contextlib.nullcontext() as visit,
-                ):
-                    hooked = listened(module)
-                    (_, result), *heard = run_collecting(module, call.forward, arguments, hooked, silent=True)
-                left = list(changed(before, but=inputs))
-            finally:
-                before.restore()
+        with taint.inside_call(positions) as written, _called_on(module, arguments, state) as before:
+            with (
+                noting_reads([module for module, _ in settings.modules.values()], note) as watched,
+                self.meter.visit(module, inputs) if self.meter else contextlib.nullcontext() as visit,
+            ):
+                hooked = listened(module)
+                (_, result), *heard = run_collecting(module, call.forward, arguments, hooked, silent=True)
+            left = list(changed(before, but=inputs))
         contents = [(RESULT, opened(result, before.paths)), *heard, *left]
         results = [(source, *tree_flatten(content)) for source, content in contents]
         flat = [leaf for _, of_part, _ in results for leaf in of_part]
@@ -290,8 +284,8 @@ class Kinds:
             read=frozenset(read),
             parts=tuple(Part(source, tree) for source, _, tree in results),
             leaves=tuple(self._spec(leaf) for leaf in flat),
-            reached=_reached(len(flat), tensors, nodes),
-            reached_aside=_reached_aside(len(flat), tensors, taint, frozenset(of_buffers)),
+            reached=tuple(_reached(leaf, nodes) for leaf in flat),
+            reached_aside=tuple(_reached_aside(leaf, taint, of_buffers) for leaf in flat),
             shares=tuple((k, positions[storage_of(t)]) for k, t in tensors if storage_of(t) in positions),
             twins=tuple((k, n) for k, t in tensors if (n := first.setdefault(storage_of(t), k)) != k),
             written=tuple(sorted(written)),
@@ -304,21 +298,21 @@ class Kinds:
     def _plain(self, meter: Meter, device: torch.device, call: UnitCall, taint: Taint) -> Visit:
         """For a unit that recomputes its activations, the Visit of a call without recomputation."""
         module = call.module
+        inputs, state = self._given(device, call, taint)
         with disable_current_modes():
-            inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
-            state = blank_state(module, device, self.lent.get(call.unit))
-            arguments = tree_unflatten(inputs, call.tree)
-            with unsliced(), reparametrized(module, state), unrecomputed(module):
-                before = Snapshot({UNIT: module, ARGUMENTS: arguments})
-                try:
-                    args, kwargs = arguments
-                    with meter.visit(module, inputs) as visit:
-                        result = call.forward(*args, **kwargs)
-                    contents = [opened(result, before.paths), *(content for _, content in changed(before, but=inputs))]
-                finally:
-                    before.restore()
+            args, kwargs = arguments = tree_unflatten(inputs, call.tree)
+            with unrecomputed(module), _called_on(module, arguments, state) as before:
+                with meter.visit(module, inputs) as visit:
+                    result = call.forward(*args, **kwargs)
+                contents = [opened(result, before.paths), *(content for _, content in changed(before, but=inputs))]
         meter.end_plain(visit, tree_leaves(contents), state.values())
         return visit
+
+    def _given(self, device: torch.device, call: UnitCall, taint: Taint) -> tuple[list[Any], dict[str, Tensor]]:
+        """The leaves of the call's arguments for a visit on `device`, and the unit's parameters and buffers."""
+        with disable_current_modes():
+            inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
+            return inputs, blank_state(call.module, device, self.lent.get(call.unit))
 
     def _spec(self, leaf: Any) -> Any:
         """The form in which a Kind keeps a visit's leaf: a TensorSpec for a tensor, glue's device for the meta device,
@@ -361,6 +355,18 @@ def _comparable(value: Any) -> Any:
     return value.__code__ if isinstance(value, FunctionType) else type(value)
 
 
+@contextlib.contextmanager
+def _called_on(module: nn.Module, arguments: Any, state: dict[str, Tensor]) -> Iterator[Snapshot]:
+    """Context manager in which the module has the parameters and buffers in `state`. Yields a Snapshot of the module
+    and the arguments, and restores it on exit."""
+    with unsliced(), reparametrized(module, state):
+        before = Snapshot({UNIT: module, ARGUMENTS: arguments})
+        try:
+            yield before
+        finally:
+            before.restore()
+
+
 def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
     """The argument for a visit: for a tensor or a mutable mapping, a copy with its tensors on `device`, otherwise
     `leaf` itself."""
@@ -378,21 +384,15 @@ def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
     return lent
 
 
-def _reached_aside(
-    count: int, tensors: Sequence[tuple[int, Tensor]], taint: Taint, of_buffers: frozenset[Value]
-) -> tuple[frozenset[Value], ...]:
-    """For each of `count` leaves, the values other than inputs that receive a gradient from the leaf. Values in the
-    unit's buffers (`of_buffers`) are assumed to receive a gradient from every tensor."""
-    reached: list[frozenset[Value]] = [frozenset()] * count
-    for k, tensor in tensors:
-        reached[k] = taint.reached(tensor) | of_buffers
-    return tuple(reached)
+def _reached_aside(leaf: Any, taint: Taint, of_buffers: Set[Value]) -> frozenset[Value]:
+    """The values other than inputs that receive a gradient from a leaf of the result. Values in the unit's buffers
+    (`of_buffers`) are assumed to receive a gradient from every tensor."""
+    return frozenset(taint.reached(leaf) | of_buffers) if isinstance(leaf, Tensor) else frozenset()
 
 
-def _reached(count: int, tensors: Sequence[tuple[int, Tensor]], nodes: Mapping[Any, int]) -> tuple[frozenset[int], ...]:
-    """For each of `count` leaves, the inputs that receive a gradient from the leaf. `nodes` maps the grad_fn of each
-    input to the input's position."""
-    reached: list[frozenset[int]] = [frozenset()] * count
-    for k, tensor in tensors:
-        reached[k] = frozenset(nodes[node] for node in nodes_from([tensor.grad_fn], until=nodes) if node in nodes)
-    return tuple(reached)
+def _reached(leaf: Any, nodes: Mapping[Any, int]) -> frozenset[int]:
+    """The inputs that receive a gradient from a leaf of the result. `nodes` maps the grad_fn of each input to the
+    input's position."""
+    if not isinstance(leaf, Tensor):
+        return frozenset()
+    return frozenset(nodes[node] for node in nodes_from([leaf.grad_fn], until=nodes) if node in nodes)
