@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,53 +61,36 @@ def trace(
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
-    encoder_decoder = is_encoder_decoder(model)
+    tracer_of = partial(Tracer, model, criterion, device=device, lent=lent)
     cuts = paths_of(model, cuts)
     with torch.set_grad_enabled(grad):  # specs record whether a result requires grad
-        flow = _traced(model, sample, criterion, exact, encoder_decoder, cuts, device, lent)
+        flow = _traced(partial(tracer_of, cuts=cuts), sample, exact)
         while flow.decisions and (more := flow.deciders.difference(cuts)):
             cuts = [*cuts, *sorted(more)]
-            flow = _traced(model, sample, criterion, exact, encoder_decoder, cuts, device, lent)
+            flow = _traced(partial(tracer_of, cuts=cuts), sample, exact)
     return flow
 
 
-def _traced(
-    model: nn.Module,
-    sample: Batch,
-    criterion: Criterion | None,
-    exact: bool,
-    encoder_decoder: bool,
-    cuts: Sequence[str],
-    device: torch.device | None,
-    lent: Mapping[str, Mapping[str, Tensor]] | None,
-) -> Dataflow:
-    """The Dataflow, with the modules in `cuts` among its units, for batches of any size. With `exact`, or if a trace
-    for any size fails, the Dataflow is valid only for the sizes of `sample`."""
+def _traced(tracer_of: Callable[[Batch], Tracer], sample: Batch, exact: bool) -> Dataflow:
+    """The Dataflow for batches of any size. With `exact`, or if a trace for any size fails, the Dataflow is valid only
+    for the sizes of `sample`. `tracer_of` creates a Tracer for batches like its argument."""
     if not exact:
         try:
-            return _trace_any(model, sample, criterion, encoder_decoder, cuts, device, lent)
+            return _trace_any(tracer_of, sample)
         except (TraceError, BatchError) as error:  # the batch cannot be split, or the model fails on so few samples
-            logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
-    with preserving(model, criterion) as before:
-        tracer = Tracer(model, criterion, sample, cuts=cuts, device=device, lent=lent)
+            logger.debug("the model is traced with the whole batch: %s", error)
+    tracer = tracer_of(sample)
+    with preserving(tracer.model, tracer.criterion) as before:
         flow = carrying(tracer, sample, None, before, run_watched(tracer, sample, None))
-    return _pinned(replace(informed(flow), axes=Axes.of(sample, encoder_decoder)), 0)
+    return _pinned(replace(informed(flow), axes=_axes(tracer, sample)), 0)
 
 
-def _trace_any(
-    model: nn.Module,
-    sample: Batch,
-    criterion: Criterion | None,
-    encoder_decoder: bool,
-    cuts: Sequence[str],
-    device: torch.device | None,
-    lent: Mapping[str, Mapping[str, Tensor]] | None,
-) -> Dataflow:
+def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
     """The Dataflow for batches of any size, traced on two samples."""
     real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows)
-    tracer = Tracer(model, criterion, sample, cuts=cuts, device=device, lent=lent)
-    short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
-    with preserving(model, criterion) as before:
+    tracer = tracer_of(sample)
+    short = _axes(tracer, sample).shortened(sample, LENGTH)
+    with preserving(tracer.model, tracer.criterion) as before:
         try:
             flow = run_watched(tracer, short, real)
         except TraceError:
@@ -114,7 +98,11 @@ def _trace_any(
                 raise
             flow = run_watched(tracer, short := sample, real)
         flow = carrying(tracer, short, real, before, flow)
-        return informed(_generalize(tracer, flow, short, Axes.of(short, encoder_decoder), real))
+        return informed(_generalize(tracer, flow, short, _axes(tracer, short), real))
+
+
+def _axes(tracer: Tracer, batch: Batch) -> Axes:
+    return Axes.of(batch, is_encoder_decoder(tracer.model))
 
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
