@@ -119,6 +119,12 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return [decode(content) for content in contents]
 
 
+def gather_lists(values: Sequence[T], group: dist.ProcessGroup) -> list[T]:
+    """Gather the values of all ranks of `group` in one list, in the group's order. Raises MessageError as
+    `gather_objects` does."""
+    return [value for of_rank in gather_objects(list(values), group) for value in of_rank]
+
+
 def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
     """Broadcast the value of global rank `source`, and return it on every rank of `group`. Tensors are on the CPU, and
     no code is executed.

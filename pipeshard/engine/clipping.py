@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeshard.distributed.collectives import CPU, control, gather_objects, local_grad
+from pipeshard.distributed.collectives import CPU, control, gather_lists, local_grad
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.coupling import Coupling
@@ -117,7 +117,7 @@ class ModelGradients:
         modified these gradients on any rank. Call it on all ranks."""
         if self.sync.is_partial:
             self._settle()
-            if modified := [text for texts in gather_objects(self.sync.modified(), self.grid.world) for text in texts]:
+            if modified := gather_lists(self.sync.modified(), self.grid.world):
                 raise UsageError(modified[0])
             self.sync.begin()
             self.sync.finish(True)
@@ -232,7 +232,7 @@ class ModelGradients:
         if self.trained >= self.all:  # the same on every rank
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
-        if untrained := [name for names in gather_objects(untrained, self.grid.world) for name in names]:
+        if untrained := gather_lists(untrained, self.grid.world):
             raise UsageError(
                 f"max_norm={self.max_norm} clips by the norm of the full model, but there are gradients of parameters "
                 f"that no boosted optimizer contains: {listed(untrained, 3)}. Freeze these parameters "

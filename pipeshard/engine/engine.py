@@ -15,7 +15,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.agreement import compare_trained
-from pipeshard.distributed.collectives import first_seed, gather, gather_objects, share_scalar, sum_scalar, together_in
+from pipeshard.distributed.collectives import first_seed, gather, gather_lists, share_scalar, sum_scalar, together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.p2p import with_messages
 from pipeshard.distributed.progress import own_progress
@@ -298,7 +298,7 @@ class Pipeline:
     def _share_trained(self, trained: dict[str, bool], problems: Sequence[str]) -> None:
         """Exchange the parameters that each rank trains now. Raises UsageError on every rank if any rank has
         `problems`."""
-        if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
+        if wrong := gather_lists(problems, self.grid.world):
             raise UsageError(wrong[0])
         self.trained = trained
         self._tell_ghosts(compare_trained(trained, self.grid.world, self.grid.named))

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers.utils import ModelOutput
 
 from pipeshard.batch.criterion import Criterion
-from pipeshard.distributed.collectives import gather, gather_objects, share_value
+from pipeshard.distributed.collectives import gather, gather_lists, share_value
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
@@ -115,7 +115,7 @@ class PipelineAccelerator(Accelerator):
         """Gather the entries of every replica's list."""
         if self.num_processes == 1:
             return values
-        return [entry for one in gather_objects(values, self.grid.replicas) for entry in one]
+        return gather_lists(values, self.grid.replicas)
 
     def _of_replicas(self, combine: Callable[[Tensor], Tensor], tensor: Any) -> Any:
         if self.is_muted:
@@ -178,7 +178,7 @@ class PipelineAccelerator(Accelerator):
         given = {optimizer.gradients.name_of(parameter) for parameter in parameters}
         missing = [name for name in optimizer.names.values() if name not in given]
         lacking = [name for name in missing if optimizer.weights[name].parameter.grad is not None]
-        if lacking := [name for names in gather_objects(lacking, self.grid.world) for name in names]:
+        if lacking := gather_lists(lacking, self.grid.world):
             raise UsageError(
                 "accelerator.clip_grad_norm_ clips all gradients by the norm of the whole model, but the given "
                 f"parameters lack {listed(lacking, 3)}: pass model.parameters(), or set "
