@@ -20,12 +20,19 @@ from pipeshard.schedule.schedules import SCHEDULES
 # Arguments and options that several commands share.
 MODEL = click.argument("model")
 FIELDS = click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
-MICROBATCHES = click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches per step.")
+# Where an option has a second name, the second is the name of the library's argument.
+MICROBATCHES = click.option(
+    "--microbatches", "num_microbatches", required=True, type=click.IntRange(min=1), help="Microbatches per step."
+)
 MICROBATCH_SIZE = click.option(
     "--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples per microbatch."
 )
 CHUNKS = click.option(
-    "--chunks", default=1, type=click.IntRange(min=1), help="Model chunks per rank; interleaved uses at least 2."
+    "--chunks",
+    "num_model_chunks",
+    default=1,
+    type=click.IntRange(min=1),
+    help="Model chunks per rank; interleaved uses at least 2.",
 )
 WAYS_TO_CUT = (
     "auto | uniform | parameters | profile | profile:PATH | type:REGEX | speed:1.0,0.6 (one per rank) | "
@@ -74,7 +81,7 @@ def main() -> None:
 @main.command()
 @MODEL
 @FIELDS
-@click.option("--pp", required=True, type=click.IntRange(min=1), help="Number of ranks.")
+@click.option("--pp", "pp_size", required=True, type=click.IntRange(min=1), help="Number of ranks.")
 @MICROBATCHES
 @MICROBATCH_SIZE
 @click.option("--seq-len", type=click.IntRange(min=1), help="Tokens per sample. [default: the model's, at most 2048]")
@@ -88,11 +95,15 @@ def main() -> None:
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | adamw_8bit | lion_8bit | none")
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
 @click.option("--precision", help="bf16 | fp16 | fp32, as in PipelinePlugin.  [default: the weights' dtype]")
-@click.option("--dp", default=1, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
+@click.option("--dp", "dp_size", default=1, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
 @click.option("--zero", is_flag=True, help="Use zero_stage=1 across the replicas.")
 @click.option("--fsdp", is_flag=True, help="Use fsdp=True across the replicas.")
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard each stage.")
-@click.option("--ep", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard the experts.")
+@click.option(
+    "--tp", "tp_size", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard each stage."
+)
+@click.option(
+    "--ep", "ep_size", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard the experts."
+)
 @click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass.")
 @click.option("--offload", help="What to keep on the host: activations (except of 2 microbatches) | optimizer | both.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="Train only LoRA adapters of this rank.")
@@ -112,32 +123,19 @@ def main() -> None:
 def plan(
     model: str,
     fields: tuple[str, ...],
-    pp: int,
-    microbatches: int,
-    microbatch_size: int,
-    seq_len: int | None,
     schedule: str | None,
-    chunks: int,
     partition: str,
-    device_memory: str | None,
-    device_speed: str | None,
-    optimizer: str,
     dtype: str | None,
     precision: str | None,
-    dp: int,
     zero: bool,
-    fsdp: bool,
-    tp: int,
-    ep: int,
     recompute: bool,
-    offload: str | None,
     lora: int | None,
     quantize: str | None,
     slices: bool,
-    tflops: float | None,
     link: tuple[str, ...],
     draw: str | None,
     json_path: str | None,
+    **others: Any,
 ) -> None:
     """Plan MODEL as a pipeline: the stage and the memory of each rank, and the fastest schedule.
 
@@ -161,26 +159,12 @@ def plan(
     with progress("planning"):
         made = make_plan(
             built,
-            None,
-            pp,
-            num_microbatches=microbatches,
-            microbatch_size=microbatch_size,
-            seq_len=seq_len,
             schedule=schedule or ("1f1b" if slices else None),
-            num_model_chunks=chunks,
             partition=cuts_of(partition),
-            device_memory=device_memory,
-            optimizer=optimizer,
             precision=precision or precision_of(built),
-            dp_size=dp,
             zero_stage=int(zero),
-            fsdp=fsdp,
-            tp_size=tp,
-            ep_size=ep,
-            offload=offload,
-            tflops=tflops,
             link=link or None,
-            device_speed=device_speed,
+            **others,
         )
     if json_path == "-":
         click.echo(made.to_json())
@@ -231,11 +215,11 @@ def trace_run(
     model: str,
     fields: tuple[str, ...],
     pp: int,
-    microbatches: int,
+    num_microbatches: int,
     microbatch_size: int,
     seq_len: int,
     schedule: str,
-    chunks: int,
+    num_model_chunks: int,
     partition: str,
     p2p: str,
     dtype: str,
@@ -253,16 +237,20 @@ def trace_run(
         from pipeshard.config import PipelineConfig
         from pipeshard.trial import Trial
 
-        how: dict[str, Any] = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": chunks}
+        how: dict[str, Any] = {
+            "num_microbatches": num_microbatches,
+            "schedule": schedule,
+            "num_model_chunks": num_model_chunks,
+        }
         how |= {"partition": cuts_of(partition), "p2p": p2p}
         PipelineConfig(pp_size=pp, **how)  # checked before processes start
         booster = partial(make_booster, pp, **how)
-        recording = Trial(model, fields, pp, microbatches * microbatch_size, seq_len, dtype, booster).run()
+        recording = Trial(model, fields, pp, num_microbatches * microbatch_size, seq_len, dtype, booster).run()
     click.echo(recording.summary())
     if json_path is not None:
         recording.save(json_path)
     if draw is not None:
-        recording.draw(draw, title=f"{model}, {schedule}, {microbatches} microbatches")
+        recording.draw(draw, title=f"{model}, {schedule}, {num_microbatches} microbatches")
 
 
 class _OfScript(click.Command):
@@ -300,7 +288,7 @@ def verify(
     microbatches: int,
     seq_len: int,
     schedule: str,
-    chunks: int,
+    num_model_chunks: int,
     partition: str,
     dtype: str,
 ) -> None:
@@ -327,7 +315,7 @@ def verify(
                 ctx.exit(2)
             proven = prove_script(Path(what), arguments, pp)
         else:
-            how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": chunks}
+            how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": num_model_chunks}
             booster = partial(make_booster, pp or 2, partition=cuts_of(partition), **how)
             try:
                 proven = prove_model(what, arguments, seq_len, dtype, booster)
