@@ -1,9 +1,8 @@
 """Private: torch's private names that pipeshard needs.
 
 A torch release may change such a name without notice. Private functions and classes are therefore imported only here,
-under public names. Private attributes are listed in `ATTRIBUTES`, by class. `tests/test_private.py` tests the behavior
-that pipeshard relies on, and rejects any other private name in the package: an upgrade of torch breaks at most one
-file.
+under public names. `tests/test_private.py` lists the private attributes that the package uses, by class, tests the
+behavior that pipeshard relies on, and rejects any other private name in the package.
 """
 
 import sys
@@ -103,39 +102,6 @@ def _stack(mode: TorchDispatchMode | TorchFunctionMode) -> _Stack:
     return _Stack(torch._C._len_torch_function_stack, overrides._pop_mode, overrides._push_mode)
 
 
-# Private attributes that the package reads or writes, by class or module.
-ATTRIBUTES = {
-    "torch.Tensor": ("_version", "_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    "torch.UntypedStorage": ("_cdata",),
-    "torch.nn.Module": (
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_non_persistent_buffers_set",
-        "_forward_hooks",
-        "_forward_hooks_with_kwargs",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_compiled_call_impl",
-    ),
-    "torch.optim.Optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-    "torch.distributed.ProcessGroup": ("_device_types", "_get_backend"),
-    "torch.distributed.distributed_c10d": ("_world",),
-    "torch.distributed.tensor.DTensor": ("_local_tensor",),
-    "torch.ops.aten": (
-        "_local_scalar_dense",
-        "_unique2",
-        "_unsafe_view",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    ),
-    "torch._ops.OpOverload": ("_schema", "_overloadpacket"),
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_lazy_init", "_root_post_backward_final_callback"),
-    "transformers.PreTrainedModel": ("_init_weights", "_from_config", "_keys_to_ignore_on_save", "_tied_weights_keys"),
-    "transformers.AutoModel": ("_model_mapping",),
-}
-
-
 def nccl_options(timeout: timedelta) -> Any:
     """Options of an NCCL process group with this timeout and high-priority streams."""
     options = getattr(dist, "ProcessGroupNCCL").Options(is_high_priority_stream=True)  # noqa: B009
@@ -151,7 +117,6 @@ def set_wrapped(function: Any, inner: Any) -> None:
 
 
 __all__ = [
-    "ATTRIBUTES",
     "OF_COMPILER",
     "SUPPORTED_NODES",
     "BatchNorm",
