@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from pipeshard import PipelinePlugin, plan
 from pipeshard.checkpoint.lora import enable_lora
-from pipeshard.graph.living import Living
+from pipeshard.graph.meter import Living
 from pipeshard.planner.models import QUANTIZATIONS
 from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
