@@ -21,10 +21,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe,
 from pipeshard.batch.read import collate
 from pipeshard.data.order import Order
 from pipeshard.data.place import OVER, LoaderPlace, Peekable
-from pipeshard.data.sampler import SharedSampler
 from pipeshard.data.seeded import KeyedSampler, SeededSamples
-from pipeshard.data.share import Share, length_of
-from pipeshard.data.stream import SharedCollate, SharedStream
+from pipeshard.data.share import Share, SharedCollate, SharedSampler, SharedStream, length_of
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.graph.rng import Draws
 

@@ -1,10 +1,20 @@
-"""Share: the part of an order of samples that one replica reads."""
+"""Share: the part that one replica reads of an order, of a sampler's entries, or of a stream's samples."""
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from pipeshard.data.order import Order
+from pipeshard.data.place import LoaderPlace, Peekable
+from pipeshard.data.reach import generators_of
+from pipeshard.errors import ConfigurationError
+from pipeshard.graph.rng import Draws, seed_generator, seed_process
 
 logger = logging.getLogger("pipeshard")
 
@@ -63,3 +73,113 @@ class Share:
 
     def _block(self, together: int, replica: int) -> int:
         return together // self.replicas + (replica < together % self.replicas)
+
+
+class SharedSampler(Sampler[Any]):
+    """One replica's share of a sampler, without the sampler's first `skip` entries, and with methods to set the epoch
+    and the position. The sampler runs with generators that depend only on seed and epoch."""
+
+    def __init__(self, order: Order, share: Share, place: LoaderPlace) -> None:
+        self.sampler, self.order, self.share, self.place, self.skip = order.root, order, share, place, 0
+        self.batch_size: int | None = getattr(order.root, "batch_size", None)
+        self._entries: weakref.ref[Peekable] | None = None  # the newest iterator's entries
+        length_of(self)  # warns now about samples that are dropped, if the length is known
+
+    def __iter__(self) -> Iterator[Any]:
+        draws = self._draws()
+        with draws:
+            entries = iter(self.sampler)
+        peekable = Peekable(self.share.of(islice(entries, self.skip, None)), draws)
+        self._entries = weakref.ref(peekable)
+        return peekable
+
+    def __len__(self) -> int:
+        with self._draws(), self.order.unchanged():
+            return self.share.length(len(self.sampler))
+
+    def finish(self) -> None:
+        """After the last entry, run the sampler to its end, since a sampler may count its epochs there."""
+        entries = None if self._entries is None else self._entries()
+        if entries is not None:
+            entries.is_over()
+
+    def run_through(self) -> None:
+        """Iterate over the sampler once in this epoch, as the loader's iterator does."""
+        with self._draws():
+            for _ in self.sampler:
+                pass
+
+    def _draws(self) -> Draws:
+        return Draws(self.place.seed, self.place.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.place.set_epoch(epoch)
+        self.order.set_epoch(epoch, force=True)
+
+    def set_start_index(self, start_index: int) -> None:
+        """Start after the first `start_index` samples of this replica (batches, if the sampler yields batches)."""
+        batches, remainder = divmod(start_index, self.share.size)
+        if remainder or batches < 0:
+            raise ConfigurationError(
+                f"start_index={start_index} is not at the start of a batch of {self.share.size} samples: pass a "
+                "non-negative multiple of the batch size"
+            )
+        self.place.move(self.place.next_epoch, batches)
+
+
+class SharedCollate:
+    """A collator for a stream's samples. Unlike the stream's random numbers, those of the collator depend on the
+    replica. They do not change the stream's generators, so the stream has the same order with any number of
+    replicas."""
+
+    def __init__(self, collate_fn: Any, replica: int) -> None:
+        self.collate_fn, self.replica = collate_fn, replica
+
+    def begin(self, *key: int) -> None:
+        """Start the random numbers of an epoch of the stream in this process."""
+        self.key, self.batches = key, 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.batches += 1
+        with Draws(*self.key, self.batches, self.replica):
+            return self.collate_fn(samples)
+
+
+class SharedStream(IterableDataset[Any]):
+    """One replica's share of a stream. Each worker reads its own copy of the stream. Other attributes are delegated to
+    the stream.
+
+    Every replica reads the whole stream, so the stream's random numbers depend on seed, epoch and worker, not on the
+    replica. `moment` (seed, epoch, the stream's epoch) is in shared memory, since persistent workers receive no new
+    epoch.
+    """
+
+    stream: IterableDataset[Any]
+    share: Share
+    collate: SharedCollate
+    moment: torch.Tensor
+
+    def __init__(
+        self, stream: IterableDataset[Any], share: Share, collate: SharedCollate, moment: torch.Tensor
+    ) -> None:
+        self.__dict__.update(stream=stream, share=share, collate=collate, moment=moment)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        seed, epoch, told = self.moment.tolist()
+        key = (seed, epoch, 0 if info is None else info.id)
+        if info is not None and hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(told)
+        seed_process(*key)
+        self.collate.begin(*key)
+        for number, generator in enumerate(generators_of(self.stream, self.collate.collate_fn)):
+            seed_generator(generator, *key, number)
+        yield from self.share.of(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "stream" not in self.__dict__:  # during unpickling
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.stream, name, value)  # a worker_init_fn may configure each copy
