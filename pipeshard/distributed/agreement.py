@@ -109,6 +109,11 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"{name} of shape {tuple(t.shape)} and {t.dtype}": t for name, t in every.items() if isinstance(t, Tensor)}
 
 
+def hash_of(content: str) -> int:
+    """A 56-bit hash of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "little")
+
+
 @torch.no_grad()
 def _digest(tensor: Tensor) -> str | None:
     """A digest of up to four elements along each dimension, or None for a tensor that is on meta or not strided."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import RowDims
 from pipeshard.batch.tree import flatten, text
+from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather_objects, meet
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.mixed_precision import Precision
@@ -153,11 +154,6 @@ def _joined(digests: Sequence[int]) -> int:
     if len(digests) == 1:
         return digests[0]
     return hash_of(repr(digests))
-
-
-def hash_of(content: str) -> int:
-    """A 56-bit hash of a text."""
-    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "little")
 
 
 class Reader:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather_objects, local
 from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import UsageError
@@ -235,8 +236,7 @@ class Updates:
 
     def _digest_of(self, options: tuple[Any, ...]) -> int:
         if options != self._digest[0]:
-            digest = hashlib.blake2b(repr(options).encode(), digest_size=8).digest()
-            self._digest = options, int.from_bytes(digest, "little")
+            self._digest = options, hash_of(repr(options))
         return self._digest[1]
 
     def in_use(self) -> dict[int, Grouped]:

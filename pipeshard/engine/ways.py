@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import CPU, gather_objects
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Call, Dataflow, Wanted
@@ -70,8 +71,7 @@ def constants(call: Call) -> list[tuple[int, Any]]:
 
 def number_of(of_flow: str, deltas: tuple[int, ...]) -> int:
     """A number computed from the fingerprint of a Dataflow and the sizes, the same on all ranks with equal ways."""
-    content = f"{of_flow} {deltas}".encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") % 2**NUMBER_BITS
+    return hash_of(f"{of_flow} {deltas}")
 
 
 def joined(numbers: Sequence[int]) -> int:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather, gather_objects, share_tensor, together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
-from pipeshard.engine.reader import digest_tensors, hash_of
+from pipeshard.engine.reader import digest_tensors
 from pipeshard.errors import BatchError, ConfigurationError, of_all
 from pipeshard.generate.forward import Forward
 from pipeshard.hf import COMPILED_CALL, disable_caches, enable_caches, is_cache, stops_by_clock
