@@ -9,7 +9,7 @@ which messages share a communicator.
 import inspect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.groups import carrier, raising_errors
+from pipeshard.distributed.progress import own_progress
 from pipeshard.errors import ConfigurationError
 from pipeshard.private import nccl_options
 from pipeshard.schedule.passes import add_communication
@@ -144,6 +145,12 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 P2PS: dict[str, type[P2P]] = {"broadcast": BroadcastP2P, "isend": ISendP2P}
+
+
+def wait_for(works: Iterable[dist.Work], p2p: P2P, other: int) -> None:
+    """Wait for messages from or to pipeline rank `other`."""
+    for work in works:
+        own_progress().wait(work, (p2p.ranks[other],))
 
 
 def check_p2p(kind: object) -> type[P2P]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipeshard.distributed.collectives import as_bytes
-from pipeshard.distributed.p2p import P2P
+from pipeshard.distributed.p2p import P2P, wait_for
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.timeline import Timeline
@@ -94,10 +94,10 @@ class Interpreter:
         if message not in self._incoming:
             return self._outgoing.pop(Action(action.kind, action.microbatch, message.partner.stage), [])
         tensors, works = self._incoming.pop(message)
-        source = self.placement[message.partner.stage]
-        for work in works:
-            self._wait(work, source)
-        if works and self.p2p is not None:
+        if works:
+            assert self.p2p is not None
+            source = self.placement[message.partner.stage]
+            wait_for(works, self.p2p, source)
             self.timeline.received(source, (self.p2p.ranks[source],))
         return tensors
 
@@ -124,10 +124,6 @@ class Interpreter:
             self._release()
 
     def _release(self) -> None:
-        works, _, destination = self._sends.popleft()
-        for work in works:
-            self._wait(work, destination)
-
-    def _wait(self, work: dist.Work, other: int) -> None:
         assert self.p2p is not None
-        own_progress().wait(work, (self.p2p.ranks[other],))
+        works, _, destination = self._sends.popleft()
+        wait_for(works, self.p2p, destination)

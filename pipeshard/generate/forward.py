@@ -6,7 +6,7 @@ in a header.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.tree import field_of
 from pipeshard.distributed.collectives import as_bytes, broadcast_bytes, gather
 from pipeshard.distributed.groups import ranks_of
+from pipeshard.distributed.p2p import P2P, wait_for
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.reader import digest_tensors
@@ -256,41 +257,38 @@ class Forward:
             parts.join()
         return joined(outputs, sizes, whole) if outputs else None
 
+    @property
+    def _p2p(self) -> P2P:
+        p2p = self.pipeline.interpreter.p2p
+        assert p2p is not None
+        return p2p
+
     def _send(self, tensors: Sequence[Tensor], destination: int) -> None:
         sizes = torch.zeros(len(tensors), MOST_DIMS, dtype=torch.int64)
         for row, tensor in zip(sizes, tensors, strict=True):
             row[: tensor.ndim] = torch.tensor(tensor.shape)
-        p2p = self.pipeline.interpreter.p2p
-        assert p2p is not None
         for tensor in (sizes.to(self.pipeline.device), *tensors) if tensors else ():
             if tensor.numel():
                 content = as_bytes(tensor.contiguous())
-                self._sends.append((p2p.send(content, destination), content, destination))
+                self._sends.append((self._p2p.send(content, destination), content, destination))
 
     def _finish_sending(self) -> None:
         for work, _, destination in self._sends:
-            self._wait([work], destination)
+            wait_for([work], self._p2p, destination)
         self._sends.clear()
 
     def _receive(self, route: Route, source: int) -> dict[Value, Tensor]:
-        p2p, device = self.pipeline.interpreter.p2p, self.pipeline.device
-        assert p2p is not None
+        p2p, device = self._p2p, self.pipeline.device
         values = route.enters.values
         if not values:
             return {}
         sizes = torch.empty(len(values), MOST_DIMS, dtype=torch.int64, device=device)
-        self._wait([p2p.receive(as_bytes(sizes), source)], source)
+        wait_for([p2p.receive(as_bytes(sizes), source)], p2p, source)
         specs = [route.flow.spec(value) for value in values]
         shapes = [row[: len(spec.shape)] for row, spec in zip(sizes.tolist(), specs, strict=True)]
         tensors = [torch.empty(shape, dtype=spec.dtype, device=device) for shape, spec in zip(shapes, specs)]
-        self._wait([p2p.receive(as_bytes(tensor), source) for tensor in tensors if tensor.numel()], source)
+        wait_for([p2p.receive(as_bytes(tensor), source) for tensor in tensors if tensor.numel()], p2p, source)
         return dict(zip(values, tensors, strict=True))
-
-    def _wait(self, works: Iterable[Any], other: int) -> None:
-        p2p = self.pipeline.interpreter.p2p
-        assert p2p is not None
-        for work in works:
-            own_progress().wait(work, (p2p.ranks[other],))
 
     def _share(self, output: Any, entry: Batch, caches: Sequence[Entries], read: str) -> Any:
         """Create ghosts of the cache entries that other ranks have changed, and return the output of the last stage on
