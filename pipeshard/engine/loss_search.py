@@ -54,11 +54,6 @@ LOSS_REMEDY = (
 )
 
 
-def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> LossRule:
-    """The rule for a batch that is split into two microbatches; see `prove_loss_rule`."""
-    return prove_loss_rule(model, flow, batch, criterion, Sizes.of(batch, 2)).rule
-
-
 def prove_loss_rule(
     model: nn.Module,
     flow: Dataflow,

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.engine.loss import LossRule
-from pipeshard.engine.loss_search import find_loss_rule
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.trace import trace
 from tests import zoo
+from tests.rules import find_loss_rule
 
 Criterion = Callable[..., Tensor]
 

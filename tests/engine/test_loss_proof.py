@@ -16,7 +16,6 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import key_of
 from pipeshard.batch.read import read_batch
 from pipeshard.engine.loss import LossRule
-from pipeshard.engine.loss_search import find_loss_rule
 from pipeshard.engine.refusals import refuse_criterion
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph import preserve
@@ -25,6 +24,7 @@ from tests.parity.build import batch as make_batch
 from tests.parity.build import build
 from tests.parity.entries import find
 from tests.pool import Pool
+from tests.rules import find_loss_rule
 from tests.unsplit import Split, gradient_error
 
 pytestmark = pytest.mark.local
