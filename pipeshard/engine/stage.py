@@ -310,9 +310,6 @@ class Stage:
         route = self.microbatches[i].route
         flow, missing = route.flow, []
         self._flows[id(flow)] = flow  # keeps its id valid
-        if all(tensor.grad is not None for tensor in entered):  # the usual case
-            self.reached.update(route.reached)
-            return
         for value, tensor in zip(route.enters.gradients, entered, strict=True):
             place = id(flow), value
             if tensor.grad is not None:

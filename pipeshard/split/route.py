@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -284,12 +283,6 @@ class Route:
             zeros=any(isinstance(x, Blank) and x.is_zero for step in steps if not step.held for x in step.leaves),
             whole=is_last and outputs is True,
         )
-
-    @cached_property
-    def reached(self) -> dict[tuple[int, Value], bool]:
-        """A dict with the key (id of the flow, value) for each value whose gradient this stage sends back. All entries
-        are True: the stage computes these gradients."""
-        return {(id(self.flow), value): True for value in self.enters.gradients}
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
         """For each leaf of each unit call, a tensor's shape or a number computed from the batch's sizes, or None for
