@@ -3,9 +3,9 @@
 `python -m benchmarks.auto [--ranks 4 8 16] [--models NAME ...]` builds each model on meta, counts its costs, and
 simulates a step of 2p microbatches with one sample each (2,048 tokens, some of them from an image; 512 for T5). The
 memory limit of each rank is the highest peak of a rank with 1F1B, AdamW and bf16. `least` is a lower bound of the idle
-time for any cut: the most expensive unit call cannot be divided, and its rank runs it in each microbatch. `less` is the
-reduction of idle time relative to the best known schedule that fits. `of it` is the relative reduction of the idle time
-above `least`.
+time for any cut: the most expensive unit call (or child of a layer) cannot be divided, and its rank runs it in each
+microbatch. `less` is the reduction of idle time relative to the best known schedule that fits. `of it` is the relative
+reduction of the idle time above `least`.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from torch import nn
 
 from pipeshard.planner.candidate import Subject
 from pipeshard.planner.devices import Devices
+from pipeshard.planner.inside import inside
 from pipeshard.planner.memory import Training
 from pipeshard.planner.models import build
 from pipeshard.planner.planner import automatic, first_microbatch, study
@@ -106,7 +107,9 @@ def with_image(model: nn.Module, length: int) -> dict[str, torch.Tensor]:
 
 
 def compared(name: str, subject: Subject, p: int) -> Row:
-    m, total, most = 2 * p, sum(map(sum, subject.costs)), max(map(sum, subject.costs))
+    places = inside(subject)
+    m, total = 2 * p, sum(map(sum, subject.costs))
+    most = max(map(sum, (places.subject if places else subject).costs))
 
     def idle(time: float) -> float:
         return 1 - m * total / p / time

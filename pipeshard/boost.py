@@ -127,18 +127,19 @@ def _searched(
     training = Training(
         "adamw", precision, grid.dp_size, config.zero_stage, config.fsdp, config.tp_size, config.ep_size, config.offload
     )
-    partition, _, criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
+    partition, recompute, criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
     microbatch = sample.split(*config.cut)[0]
     plans = None, config.tp_plan, config.ep_plan
     subject = study(model, microbatch, criterion, config.policy, partition, training, *plans)
     costs = gather_objects([tuple(cost) for cost in subject.costs], grid.world)[0]  # rank 0's: measured costs differ
-    subject = replace(subject, costs=[Cost(*cost) for cost in costs])
+    again = None if any(recompute.ratios) or recompute.interval else subject.again
+    subject = replace(subject, costs=[Cost(*cost) for cost in costs], again=again)
     candidate, schedule, _ = automatic(subject.on(Devices.parse(p, config.memory_limit)), p, of_batch * num_batches)
     return replace(
         config,
         schedule=schedule,
         num_model_chunks=candidate.num_model_chunks,
-        partition=candidate.counts,
+        partition=candidate.cuts,
         memory_limit=None,
     )
 

@@ -60,7 +60,7 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
         lead = f"{min(found, key=lambda one: one.time).n} slices take the least time. Without slices, "
     yield Text(f"\n{lead}{plan.reason}", style="bold", justify="left", overflow="fold")
     if devices.are_unequal:
-        yield Text(f"Pass partition={plan.counts} to PipelinePlugin.")
+        yield Text(f"Pass partition={plan.cuts} to PipelinePlugin.")
 
 
 def _memory(plan: Plan) -> Table:

@@ -3,26 +3,28 @@
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache, partial
 from operator import itemgetter, truediv
 
-from pipeshard.errors import PartitionError
-from pipeshard.graph.taint import Value
+from pipeshard.errors import PartitionError, PipeshardError
 from pipeshard.planner.candidate import Candidate, Subject
-from pipeshard.planner.memory import Part, tensor_bytes
-from pipeshard.schedule.search import Rule, Searched, Work, changed, climb, estimate, rules, scheduled
+from pipeshard.planner.inside import Inside, inside, opened, sent
+from pipeshard.planner.memory import Part
+from pipeshard.schedule.search import Rule, Searched, Work, anneal, changed, climb, estimate, rules, scheduled
 from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, check_streams
 from pipeshard.split.balance import balance
-from pipeshard.split.boundary import forbidden_cuts, live_values
+from pipeshard.split.boundary import forbidden_cuts
 
 CHUNKS = 2, 3, 4  # stages per rank, assigned to the ranks in a loop; two may also form a V
 TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # values of `tightness` for `estimate`
 ESTIMATES = 1500  # changes of cuts tried per tightness
 RETRIES = 10  # attempts to find a legal change of cuts
 PLACEMENTS = 5, 2  # number of placements searched in the first and the second round
+REFINED, SEEDS = 2, (0, 1)  # solutions that are refined inside layers, and the random numbers for each
+SLACK = 0.005  # fraction by which a step may become slower while a solution is refined
 ACTIONS, TRIES = 1_500_000, 3000  # limits: actions scheduled per round, and changes tried per placement
 IDLE = Part(0, has_gradients=True, is_running=False)
 Edges = tuple[int, ...]  # the first call of each stage, then the number of all calls
@@ -33,13 +35,15 @@ Found = tuple[float, Choice, "Cutter"]  # time, choice, and the cutter of the ch
 class Cutter:
     """Searches for the cuts of a model and the rule that schedules m microbatches, for one placement of stages."""
 
-    def __init__(self, subject: Subject, m: int, placement: tuple[int, ...]) -> None:
+    def __init__(
+        self, subject: Subject, m: int, placement: tuple[int, ...], places: Inside | None = None, seed: int = 0
+    ) -> None:
         self.subject, self.m, self.placement = subject, m, placement
-        self.sums = [[0.0, *itertools.accumulate(costs)] for costs in zip(*subject.costs, strict=True)]
-        self.starts = [k for k in range(len(subject.costs)) if k == 0 or k not in forbidden_cuts(subject.flow)]
-        self.starts.append(len(subject.costs))
+        possible = sorted(places.names) if places else range(1, len(subject.costs))
+        forbidden, self.places = forbidden_cuts(subject.flow), places
+        self.starts = [0, *(k for k in possible if k not in forbidden), len(subject.costs)]
         self.part, self.work = cache(self._part), lru_cache(self._work)
-        self.draws = random.Random(0)
+        self.draws = random.Random(seed)
 
     def initial(self) -> Edges:
         """The cuts of the named schedules. These cuts balance the costs of the stages."""
@@ -70,7 +74,7 @@ class Cutter:
         temporary, kept = footprint.temporary(start, end), footprint.activations(start, end)
         always = footprint.total(start, end, IDLE)
         update = footprint.total(start, end, None) - always
-        costs = (sums[end] - sums[start] for sums in self.sums)
+        costs = (sums[end] - sums[start] for sums in self.subject.sums)
         return *costs, always, update, 0 if self.subject.training.offloads("activations") else kept, temporary
 
     def _work(self, edges: Edges) -> Work:
@@ -93,16 +97,17 @@ class Cutter:
         return Work(placement, forward, backward, weight, sizes, tuple(room), latency, returned)
 
     @cached_property
-    def sent(self) -> list[tuple[int, int]]:
+    def sent(self) -> Sequence[tuple[int, int]]:
         """For a cut before each call: the bytes that cross the cut, and the bytes of the gradients that are sent back.
         Without links, both numbers are 0."""
-        flow, last = self.subject.flow, len(self.subject.costs)
-        live = live_values(flow, range(last), last, flow.needed()) if self.subject.devices.links else [set()] * last
+        if not self.subject.devices.links:
+            return [(0, 0)] * len(self.subject.costs)
+        return self.places.sent if self.places else sent(self.subject)
 
-        def size(values: Iterable[Value]) -> int:
-            return sum(tensor_bytes(flow.spec(value)) for value in values)
-
-        return [(size(each), size(each & flow.receiving)) for each in live]
+    def names(self, edges: Edges) -> list[str]:
+        """The modules that these cuts follow. Requires places inside layers."""
+        assert self.places is not None
+        return [self.places.names[edge] for edge in edges[1:-1]]
 
     def cuts(self) -> set[Edges]:
         """The cuts to start from: the initial cuts, and the cuts with the lowest estimate for each tightness. Cuts for
@@ -121,11 +126,11 @@ class Cutter:
                     best, found = time, [(time, (edges, rule), self)]
         return found
 
-    def search(self, start: Choice, time: float, actions: int) -> Found:
+    def search(self, start: Choice, time: float, actions: int, slack: float = 0.0) -> Found:
         """Search from `start`, whose step takes `time`, by scheduling at most `actions` actions. Return the best choice
-        found."""
+        found. Meanwhile, a step may become slower by the fraction `slack`."""
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
-        return *climb(start, time, self.time, self.change, tries), self
+        return *anneal(start, time, self.time, self.change, tries, slack), self
 
     def estimate(self, tightness: float, edges: Edges, _: object = None) -> tuple[float, float]:
         return estimate(self.work(edges), self.m, tightness)
@@ -160,11 +165,49 @@ def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | Non
     for count in PLACEMENTS:
         found.sort(key=itemgetter(0))
         found[:count] = [cutter.search(choice, time, ACTIONS // count) for time, choice, cutter in found[:count]]
+    found.sort(key=itemgetter(0))
+    cut = (
+        (replace(subject, partition=[end - start for start, end in itertools.pairwise(edges)]), rule, cutter.placement)
+        for _, (edges, rule), cutter in found
+    )
+    whole = next((made for each in cut if (made := _made(*each, m))), None)
+    within = _made_inside(subject, refined(subject, found[:REFINED]), m)
+    best = min((each for each in (whole, within) if each), key=lambda each: each[0].estimate(1.0).time, default=None)
+    if best is not None:
+        check_streams(add_ordered_communication(best[0].program), Lanes(), WORST)
+    return best
+
+
+def refined(subject: Subject, found: Sequence[Found]) -> Iterator[Found]:
+    """Move the cuts of solutions with whole layers into layers. Yields the solutions that become faster."""
+    places = inside(subject) if found else None
+    for (time, (edges, rule), cutter), seed in itertools.product(found if places else (), SEEDS):
+        assert places is not None
+        start = tuple(places.edges[edge] for edge in edges)
+        if not {*start[1:-1]} <= places.names.keys():  # the unit before a cut is called again after the cut
+            continue
+        fine = Cutter(places.subject, cutter.m, cutter.placement, places, seed)
+        faster = fine.search((start, rule), time, ACTIONS // len(found), SLACK)
+        if faster[0] < time and places.inner & {*faster[1][0]}:
+            yield faster
+
+
+def _made_inside(subject: Subject, found: Iterable[Found], m: int) -> tuple[Candidate, Searched] | None:
+    """The candidate and the schedule of the fastest solution with cuts inside layers that fits, or None. Only layers
+    that contain a cut are divided."""
     for _, (edges, rule), cutter in sorted(found, key=itemgetter(0)):
-        schedule = Searched(cutter.work(edges), rule, m)
-        counts = [end - start for start, end in itertools.pairwise(edges)]
-        candidate = Candidate(replace(subject, partition=counts), schedule(p, m), len(cutter.placement) // p)
-        if candidate.fits:
-            check_streams(add_ordered_communication(candidate.program), Lanes(), WORST)
-            return candidate, schedule
+        with suppress(PipeshardError):  # with fewer divided layers, the model cannot be cut here
+            if made := _made(opened(subject, cutter.names(edges)), rule, cutter.placement, m):
+                return made
     return None
+
+
+def _made(subject: Subject, rule: Rule, placement: tuple[int, ...], m: int) -> tuple[Candidate, Searched] | None:
+    """The candidate and the schedule for the partition of `subject` and this rule, or None if they do not fit."""
+    p, stages = max(placement) + 1, subject.cut(subject.partition, placement).stages
+    work = Cutter(subject, m, placement).work((*map(stages.index, range(len(placement))), len(stages)))
+    if math.isinf(scheduled(work, m, rule)[0]):
+        return None
+    schedule = Searched(work, rule, m)
+    candidate = Candidate(subject, schedule(p, m), len(placement) // p)
+    return (candidate, schedule) if candidate.fits else None

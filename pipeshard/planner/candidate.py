@@ -32,7 +32,7 @@ from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
 from pipeshard.split.balance import balance
 from pipeshard.split.boundary import Boundary, boundaries, forbidden_cuts
-from pipeshard.split.partition import Cost, Cuts, cost_of, is_profile
+from pipeshard.split.partition import Cost, Cuts, cost_of, is_profile, named_modules_of
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import held_parameters
 
@@ -212,7 +212,9 @@ class Subject:
     """The model of a plan, with the cost of each unit call and the memory of each run of calls.
 
     `forms` are the forms of the parameters under `training`. `in_seconds` is whether the costs are in seconds, and
-    `recomputed` whether any unit recomputes its activations. `devices` are the devices of the pipeline's ranks.
+    `recomputed` whether any unit recomputes its activations. `devices` are the devices of the pipeline's ranks. `again`
+    studies the model with a partition by names, which may be inside layers; it is None if only whole layers are units.
+    `known_sums` are the `sums`, if they are known without rounding errors.
     """
 
     model: nn.Module
@@ -226,12 +228,19 @@ class Subject:
     forms: Forms
     in_seconds: bool = False
     recomputed: bool = False
+    again: Callable[[Cuts], "Subject"] | None = None
+    known_sums: Sequence[Sequence[float]] = ()
     policies: dict[tuple[str, tuple[int, ...]], Policy] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by name. A tied parameter is listed once, by its first name."""
         return dict(self.model.named_parameters())
+
+    @cached_property
+    def sums(self) -> Sequence[Sequence[float]]:
+        """For F, B and W: the sums of the costs before each call, and of all costs."""
+        return self.known_sums or [[0.0, *itertools.accumulate(kind)] for kind in zip(*self.costs, strict=True)]
 
     def takes(self, parameters: Sequence[nn.Parameter]) -> Memory:
         """The memory of these parameters, with their gradients, optimizer states and fp32 master weights."""
@@ -305,6 +314,12 @@ class Candidate:
     def working(self, stage: int, part: Part) -> Memory:
         """The memory of a stage during `part` in addition to its permanent memory."""
         return self.subject.footprint.working(*self.runs[stage], part)
+
+    @property
+    def cuts(self) -> Cuts:
+        """The partition to pass to the plugin: the modules to cut after if a cut is inside a layer, otherwise the
+        number of calls of each stage."""
+        return self.subject.partition if named_modules_of(self.subject.partition) else self.counts
 
     @property
     def fits(self) -> bool | None:

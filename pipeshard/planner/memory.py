@@ -300,7 +300,9 @@ class Footprint:
         for call, keys in enumerate(kept):
             for key in keys:
                 self._where[key].append(call)
-        self._entering = [  # for a cut before each call, the values that cross it and receive gradients
+        self._entering: list[
+            Mapping[Hashable, int]
+        ] = [  # for a cut before each call, the values that cross it and receive gradients
             {meter.same.get(value, value): tensor_bytes(flow.spec(value)) for value in values & flow.receiving}
             for values in live_values(flow, range(self.last), self.last + 1, flow.needed())
         ]
@@ -311,6 +313,12 @@ class Footprint:
             is_trained * a - b for is_trained, a, b in zip([*trained, trained[-1]], whole, left, strict=True)
         ]
         self._temporary = [w.temporary + a - b for w, a, b in zip(works[0], whole, left, strict=True)]
+
+    def entered(self, entering: Sequence[Mapping[Hashable, int]]) -> "Footprint":
+        """The footprint of the same calls if these values, with their sizes, enter at each call."""
+        other = copy.copy(self)
+        other._entering = list(entering)
+        return other
 
     def trained(self, training: Training) -> "Footprint":
         """The footprint of the same calls with other settings of training."""

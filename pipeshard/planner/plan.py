@@ -15,6 +15,7 @@ from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.search import Searched
 from pipeshard.schedule.simulate import Simulation, simulate_parts
 from pipeshard.split.boundary import Boundary
+from pipeshard.split.partition import Cuts
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,10 @@ class Plan:
     Sizes are in bytes. Times are in `unit`: "seconds" if units were measured or `tflops` was given; otherwise
     "relative", where 1 is the total time of one microbatch divided by p (or by the sum of the ranks' speeds), so a step
     without idle time takes `num_microbatches`. `stages` are the stages of `schedule`, which is the `recommended`
-    schedule (for the `reason` given) unless another schedule was requested. `counts` can be passed to the plugin as
-    `partition`. `training` has the other settings that determine the memory. `devices` are the ranks' devices and their
-    links. `searched` is the schedule if a search has found it, otherwise None.
+    schedule (for the `reason` given) unless another schedule was requested. `cuts` can be passed to the plugin as
+    `partition`: the number of unit calls of each stage or, if a cut is inside a layer, the modules to cut after.
+    `training` has the other settings that determine the memory. `devices` are the ranks' devices and their links.
+    `searched` is the schedule if a search has found it, otherwise None.
     """
 
     model: str
@@ -174,6 +176,7 @@ class Plan:
     schedules: tuple[Estimate, ...]
     recommended: str
     reason: str
+    cuts: Cuts
     searched: Searched | None = None
 
     @property

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +31,8 @@ from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.schedules import SCHEDULES, num_chunks
 from pipeshard.schedule.search import Searched
 from pipeshard.split.packed import packed_layers
-from pipeshard.split.partition import Cost, Cuts, is_profile, named_modules_of, speeds_of
-from pipeshard.split.policy import Policy, find_policy
+from pipeshard.split.partition import Cost, Cuts, by_cost, is_profile, named_modules_of, speeds_of
+from pipeshard.split.policy import Policy, find_policy, is_plain
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from pipeshard.split.ties import tie_on_meta
 
@@ -207,6 +208,7 @@ def plan(
         schedules=tuple(estimates),
         recommended=best.name,
         reason=reason,
+        cuts=shown.cuts,
         searched=found if isinstance(found, Searched) else None,
     )
 
@@ -279,6 +281,9 @@ def study(
         styles = plan_of(model, training.tp_size, tp_plan, policy.tp_plan, training.ep_size, ep_plan)
         sliced = sliced_sizes(model, {call.unit for call in flow.calls}, training.slices, styles)
     forms = Forms(lowered, sliced, {layer.get_parameter("weight"): layer for _, layer in packed_layers(model)})
+    again = partial(study, model, microbatch, criterion, policy, training=training, profile=None)
+    is_sharded = training.slices > 1 or training.fsdp
+    is_whole = is_sharded or not by_cost(partition) or not is_plain(policy) or hasattr(model, "pipeline_hints")
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
     return Subject(
         model=model,
@@ -292,6 +297,7 @@ def study(
         forms=forms,
         in_seconds=measured is not None,
         recomputed=any(map(recomputes, units)),
+        again=None if is_whole else again,
     )
 
 

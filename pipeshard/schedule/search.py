@@ -141,6 +141,22 @@ def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T
     return best, start
 
 
+def anneal(
+    start: T, best: float, value: Callable[[T, float], float], change: Callable[[T], T], tries: int, slack: float
+) -> tuple[float, T]:
+    """Minimize a value like `climb`, but also keep changes that exceed the lowest value so far by a fraction. This
+    fraction falls from `slack` to 0. Returns the lowest value and its argument."""
+    now = start
+    for k in range(tries):
+        changed = change(now)
+        most = best * (1 + slack * (1 - k / tries))
+        if (found := value(changed, most)) <= most:
+            now = changed
+            if found <= best:
+                best, start = found, changed
+    return best, start
+
+
 def scheduled(
     work: Work, m: int, rule: Rule, most: float = math.inf
 ) -> tuple[float, list[list[tuple[Kind, int, int]]]]:

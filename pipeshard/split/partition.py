@@ -69,6 +69,11 @@ def is_profile(partition: Cuts) -> TypeGuard[str]:
     return isinstance(partition, str) and partition.partition(":")[0] == "profile"
 
 
+def by_cost(partition: Cuts) -> bool:
+    """Whether a partition balances the estimated or measured costs of unit calls."""
+    return partition == "auto" or is_profile(partition)
+
+
 def speeds_of(partition: Cuts, ranks: int | None = None) -> list[float] | None:
     """The relative speed of each rank in "speed:1.0,0.6", or None for other partitions.
 

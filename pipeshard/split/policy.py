@@ -291,6 +291,12 @@ def refuse_backward_hooks(
             )
 
 
+def is_plain(policy: type[Policy]) -> bool:
+    """Whether a policy overrides no method of Policy, so that it may have at most a tensor-parallel plan."""
+    own = policy.__mro__[: policy.__mro__.index(Policy)]
+    return not any(hasattr(Policy, name) and callable(value) for each in own for name, value in vars(each).items())
+
+
 SHIPPED = "pipeshard.policies"  # the package with the tensor-parallel plans
 ENTRY_POINTS = "pipeshard.policies"  # the group; an entry point's name is a model type, its value a Policy
 _REGISTRY: dict[str | type[nn.Module], type[Policy]] = {}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import pipeshard
 from pipeshard.config import PipelineConfig
@@ -20,10 +24,13 @@ from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError
 from pipeshard.planner import auto
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.devices import Devices
+from pipeshard.planner.inside import inside
 from pipeshard.planner.memory import Training
 from pipeshard.planner.planner import attempt, automatic, first_microbatch, schedules, study
 from pipeshard.schedule.given import check
 from pipeshard.schedule.search import Searched
+from pipeshard.split.partition import named_modules_of
+from pipeshard.split.policy import Policy
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
@@ -86,7 +93,8 @@ def test_a_plan_shows_draws_and_writes_it(tmp_path: Path) -> None:
         plan = pipeshard.plan(model, batch, 3, num_microbatches=6, schedule="auto")
     assert plan.schedule == "auto" and plan.searched is not None
     assert plan.simulate().makespan == pytest.approx(plan.estimate.time)
-    assert [stage.alive for stage in plan.stages] and sum(plan.counts) == 9
+    assert [stage.alive for stage in plan.stages] and sum(plan.counts) >= 9
+    assert plan.cuts == plan.counts or len(plan.cuts) == len(plan.stages) - 1
     plan.draw(tmp_path / "step.svg")
     assert '"auto"' in plan.to_json()
 
@@ -143,3 +151,85 @@ def test_a_searched_program_trains_exactly(pool: Pool, name: str, p: int) -> Non
 @pytest.mark.local
 def test_weight_gradients_that_are_left_out_are_seen(pool: Pool) -> None:
     assert any(found for found, _ in pool.run(trained, 2, "llama", True))
+
+
+INSIDE = [("llama", 3, 2), ("llama", 2, 3), ("t5", 2, 3), ("gpt2", 2, 2), ("gpt2", 2, 3)]
+
+
+def few_layers(name: str, layers: int) -> Subject:
+    """A model of few layers, so that stages with whole layers are uneven."""
+    model = zoo.build(name, layers=layers)
+    microbatch, _ = first_microbatch(model, zoo.batch(name), M, None, None)
+    return study(model, microbatch, None, None, "auto", Training(), None)
+
+
+def cut_inside(name: str, layers: int, folder: str) -> tuple[list[str], Any]:
+    """What differs from the unsplit model, and the partition; the model is also saved, and loaded again."""
+    model, data = zoo.build(name, layers=layers), zoo.batch(name)
+    unsplit = Unsplit(copy.deepcopy(model))
+    with short(100):
+        split = Split(model, dist.get_world_size(), data, num_microbatches=M, schedule="auto")
+        found = differences(split, unsplit, data, num_microbatches=M)
+    split.booster.save_model(split.model, f"{folder}.safetensors")
+    split.booster.load_model(split.model, f"{folder}.safetensors")
+    split.optimizer.zero_grad()
+    unsplit.model.zero_grad()
+    with short(100):
+        found += differences(split, unsplit, data, num_microbatches=M)
+    split.evaluate(data)
+    return found, split.model.pipeline.config.partition
+
+
+@pytest.mark.turns
+@pytest.mark.local
+@pytest.mark.parametrize(("name", "layers", "p"), INSIDE)
+def test_cuts_inside_layers_train_exactly(pool: Pool, tmp_path: Path, name: str, layers: int, p: int) -> None:
+    plain = zoo.build(name, layers=layers).state_dict()
+    for found, partition in pool.run(cut_inside, p, name, layers, str(tmp_path / "saved")):
+        assert found == [] and any(re.search(r"\.\d+\.", cut) for cut in partition)
+    saved = load_file(tmp_path / "saved.safetensors")
+    assert saved.keys() <= plain.keys() and all(torch.equal(plain[key], saved[key]) for key in saved)
+
+
+@pytest.mark.parametrize(("name", "layers", "p"), INSIDE)
+def test_cuts_inside_layers_are_faster_than_between_layers(name: str, layers: int, p: int) -> None:
+    inner = few_layers(name, layers).on(Devices.parse(p))
+    with short(100):
+        found, whole = automatic(inner, p, M), automatic(replace(inner, again=None), p, M)
+    assert named_modules_of(found.candidate.cuts) and not named_modules_of(whole.candidate.cuts)
+    assert found.candidate.estimate(1.0).time < whole.candidate.estimate(1.0).time
+    assert max(memory.total for memory in found.candidate.memory) <= max(
+        memory.total for memory in attempted_1f1b(inner, p).memory
+    )
+
+
+def attempted_1f1b(inner: Subject, p: int) -> Candidate:
+    found = attempt(inner, "1f1b", p, M, 1)
+    assert isinstance(found, Candidate)
+    return found
+
+
+def test_places_inside_have_the_costs_of_their_layers() -> None:
+    whole = subject()
+    places = inside(whole)
+    assert places is not None
+    for sums, of_places in zip(whole.sums, places.subject.sums, strict=True):
+        assert [of_places[edge] for edge in places.edges] == list(sums)
+    assert {places.names[edge].rpartition(".")[2] for edge in places.inner} == {"self_attn"}
+
+
+class OwnPolicy(Policy):
+    def costs(self) -> list[float]:
+        return super().costs()
+
+
+@pytest.mark.parametrize(
+    ("policy", "training"),
+    [(OwnPolicy, Training()), (None, Training(tp_size=2)), (None, Training(fsdp=True, dp_size=2))],
+)
+def test_only_whole_layers_are_units_where_others_decide_about_units(
+    policy: type[Policy] | None, training: Training
+) -> None:
+    model = zoo.build("llama", layers=2)
+    microbatch, _ = first_microbatch(model, zoo.batch("llama"), M, None, None)
+    assert inside(study(model, microbatch, None, policy, "auto", training, None)) is None

@@ -1,0 +1,171 @@
+"""Inside: the places inside layers at which a model can be cut, if the children of a layer are units."""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+
+from torch import nn
+
+from pipeshard.errors import PartitionError, PipeshardError
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.taint import Value
+from pipeshard.graph.units import find_units
+from pipeshard.planner.candidate import Subject
+from pipeshard.planner.memory import tensor_bytes
+from pipeshard.split.boundary import forbidden_cuts, live_values
+from pipeshard.split.partition import Cost
+
+CHILDREN = 16  # the largest number of units that a layer may become
+SHARE = 0.1  # the smallest part of a layer's cost that a cut inside the layer may separate
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A `subject` in which the children of layers are units. `edges` has the first call for each call of the model with
+    whole layers, then the number of all calls. `names` maps the calls before which a cut is possible to the module that
+    the cut follows. `inner` are those of these calls that are inside a layer. `sent` are the bytes that cross a cut
+    before each call, and the bytes of the gradients that are sent back."""
+
+    subject: Subject
+    edges: tuple[int, ...]
+    names: dict[int, str]
+    inner: frozenset[int]
+    sent: list[tuple[int, int]]
+
+
+def inside(subject: Subject) -> Inside | None:
+    """The places inside the layers of `subject`, or None if the model cannot be cut inside its layers."""
+    if subject.again is None or subject.flow.cut_points:
+        return None
+    openings = _openings(subject.model, subject.flow)
+    if not openings:
+        return None
+    try:
+        fine = opened(subject, openings)
+    except PipeshardError:  # the children of a layer cannot be units, such as experts that glue selects
+        return None
+    edges = edges_of(subject.flow, fine.flow)
+    live = _crossing(subject.flow, fine.flow, edges)
+    entering = [{key: size for key, (size, back) in each.items() if back} for each in live]
+    sums = [_sums(each) for each in live]
+    forbidden, of_layers = forbidden_cuts(fine.flow), {edges[k]: name for k, name in _last_calls(subject.flow).items()}
+    within = {e: name for e, name in _last_calls(fine.flow).items() if e not in (forbidden.keys() | {*edges})}
+    inner = _cheapest([sum(cost) for cost in fine.costs], edges, [*within], [size for size, _ in sums])
+    names = {e: name for e, name in of_layers.items() if e not in forbidden} | {e: within[e] for e in inner}
+    fine = replace(fine, footprint=fine.footprint.entered(entering))
+    return Inside(fine, edges, names, frozenset(inner), sums) if inner else None
+
+
+def opened(subject: Subject, names: Sequence[str]) -> Subject:
+    """`subject` with a cut after each module of `names`. The children of layers that contain such a module are units,
+    and share the costs of their layer. Raises PartitionError if units are called in a different order, and TraceError
+    if the model cannot be traced."""
+    if subject.again is None:
+        raise PartitionError("the model cannot be cut inside its layers")
+    made = subject.again(names)
+    runs = [made.costs[start:end] for start, end in pairwise(edges_of(subject.flow, made.flow))]
+    parts = [divided(whole, run) for whole, run in zip(subject.costs, runs, strict=True)]
+    # The sums before a layer must not differ by rounding from those of whole layers, since a small difference can
+    # change the order of a program.
+    sums = [
+        [before + part for before, run in zip(befores, kind) for part in (0.0, *accumulate(run[:-1]))] + [befores[-1]]
+        for befores, kind in zip(subject.sums, zip(*([*zip(*run)] for run in parts)))
+    ]
+    return replace(
+        made, costs=[*chain(*parts)], known_sums=sums, devices=subject.devices, in_seconds=subject.in_seconds
+    )
+
+
+def divided(whole: Cost, parts: Sequence[Cost]) -> list[Cost]:
+    """Divide the cost of a layer among its children, in proportion to their own costs."""
+    sums = [sum(kind) for kind in zip(*parts, strict=True)]
+    shares = [[part / total if total else 1 / len(parts) for part, total in zip(each, sums)] for each in parts]
+    return [Cost(*(time * share for time, share in zip(whole, each))) for each in shares]
+
+
+def edges_of(whole: Dataflow, fine: Dataflow) -> tuple[int, ...]:
+    """The first call of `fine` for each call of `whole`, then the number of calls of `fine`. Raises PartitionError if
+    the calls of `fine` are not those of `whole`, or of its children, in the same order."""
+    edges, known = [0], {call.unit for call in fine.calls}
+    for call in whole.calls:
+        end = edges[-1]
+        if call.unit in known:
+            end += 1
+        else:
+            while end < len(fine.calls) and fine.calls[end].unit.startswith(f"{call.unit}."):
+                end += 1
+        if end == edges[-1]:
+            raise PartitionError(f"no child of {call.unit} is called in its place")
+        edges.append(end)
+    if edges[-1] != len(fine.calls):
+        raise PartitionError("the children of a layer are called in several places")
+    return tuple(edges)
+
+
+def _openings(model: nn.Module, flow: Dataflow) -> list[str]:
+    """For each unit that is called once and has several children with parameters, the name of one child. Units that
+    would become many units, such as the experts of a layer, are omitted."""
+    times = Counter(call.unit for call in flow.calls)
+    found = {name: _first_child(name, model.get_submodule(name)) for name, count in times.items() if count == 1}
+    units = find_units(model, filter(None, found.values()))
+    sizes = {name: sum(unit.startswith(f"{name}.") for unit in units) for name in found}
+    return [child for name, child in found.items() if child and sizes[name] <= CHILDREN]
+
+
+def _first_child(name: str, unit: nn.Module) -> str:
+    """The name of the first of several children with parameters, in `unit` or in its only child with parameters."""
+    children = [each for each in unit.named_children() if next(each[1].parameters(), None) is not None]
+    if not children:
+        return ""
+    child, module = children[0]
+    return f"{name}.{child}" if len(children) > 1 else _first_child(f"{name}.{child}", module)
+
+
+def _last_calls(flow: Dataflow) -> dict[int, str]:
+    """For a cut before each call, the name of the unit before the cut, if the unit is not called after the cut."""
+    last = {call.unit: k for k, call in enumerate(flow.calls, 1)}
+    return {k: call.unit for k, call in enumerate(flow.calls, 1) if last[call.unit] == k and k < len(flow.calls)}
+
+
+def _cheapest(costs: Sequence[float], edges: Sequence[int], possible: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The cuts inside each layer across which the fewest bytes are sent. Cuts that separate almost nothing from a layer
+    are omitted."""
+    found = []
+    for start, end in pairwise(edges):
+        least = SHARE * sum(costs[start:end])
+        mine = [e for e in possible if start < e < end and min(sum(costs[start:e]), sum(costs[e:end])) >= least]
+        found += [e for e in mine if sizes[e] == min(sizes[e] for e in mine)]
+    return found
+
+
+Sizes = dict[Hashable, tuple[int, int]]  # the bytes of each value, and of its gradient
+
+
+def _crossing(whole: Dataflow, fine: Dataflow, edges: Sequence[int]) -> list[Sizes]:
+    """The values that cross a cut before each call of `fine`, if only the layer that contains the cut is divided:
+    those that enter the layer, and those of its children."""
+    of_layers = [{("layer", value): size for value, size in each.items()} for each in _live(whole)]
+    of_children = _live(fine)
+    return [
+        of_layers[k] | {v: size for v, size in of_children[e].items() if isinstance(v, Value) and v.call >= start}
+        for k, (start, end) in enumerate(pairwise(edges))
+        for e in range(start, end)
+    ]
+
+
+def sent(subject: Subject) -> list[tuple[int, int]]:
+    """For a cut before each call: the bytes that cross the cut, and the bytes of the gradients that are sent back."""
+    return [_sums(each) for each in _live(subject.flow)]
+
+
+def _sums(sizes: Sizes) -> tuple[int, int]:
+    return sum(size for size, _ in sizes.values()), sum(back for _, back in sizes.values())
+
+
+def _live(flow: Dataflow) -> list[Sizes]:
+    """The values that cross a cut before each call."""
+    last = len(flow.calls)
+    values = live_values(flow, range(last), last, flow.needed())
+    sizes = [{value: tensor_bytes(flow.spec(value)) for value in each} for each in values]
+    return [{value: (size, size * (value in flow.receiving)) for value, size in each.items()} for each in sizes]
