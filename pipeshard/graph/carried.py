@@ -13,11 +13,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipeshard.batch.batch import Batch
 from pipeshard.graph.dataflow import Carried, Dataflow, Reads
 from pipeshard.graph.places import (
     COLLECTIONS,
+    HOOKS,
     MISSING,
     PLAIN,
     REGISTERED,
@@ -29,7 +31,7 @@ from pipeshard.graph.places import (
     put,
     resolve,
 )
-from pipeshard.graph.preserve import Before
+from pipeshard.graph.preserve import Before, put_hooks
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
 from pipeshard.graph.taint import storage_of
 from pipeshard.graph.tracer import Tracer
@@ -55,6 +57,7 @@ class Place:
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         self.path, self.holder = path, resolve(model, path[1:-1])
+        self.has_hooks = path[-1].key in HOOKS  # a dict to which the handles of hooks refer: its entries are put back
 
     @property
     def value(self) -> Any:
@@ -65,11 +68,15 @@ class Place:
 
     def take(self) -> Held:
         value = self.value
+        if self.has_hooks:
+            return Held(dict(value), None)
         inside = not isinstance(value, (*PLAIN, Tensor)) and value is not MISSING
         return Held(value, Snapshot({"": value}) if inside else None)
 
     def put(self, held: Held) -> None:
-        if self.value is not held.value:
+        if self.has_hooks:
+            put_hooks(self.value, held.value)
+        elif self.value is not held.value:
             put(self.holder, self.path[-1].how, self.path[-1].key, held.value)
         if held.content:
             held.content.restore()
@@ -168,18 +175,23 @@ class _Record:
         return [(key, self.before.writes.times[key]) for key in map(storage_of, self.held.tensors)]
 
 
-def run_watched(tracer: Tracer, batch: Batch, real: Batch | None) -> Dataflow:
-    """Run the glue on `batch`, and return the Dataflow. The Dataflow's `passing` lists the places, outside the modules
-    in units, with values that differ from the initial values after some call, but not at the end."""
-    inside = (module for unit in tracer.units.values() for module in unit.modules() if module is not unit)
-    before = Snapshot({"": tracer.model}, without=inside)
+def run_watched(tracer: Tracer, batch: Batch, real: Batch | None, before: Before) -> Dataflow:
+    """Run the glue on `batch`, and return the Dataflow. The Dataflow's `passing` lists the places of values and hooks
+    that differ from `before` after some call, but not at the end."""
     passing: dict[str, Path] = {}
+    hooks = -1  # the number of hooks that had been registered at the last look
 
     def listen(call: int | None, is_through: bool) -> None:
+        nonlocal hooks
         if call is not None and not is_through:
             return
-        paths = [place_of(tracer.model, change.path) for change in flagged(before)]
-        of_model = {format_path(path): path for path in paths if not any("_hooks" in str(step.key) for step in path)}
+        changes = [change for change in flagged(before.snapshot) if change.path[0].key == ""]
+        paths = [place_of(tracer.model, change.path) for change in changes]
+        paths = [path for path in paths if not any("_hooks" in str(step.key) for step in path)]
+        if not is_through or hooks != RemovableHandle.next_id:
+            hooks = RemovableHandle.next_id
+            paths += [path for path, *_ in before.changed_hooks() if len(path) > 1]
+        of_model = {format_path(path): path for path in paths}
         if is_through:
             passing.update(of_model)
             return

@@ -65,9 +65,12 @@ class Before:
         for path, holder, key, tensor, _ in self.snapshot.tensors:
             if self.writes.times[storage_of(tensor)] or is_moved(tensor, self.tensors[tensor]):
                 yield Change(path, holder, key, tensor, tensor)
-        for path, hooks, content in self.hooks:
-            if hooks.keys() != content.keys():
-                yield Change(path, hooks, None, content, hooks)
+        for path, hooks, content in self.changed_hooks():
+            yield Change(path, hooks, None, content, hooks)
+
+    def changed_hooks(self) -> Iterator[tuple[Path, Any, Any]]:
+        """The dicts of hooks that have changed, each as (path, dict, recorded content)."""
+        return (entry for entry in self.hooks if entry[1].keys() != entry[2].keys())
 
     def restore(self) -> None:
         for tensor, data in self.tensors.items():
@@ -76,9 +79,14 @@ class Before:
         self.writes.undo()
         self.snapshot.restore()
         for _, hooks, content in self.hooks:
-            if hooks.keys() != content.keys():
-                hooks.clear()
-                hooks.update(content)
+            put_hooks(hooks, content)
+
+
+def put_hooks(hooks: Any, content: Any) -> None:
+    """Restore the content of a module's dict of hooks."""
+    if hooks.keys() != content.keys():
+        hooks.clear()
+        hooks.update(content)
 
 
 class Writes(DispatchMode):

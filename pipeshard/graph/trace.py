@@ -81,7 +81,7 @@ def _traced(tracer_of: Callable[[Batch], Tracer], sample: Batch, exact: bool) ->
             logger.debug("the model is traced with the whole batch: %s", error)
     tracer = tracer_of(sample)
     with preserving(tracer.model, tracer.criterion) as before:
-        flow = carrying(tracer, sample, None, before, run_watched(tracer, sample, None))
+        flow = carrying(tracer, sample, None, before, run_watched(tracer, sample, None, before))
     return _pinned(replace(informed(flow), axes=_axes(tracer, sample)), 0)
 
 
@@ -92,11 +92,11 @@ def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
     short = _axes(tracer, sample).shortened(sample, LENGTH)
     with preserving(tracer.model, tracer.criterion) as before:
         try:
-            flow = run_watched(tracer, short, real)
+            flow = run_watched(tracer, short, real, before)
         except TraceError:
             if short is sample:
                 raise
-            flow = run_watched(tracer, short := sample, real)
+            flow = run_watched(tracer, short := sample, real, before)
         flow = carrying(tracer, short, real, before, flow)
         return informed(_generalize(tracer, flow, short, _axes(tracer, short), real))
 

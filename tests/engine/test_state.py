@@ -555,3 +555,88 @@ def test_a_list_that_is_replaced_by_an_equal_one_is_no_change() -> None:
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
     layer._active_adapter.append("default")  # the list of a later call
     assert flags.number() == 2
+
+
+class Probes(Net):
+    """Collects the results of all layers by hooks, which it registers and removes itself."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.feats: list[Tensor] = []
+        handles = [layer.register_forward_hook(lambda *call: self.feats.append(call[-1])) for layer in self.layers]
+        super().forward(ids, labels)
+        for handle in handles:
+            handle.remove()
+        logits = self.head(torch.stack(self.feats).mean(0))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Adapted(nn.Module):
+    """Two adapters beside a layer; `active` names the one that is used, or is None."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.base, self.policy, self.other = (nn.Linear(width, width) for _ in range(3))
+        self.active: str | None = "policy"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + (getattr(self, self.active)(x) if self.active else 0)
+
+
+class HasAdapters(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.adapted = Adapted(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.adapted(x))
+
+
+class Switches(Net):
+    """Runs all layers with the other adapter first, in training only, and switches back."""
+
+    block = HasAdapters
+
+    def use(self, name: str | None) -> None:
+        for layer in self.layers:
+            layer.adapted.active = name
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        other = 0.0
+        if self.training:
+            self.use(None)
+            with torch.no_grad():
+                other = self.run(self.embed(ids)).square().mean()
+            self.use("policy")
+        logits = self.head(self.run(self.embed(ids)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss + 0.1 * logits.square().mean() * other, "logits": logits}
+
+
+def wrong_or_hooked(make: type[nn.Module]) -> list[str]:
+    """What `wrong` finds, and the hooks that are left on the layers."""
+    made: list[Net] = []
+
+    class Made(make):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    found = wrong(Made)
+    return found + [f"hooks of layer {k}" for k, layer in enumerate(made[0].layers) if layer._forward_hooks]
+
+
+def test_hooks_of_a_forward_are_removed_where_it_is_left_early(pool: Pool) -> None:
+    """A forward that registers hooks and removes them as it ends left them on every stage but the last: each microbatch
+    added one more, whose list kept the results of all later ones, until memory was full."""
+    assert pool.run(wrong_or_hooked, 2, Probes) == [[], []]
+
+
+def test_an_attribute_inside_layers_is_put_back_where_a_forward_is_left_early(pool: Pool) -> None:
+    """A forward switched all layers to another adapter and back, and the first stage left it in between: the next
+    evaluation used the other adapter there, silently."""
+    assert pool.run(wrong, 2, Switches, partition=[6, 7]) == [[], []]
