@@ -27,7 +27,7 @@ from pipeshard.hf import is_encoder_decoder
 from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
-FAR_LENGTH = 29  # the increase in length in the last check of the shapes
+FAR_LENGTHS = (1001, 29)  # increases in length in the last check of the shapes: the first with which the model runs
 ROWS, LENGTH = 2, 8  # the number of samples in a traced batch, and its maximum length (if the model runs with it)
 
 
@@ -142,20 +142,28 @@ def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, r
     such lengths, for much larger lengths. If a size is rounded to windows or strides, it looks constant for small
     changes."""
     lengths = len(general.axes.sizes) - 1
-    near = _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)])
-    far = (
-        _holds(tracer, flow, general, batch, real, [0, *range(FAR_LENGTH, FAR_LENGTH + lengths)])
-        if near and lengths > 0
-        else None
-    )
-    return near is True and far is not False
+    if _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)]) is not True:
+        return False
+    # The largest increase is for sequences only: masks of images of this size would not fit into memory.
+    for far in FAR_LENGTHS[0 if lengths == 1 else 1 :] if lengths else ():
+        is_last = far == FAR_LENGTHS[-1]
+        found = _holds(tracer, flow, general, batch, real, [0, *range(far, far + lengths)], same_path=is_last)
+        if found is not None:
+            return found
+    return True
 
 
 def _holds(
-    tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch, growth: Sequence[int]
+    tracer: Tracer,
+    flow: Dataflow,
+    general: Dataflow,
+    batch: Batch,
+    real: Batch,
+    growth: Sequence[int],
+    same_path: bool = True,
 ) -> bool | None:
     """Whether a run in which each group g is larger by `growth[g]` has the shapes of `general`, or None if the run
-    fails."""
+    fails or, without `same_path`, takes another path (with a mask, beyond the window of its attention)."""
     axes = general.axes
     for group in range(len(axes.sizes)):
         batch = axes.resized(batch, group, growth[group])
@@ -164,7 +172,7 @@ def _holds(
     except TraceError:
         return None
     if deltas is None or not _same_path(flow, found):
-        return False
+        return False if same_path else None
     pairs = [*zip(_specs(general), _specs(found), strict=True), *zip(_numbers(general), _numbers(found), strict=True)]
     return all(_sizes(spec, deltas) == _sizes(now) for spec, now in pairs)
 
