@@ -15,7 +15,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.errors import UsageError
 from pipeshard.split.materialize import is_released
 from tests import zoo
-from tests.pool import Pool
+from tests.pool import Pool, WorkerError
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, gradient_error, parameter_error
 
 pytestmark = pytest.mark.local
@@ -126,3 +126,49 @@ def test_teacher_and_student_behind_one_booster(pool: Pool) -> None:
 def test_each_model_has_a_loss_scale(pool: Pool) -> None:
     for scales, moved in pool.run(scaled_apart, 2):
         assert scales == [2.0**15, 2.0**16] and max(moved) > 0
+
+
+class Wide(torch.nn.Module):
+    """An embedding with most of the parameters, and layers with little work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(20000, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return {"loss": x.square().mean()}
+
+
+def frozen_average(partition: str) -> float:
+    """The error of a frozen average of the weights after an update, with both models cut by one rule."""
+    ids = torch.arange(24).view(4, 6)
+    torch.manual_seed(0)
+    model = Wide()
+    before = copy.deepcopy(model)
+    average = copy.deepcopy(model).requires_grad_(False)
+    plugin = PipelinePlugin(2, num_microbatches=2, dry_run_input={"ids": ids}, partition=partition, verify=False)
+    booster = Booster(plugin=plugin)
+    average, *_ = booster.boost(average)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([{"ids": ids}]), model, None, optimizer)
+    optimizer.step()
+    error = 0.0
+    with torch.no_grad():
+        pairs = zip(average.unwrap().parameters(), model.unwrap().parameters(), before.parameters(), strict=True)
+        for kept, new, old in pairs:
+            if not is_released(new):
+                kept.lerp_(new, 0.5)
+                error = max(error, float((kept - (old + new) / 2).abs().max()))
+    return error
+
+
+def test_a_frozen_average_is_cut_like_the_model(pool: Pool) -> None:
+    """A frozen copy was cut elsewhere than its model, and the error's advice, to omit what is released, left the
+    weights between both cuts at their initial values."""
+    assert max(pool.run(frozen_average, 2, "uniform")) < 1e-6
+    with pytest.raises(WorkerError, match="pass partition='uniform'"):
+        pool.run(frozen_average, 2, "auto")
