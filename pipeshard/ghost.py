@@ -139,9 +139,9 @@ class Ghost(nn.Parameter):
 
 LOOP = (
     "In a training loop, omit the parameters for which pipeshard.split.materialize.is_released(parameter) is True, or "
-    "use the parameters in optimizer.param_groups. If the loop pairs parameters of two models, such as an average of the "
-    "weights, both parameters of a pair must be on one stage: pass partition='uniform' or a list. If the loop pairs two "
-    "parts of one model, make each part a model and boost both. "
+    "use the parameters in optimizer.param_groups. If the loop pairs parameters of two models (an average of the "
+    "weights), both parameters of a pair must be on one stage: pass partition='uniform' or a list. If the loop pairs "
+    "two parts of one model, make each part a model and boost both. "
 )
 
 

@@ -144,13 +144,19 @@ def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, r
     lengths = len(general.axes.sizes) - 1
     if _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)]) is not True:
         return False
-    # The largest increase is for sequences only: masks of images of this size would not fit into memory.
-    for far in FAR_LENGTHS[0 if lengths == 1 else 1 :] if lengths else ():
+    for far in FAR_LENGTHS[0 if lengths == 1 and _may_round(general) else 1 :] if lengths else ():
         is_last = far == FAR_LENGTHS[-1]
         found = _holds(tracer, flow, general, batch, real, [0, *range(far, far + lengths)], same_path=is_last)
         if found is not None:
             return found
     return True
+
+
+def _may_round(flow: Dataflow) -> bool:
+    """Whether lengths may be rounded: some unit returns a tensor whose shape seems not to depend on the only length.
+    Other models are not tried with the largest increase, since some units run a loop over positions."""
+    tensors = [leaf for call in flow.calls for leaf in call.leaves if isinstance(leaf, TensorSpec) and leaf.slopes]
+    return any(len(spec.shape) > 1 and not any(slopes[1] for slopes in spec.slopes) for spec in tensors)
 
 
 def _holds(
