@@ -31,7 +31,7 @@ from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
 from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
 from pipeshard.graph.unit_outputs import answer
-from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled, modules_apart
+from pipeshard.graph.units import CutPoint, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten
 from pipeshard.replaced import replaced
 
@@ -191,7 +191,6 @@ class Tracer:
         used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # all later calls belong to the same autograd function
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
-        check_aliases(self.calls, taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
         small = {path for path in taint.seen | rewritten if batch.tensors[path].numel() <= SMALL * batch.rows}
         watched = frozenset(taint.shaping | small | batch.entries.keys())
         return Dataflow(
@@ -257,7 +256,7 @@ class Tracer:
         if self.meter and kind.visit:
             self.meter.add(kind.visit, leaves, tree, result)
         pairs = [(result[k], leaves[n]) for k, n in kind.shares] + [(result[k], result[n]) for k, n in kind.twins]
-        for one, other in pairs if not is_cut else ():
+        for one, other in pairs:
             taint.alias(one, other, frozenset({Hidden(index)}))
         answered = answer(self.units[unit], kind.parts, result, (args, kwargs))
         self.listen(index, True)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,8 +16,7 @@ from pipeshard.private import tree_tensors
 from pipeshard.replaced import replaced
 
 if TYPE_CHECKING:
-    from pipeshard.graph.dataflow import Call, Reads
-    from pipeshard.graph.taint import Value
+    from pipeshard.graph.dataflow import Call
 
 
 T = TypeVar("T")
@@ -69,18 +68,15 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
         )
 
 
-def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Reads"]) -> None:
-    """Raise TraceError if the output of a CutPoint is changed in place and the CutPoint's input is read later: at a
-    cut, the output is a copy of the input. `written` are the values that are changed in place, and `final` are the
-    Reads of the loss and the outputs."""
-    changed = {value.call for value in written}
-    for index in [k for k, call in enumerate(calls) if call.is_cut and k in changed]:
-        given, later = calls[index].reads.values, [*(call.reads for call in calls[index + 1 :]), *final]
-        if any(use.values & given for use in later):
-            raise TraceError(
-                f"the output of CutPoint {calls[index].unit} is modified in place, and a later use of the CutPoint's "
-                "input would not see the change: compute a new tensor (x = x + y, not x += y)"
-            )
+def escaped(call: "Call") -> str:
+    """How a reader on a later stage uses a value that escapes this call untracked. From a CutPoint, only writes escape:
+    its input and its output are one tensor, but two tensors at a cut."""
+    if not call.is_cut:
+        return f"uses a value that escapes unit {call.unit} untracked"
+    return (
+        f"uses the input or the output of CutPoint {call.unit} after the other was modified in place, and would not "
+        "see the change at a cut: compute a new tensor (x = x + y, not x += y), or cut elsewhere"
+    )
 
 
 # handler(unit name, the unit's own forward, positional arguments, keyword arguments) -> the unit's result

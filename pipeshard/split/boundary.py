@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.taint import Value
+from pipeshard.graph.units import escaped
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
     for name, use, stage in [*readers, ("the loss or a requested output", everything, num_stages - 1)]:
         for maker in use.hidden:
+            if stages[maker] != stage and flow.calls[maker].is_cut:
+                raise TraceError(f"with this batch, {name} (stage {stage}) {escaped(flow.calls[maker])}")
             if stages[maker] != stage:
                 raise TraceError(
                     f"with this batch, {name} (stage {stage}) uses a value that escapes unit {flow.calls[maker].unit} "
@@ -78,7 +81,7 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
 
     def keep_together(use: Reads, reader: int, name: str) -> None:
         for maker in use.hidden:
-            reason = f"{name} uses a value that escapes unit {flow.calls[maker].unit} untracked"
+            reason = f"{name} {escaped(flow.calls[maker])}"
             forbidden.update(dict.fromkeys(range(maker + 1, min(reader, len(flow.calls) - 1) + 1), reason))
 
     for place in flow.carried:
