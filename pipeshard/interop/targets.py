@@ -113,7 +113,9 @@ class TorchStages:
         optimizer.step()                                # of built.parameters()
 
     Every rank passes the full batch as keyword arguments. torch does not synchronize tied weights: `sync_gradients`
-    sums their gradients over the stages that hold them.
+    sums their gradients over the stages that hold them. Gradients may be accumulated over several steps, each followed
+    by `sync_gradients`, by a schedule with scale_grads=False: otherwise, torch divides the gradients of earlier steps
+    again in each step.
     """
 
     stages: list[Any]
@@ -124,7 +126,7 @@ class TorchStages:
         return iter(dict.fromkeys(p for stage in self.stages for p in stage.submod.parameters()))
 
     def sync_gradients(self) -> None:
-        """Sum the gradients of tied weights. Call on all ranks, between schedule.step and optimizer.step."""
+        """Sum the gradients of tied weights. Call on all ranks, after each schedule.step."""
         self.gradients.finish(True)
 
     def zero_grad(self) -> None:
@@ -186,7 +188,7 @@ class Torch(Target):
             )
         device = split.policy.replay.device
         holdings = HeldParameters(split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
-        kind = _stage_class(split.stages.values())
+        kind = _stage_class(split.stages, holdings.sync)
         stages = [
             kind(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=self.grid.stages)
             for index, stage in split.stages.items()
@@ -194,15 +196,21 @@ class Torch(Target):
         return TorchStages(stages, holdings.sync)
 
 
-def _stage_class(stages: Iterable[StageModule]) -> Any:
-    """torch's PipelineStage with one change: if several stages of this rank share a weight, the weight's gradient is
-    divided by the number of microbatches only once, after the last of these stages."""
+def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync) -> Any:
+    """torch's PipelineStage with two changes. A step sets aside gradients that were summed after earlier steps, so that
+    they are not summed again. If several stages of this rank share a weight, the weight's gradient is divided by the
+    number of microbatches only once, after the last of these stages."""
     from torch.distributed.pipelining import PipelineStage
 
-    holders = Counter(parameter for stage in stages for parameter in stage.parameters())
+    holders = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
     ended: Counter[nn.Parameter] = Counter()
 
     class Stage(PipelineStage):
+        def clear_runtime_states(self) -> None:  # called once for each stage, at the beginning of a step
+            super().clear_runtime_states()
+            if self.stage_index == min(stages) and self.has_backward:
+                gradients.begin()
+
         def scale_grads(self, grad_scale_factor: int) -> None:
             for parameter in self.submod.parameters():
                 ended[parameter] += 1

@@ -199,6 +199,28 @@ def test_without_the_sum_of_tied_gradients_losses_differ(pool: Pool) -> None:
     assert theirs[0] == pytest.approx(ours[0], rel=1e-6) and theirs[1] != pytest.approx(ours[1], rel=1e-6)
 
 
+def accumulated() -> float:
+    """The largest difference between the gradients of two steps of torch's schedule and those of one process."""
+    model, batches = zoo.build("gpt2"), [even("gpt2", seed) for seed in range(2)]
+    whole = copy.deepcopy(model)
+    built = build(model, CUTS["gpt2"][1:2], "torch", zoo.part(batches[0], 0, [2]))
+    schedule = Schedule1F1B(built.stages[0], 4, loss_fn=built.loss_fn, scale_grads=False)
+    for data in batches:
+        schedule.step(**data, target=data["labels"], losses=[], return_outputs=False)
+        built.sync_gradients()
+        (4 * whole(**data).loss).backward()
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    (stage,) = built.stages
+    return max(float((p.grad - expected[name].grad).abs().max()) for name, p in stage.submod.named_parameters())
+
+
+@pytest.mark.turns
+def test_gradients_of_ties_accumulate_over_steps(pool: Pool) -> None:
+    """A user accumulated two batches per update with torch's schedule, and called sync_gradients after each. The second
+    call summed the first batch's gradients of the tied weight again."""
+    assert max(pool.run(accumulated, 2)) < 1e-5
+
+
 class Longest(Target):
     """A runtime of a user: on each microbatch, how much enters every stage, in numbers."""
 
