@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
-from pipeshard.batch.read import dummy_inputs, read_batch
+from pipeshard.batch.read import dummy_inputs, read_batch, taken_by
+from pipeshard.config import PipelineHints
 from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.traces import Traces
-from pipeshard.errors import BatchError, ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
@@ -33,8 +34,9 @@ class StageModule(nn.Module):
     """Stage `index` of a model, called as `stage(*received, **batch)`, in one process or in several.
 
     `received` are the tensors that the previous stage returned (none for stage 0). `batch` is the full microbatch as
-    keyword arguments of the model, on every stage. The call returns a tuple of tensors for the next stage, with their
-    autograd graph. The last stage returns the loss instead, or the model's output (without a loss, or with `whole`).
+    keyword arguments of the model, on every stage; `names` are the keywords of a batch that is a tuple (see
+    `as_keywords`). The call returns a tuple of tensors for the next stage, with their autograd graph. The last stage
+    returns the loss instead, or the model's output (without a loss, or with `whole`).
 
     The module contains the units that the stage runs, under their names in the model, and the parameters that the
     stage's glue reads. Random numbers depend on torch's seed, which must be the same on every rank, and on the number
@@ -42,10 +44,16 @@ class StageModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, policy: Policy, index: int, criterion: Criterion | None = None, whole: bool = False
+        self,
+        model: nn.Module,
+        policy: Policy,
+        index: int,
+        criterion: Criterion | None = None,
+        whole: bool = False,
+        names: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.index, self.num_stages, self.whole = index, len(policy.placement), whole
+        self.index, self.num_stages, self.whole, self.names = index, len(policy.placement), whole, tuple(names)
         # A tuple, so that the model, which contains the modules of all stages, is not registered as a submodule.
         self._source = (model, policy, criterion)
         self._traces = Traces(policy, Recompute.of(False, 0, self.num_stages))
@@ -76,7 +84,8 @@ class StageModule(nn.Module):
         """The Microbatch of `batch` for this stage, with its route and the shapes of its inputs and outputs."""
         model, policy, criterion = self._source
         place = policy.chunks.index(self.index)
-        return self._traces.plan([read_batch(model, dict(batch))], criterion, self.whole, False)[place][0]
+        data = tuple(batch[name] for name in self.names) if batch.keys() == set(self.names) else dict(batch)
+        return self._traces.plan([read_batch(model, data)], criterion, self.whole, False)[place][0]
 
     @inside_pipeshard()
     def forward(self, *received: Tensor, **batch: Any) -> Any:
@@ -116,17 +125,16 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
-    """The batch as keyword arguments of the model. Raises BatchError if the batch does not fit the model's
-    arguments."""
+    """The batch as keyword arguments of a StageModule. The entries of a tuple have the names of forward's arguments.
+    Other entries, which are for the criterion or for `*args`, are called entry_1, entry_2, ... by their place."""
     if isinstance(data, Mapping):
         return dict(data)
-    batch = Batch.of(data)
-    try:
-        return dict(inspect.signature(model.forward).bind(*batch.data).arguments)
-    except TypeError as error:
-        raise BatchError(
-            f"the batch does not fit {type(model).__name__}.forward ({error}): pass a dict of the forward's arguments"
-        ) from error
+    entries = Batch.of(data).data
+    taken = taken_by(model, entries)
+    arguments = list(inspect.signature(model.forward).parameters.values())[: len(entries) if taken is None else taken]
+    names = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    names += [f"entry_{place}" for place in range(len(names), len(entries))]
+    return dict(zip(names, entries, strict=True))
 
 
 @dataclass(frozen=True)
@@ -231,7 +239,8 @@ def build(
         target: None keeps all stages in this process, as one module that is called like the model; otherwise the name
             of a target in `pipeshard.interop`, or of a target added with `register_target`.
         batch: a microbatch with the sizes used in training; by default, dummy inputs (transformers models only).
-        criterion: `criterion(output, batch)`, for a model whose output has no loss.
+        criterion: `criterion(output, batch)`, for a model whose output has no loss; by default, the `loss_fn` of a
+            PipelineModule.
         device: the device of the stages' tensors.
         options: the arguments of the target (see `pipeshard.interop`).
 
@@ -239,6 +248,8 @@ def build(
     cuts, and TraceError for a model that cannot be split.
     """
     chosen = find_target(target, options)
+    hints = getattr(model, "pipeline_hints", None) or PipelineHints()
+    criterion = hints.criterion if criterion is None else criterion
     tie_on_meta(model)
     sample = read_batch(model, dummy_inputs(model) if batch is None else batch)
     flow, policy = partition(model, cuts, sample, criterion, chosen, torch.device(device))
@@ -247,7 +258,8 @@ def build(
         consolidate(model, policy, torch.device(device))
     whole = chosen.whole_output or flow.loss is None
     live = liveness(flow, policy, whole)
-    stages = {} if chosen.shards_itself else construct(model, policy, criterion, whole)
+    names = () if isinstance(sample.data, Mapping) else as_keywords(model, sample.data)
+    stages = {} if chosen.shards_itself else construct(model, policy, criterion, whole, names)
     return chosen.take(Split(model, sample, criterion, flow, policy, ties, live, stages))
 
 
@@ -270,7 +282,8 @@ def partition(
     parts = cuts if isinstance(cuts, int) else len(cuts) + bool(names or not cuts)
     flow = trace(model, sample, criterion, cuts=names)
     placement, rank = target.placed(parts)
-    by = "auto" if isinstance(cuts, int) or not cuts else cuts
+    hints = getattr(model, "pipeline_hints", None) or PipelineHints()
+    by = hints.partition if isinstance(cuts, int) or not cuts else cuts
     processes = max(placement) + 1
     return flow, find_policy(model)(model, flow, rank, processes, by, device=device, placement=placement)
 
@@ -293,6 +306,8 @@ def liveness(flow: Dataflow, policy: Policy, whole: bool) -> list[Boundary]:
     return boundaries(flow, policy.stages, len(policy.placement), whole)
 
 
-def construct(model: nn.Module, policy: Policy, criterion: Criterion | None, whole: bool) -> dict[int, StageModule]:
-    """The StageModules of this process, by index."""
-    return {index: StageModule(model, policy, index, criterion, whole) for index in policy.chunks}
+def construct(
+    model: nn.Module, policy: Policy, criterion: Criterion | None, whole: bool, names: Iterable[str] = ()
+) -> dict[int, StageModule]:
+    """The StageModules of this process, by index. `names` are the keywords of a batch that is a tuple."""
+    return {index: StageModule(model, policy, index, criterion, whole, tuple(names)) for index in policy.chunks}

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -108,18 +109,19 @@ class TorchStages:
 
         built = pipeshard.build(model, cuts, target="torch", batch=microbatch)
         schedule = Schedule1F1B(built.stages[0], m, loss_fn=built.loss_fn)
-        schedule.step(**batch, target=batch["labels"], losses=losses, return_outputs=False)   # on every rank
+        schedule.step(**built.keywords(batch), target=labels, losses=losses, return_outputs=False)   # on every rank
         built.sync_gradients()
         optimizer.step()                                # of built.parameters()
 
-    Every rank passes the full batch as keyword arguments. torch does not synchronize tied weights: `sync_gradients`
-    sums their gradients over the stages that hold them. Gradients may be accumulated over several steps, each followed
-    by `sync_gradients`, by a schedule with scale_grads=False: otherwise, torch divides the gradients of earlier steps
-    again in each step.
+    Every rank passes the full batch as keyword arguments; `keywords` names the entries of a tuple. torch does not
+    synchronize tied weights: `sync_gradients` sums their gradients over the stages that hold them. Gradients may be
+    accumulated over several steps, each followed by `sync_gradients`, by a schedule with scale_grads=False: otherwise,
+    torch divides the gradients of earlier steps again in each step.
     """
 
     stages: list[Any]
     gradients: GradientSync
+    keywords: Callable[[Any], dict[str, Any]]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank, each once."""
@@ -193,7 +195,7 @@ class Torch(Target):
             kind(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=self.grid.stages)
             for index, stage in split.stages.items()
         ]
-        return TorchStages(stages, holdings.sync)
+        return TorchStages(stages, holdings.sync, partial(as_keywords, split.model))
 
 
 def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync) -> Any:
@@ -268,8 +270,8 @@ class Deepspeed(Target):
     """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`. Additional ranks form replicas.
     Each stage is one layer, built only on the stage's ranks. Tied weights are additional TiedLayerSpecs.
 
-    Pass `module.microbatches(batches)` to DeepSpeed's engine, where each of `batches` is one microbatch: a dict of
-    tensors whose keys are `module.microbatch_names`, the names in the batch passed to `build`.
+    Pass `module.microbatches(batches)` to DeepSpeed's engine, where each of `batches` is one microbatch: a tuple, or a
+    dict of tensors whose keys are `module.microbatch_names`, the names in the batch passed to `build`.
 
     Args:
         module: additional arguments of PipelineModule (dynamic_shape, ...).
@@ -313,8 +315,8 @@ class Deepspeed(Target):
                 self.parts = parts
                 self._set_bounds(start=parts[self.stage_id], stop=parts[self.stage_id + 1])
 
-            def microbatches(self, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Any]:
-                for batch in batches:
+            def microbatches(self, batches: Iterable[Any]) -> Iterator[Any]:
+                for batch in (as_keywords(split.model, data) for data in batches):
                     if set(batch) != set(names):
                         raise BatchError(
                             f"a microbatch has the keys {sorted(batch)}, but `build` received a batch with the keys "

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, 
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import pipeshard
-from pipeshard import Target, analyze_tied_weights, build, register_target
+from pipeshard import LayerSpec, PipelineModule, Target, analyze_tied_weights, build, register_target
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, UsageError
 from pipeshard.interop.build import Split as Parts
 from tests import zoo
@@ -221,6 +221,35 @@ def test_gradients_of_ties_accumulate_over_steps(pool: Pool) -> None:
     assert max(pool.run(accumulated, 2)) < 1e-5
 
 
+def of_pairs() -> list[list[float]]:
+    """Losses of microbatches by torch's schedule for batches (inputs, labels), and those of one process."""
+    found = []
+    torch.manual_seed(0)
+    batch = torch.randn(8, 8), torch.arange(8) % 3
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    layers = [LayerSpec(nn.Linear, 8, 8), torch.tanh, nn.Linear(8, 3)]
+    for model, criterion in (
+        (plain, lambda output, batch: nn.functional.cross_entropy(output, batch[1])),
+        (PipelineModule(layers, loss_fn=nn.CrossEntropyLoss()).build(), None),
+    ):
+        whole = copy.deepcopy(model)
+        expected = [float(nn.functional.cross_entropy(whole(x), y)) for x, y in zip(*(t.split(2) for t in batch))]
+        built = build(model, 2, "torch", tuple(leaf[:2] for leaf in batch), criterion=criterion)
+        losses: list[Tensor] = []
+        schedule = Schedule1F1B(built.stages[0], 4, loss_fn=built.loss_fn)
+        schedule.step(**built.keywords(batch), target=batch[1], losses=losses, return_outputs=False)
+        found.append([float(loss) for loss in losses] or expected)
+        assert found[-1] == pytest.approx(expected, rel=1e-6)
+    return found
+
+
+@pytest.mark.turns
+def test_batches_of_inputs_and_labels(pool: Pool) -> None:
+    """A user built stages of a vision model with a batch (images, labels) and a criterion, and of a PipelineModule with
+    a loss_fn. Each error named a remedy that led to the next error."""
+    assert len(pool.run(of_pairs, 2)[1]) == 2
+
+
 class Longest(Target):
     """A runtime of a user: on each microbatch, how much enters every stage, in numbers."""
 
@@ -274,6 +303,18 @@ def test_what_cannot_be_built_is_refused(cuts: Any, options: Any, error: type[Pi
     with pytest.raises(error) as caught:
         build(zoo.build("llama"), cuts, batch=zoo.batch("llama"), **options)
     assert re.search(message, str(caught.value))
+
+
+def test_a_stage_receives_the_labels_of_a_pair() -> None:
+    """A user called the stages with the names of a batch (inputs, labels), for which forward has no argument."""
+    model = PipelineModule([nn.Linear(4, 4), torch.tanh, nn.Linear(4, 3)], loss_fn=nn.CrossEntropyLoss())
+    x, labels = torch.randn(4, 4), torch.arange(4) % 3
+    split = build(model, 2, batch=(x, labels))
+    output, (last,) = split(x, labels), split.stages[1:]
+    assert torch.equal(output, split(inputs=x, entry_1=labels)) and torch.equal(output, split(x))
+    received, last.whole = split.stages[0](inputs=x, entry_1=labels), False
+    loss = last(*received, inputs=x, entry_1=labels)
+    assert torch.equal(loss, nn.functional.cross_entropy(output, labels))
 
 
 def test_a_stage_says_what_it_takes() -> None:
