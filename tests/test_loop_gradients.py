@@ -16,6 +16,7 @@ from pipeshard.distributed.collectives import local_grad
 from pipeshard.engine.optimizer_trial import gap
 from pipeshard.entry import Engine
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.hunt.nets import Net, data
 from tests.pool import Pool
@@ -66,6 +67,31 @@ def test_a_step_sums_what_no_sync_has_left(pool: Pool, name: str) -> None:
     """The last window of an epoch is often too short to reach its synchronized batch: each replica stepped with its own
     gradient, and the replicas were different models from then on."""
     pool.run(without_sync, 2, REPLICAS[name])
+
+
+def as_with_accelerate(is_one_step: bool) -> None:
+    """Accumulate two batches as docs/coming-from/accelerate.md says, and compare with accelerate's division by two."""
+    whole, engine = seeded(), engine_of(pp_size=2)
+    for seed in range(2):
+        (whole(**data(seed))["loss"] / 2).backward()
+    if is_one_step:
+        engine.execute_pipeline(iter([data(0), data(1)]), num_batches=2, weight=1 / 2)
+    else:
+        for seed in range(2):
+            with nullcontext() if seed else engine.no_sync(engine.model):
+                engine.execute_pipeline(iter([data(seed)]), weight=1 / 2)
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for name, parameter in engine.model.named_parameters():
+        if not is_released(parameter):
+            torch.testing.assert_close(parameter.grad, expected[name])
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("is_one_step", [True, False])
+def test_accumulation_of_accelerate_divides(pool: Pool, is_one_step: bool) -> None:
+    """A user replaced `accelerator.accumulate` by `no_sync`, as the docs said. accelerate divides each loss by the
+    number of batches, so the gradients were too large by this factor."""
+    pool.run(as_with_accelerate, 2, is_one_step)
 
 
 def frozen_between(options: dict[str, Any], syncs: bool) -> list[Tensor]:
