@@ -132,7 +132,9 @@ class Pipeline:
 
         partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
         refuse_criterion(self.criterion, model)
-        refuse_compiled(model, find_units(model, paths_of(model, named_modules_of(partition))))
+        units = find_units(model, paths_of(model, named_modules_of(partition)))
+        refuse_compiled(model, units)
+        refuse_recomputed(model, containers(model, units), is_boosted=False)
         self.cuts = Cuts(config, model)
         self.cached = disable_caches(model)  # configs whose use_cache is restored later
         row_dims = RowDims(model, config.batch_dims)

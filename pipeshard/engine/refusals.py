@@ -192,16 +192,23 @@ def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
             )
 
 
-def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
-    """Raise UsageError if a module that contains units (one of `around`) recomputes its forward. Recomputation may have
-    been enabled after boost."""
+def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module], is_boosted: bool = True) -> None:
+    """Raise an error if a module that contains units (one of `around`) recomputes its forward: a UsageError if
+    recomputation may have been enabled after boost, otherwise a ConfigurationError."""
     whole = next(filter(recomputes, around), None)
-    if whole is not None:
-        name = next(name for name, module in model.named_modules() if module is whole)
+    if whole is None:
+        return
+    name = next(name for name, module in model.named_modules() if module is whole)
+    what = f"{name} ({type(whole).__name__}) reruns its forward in the backward pass, but"
+    if is_boosted:
         raise UsageError(
-            f"{name} ({type(whole).__name__}) reruns its forward in the backward pass, but boost has split this "
-            "forward into units: call model.gradient_checkpointing_enable() before booster.boost"
+            f"{what} boost has split this forward into units: call model.gradient_checkpointing_enable() before "
+            "booster.boost, or pass recompute=True instead"
         )
+    raise ConfigurationError(
+        f"{what} a cut or a CutPoint inside {name} splits this forward into units: cut after {name}, or call "
+        "model.gradient_checkpointing_disable() and pass recompute=True to the plugin, which reruns each unit"
+    )
 
 
 def refuse_shorter(model: nn.Module, cut: Iterable[tuple[Batch, Sequence[Batch]]], remedy: str) -> None:

@@ -14,12 +14,14 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.read import dummy_inputs, read_batch, taken_by
 from pipeshard.config import PipelineHints
+from pipeshard.engine.refusals import refuse_recomputed
 from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.traces import Traces
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
+from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.split.boundary import Boundary, boundaries
 from pipeshard.split.materialize import shard
 from pipeshard.split.partition import named_modules_of
@@ -280,6 +282,7 @@ def partition(
         )
     names = [] if isinstance(cuts, int) else named_modules_of(cuts)
     parts = cuts if isinstance(cuts, int) else len(cuts) + bool(names or not cuts)
+    refuse_recomputed(model, containers(model, find_units(model, paths_of(model, names))), is_boosted=False)
     flow = trace(model, sample, criterion, cuts=names)
     placement, rank = target.placed(parts)
     hints = getattr(model, "pipeline_hints", None) or PipelineHints()

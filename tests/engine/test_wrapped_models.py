@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from pipeshard import CutPoint
+from pipeshard import CutPoint, build
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError
+from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import Split
+from tests.unsplit import Split, Unsplit, differences
 
 pytestmark = pytest.mark.local
 
@@ -189,6 +191,38 @@ def test_own_checkpoints_draw_again_what_they_drew(
     """Every unit is seeded by its place, which a checkpoint around it knew nothing of: with dropout, gradients were
     those of other masks."""
     assert pool.run(own_checkpoints, world, world, each, reentrant, options) == [[]] * world
+
+
+def recomputed_around_a_cut() -> list[str]:
+    """A layer that reruns its forward is cut inside: the error, and both of its remedies beside the unsplit model."""
+
+    def split(enabled: bool, **options: Any) -> list[str]:
+        model, data = zoo.build("gpt2").train(), zoo.batch("gpt2")
+        unsplit = Unsplit(copy.deepcopy(model))
+        if enabled:
+            model.gradient_checkpointing_enable()
+        return differences(Split(model, 2, data, num_microbatches=2, **options), unsplit, data, num_microbatches=2)
+
+    inside, refused = ["transformer.h.1.mlp"], r"h\.1 \(GPT2Block\) reruns .* cut after transformer\.h\.1, or call"
+    with pytest.raises(ConfigurationError, match=refused):
+        split(True, partition=inside)
+    return [*split(True, partition=["transformer.h.1"]), *split(False, partition=inside, recompute=True)]
+
+
+@pytest.mark.turns
+def test_a_cut_inside_a_layer_that_is_recomputed_is_refused_at_boost(pool: Pool) -> None:
+    """A user enabled gradient checkpointing, and cut inside a layer. The first step advised to enable gradient
+    checkpointing before boost, as the user had done."""
+    assert pool.run(recomputed_around_a_cut, 2) == [[]] * 2
+
+
+def test_stages_of_build_rerun_whole_layers() -> None:
+    """A user built stages with a cut inside such a layer: the backward pass ended in an error of torch's checkpoint."""
+    model, data = zoo.build("gpt2").train(), zoo.batch("gpt2")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ConfigurationError, match="cut after"):
+        build(copy.deepcopy(model), ["transformer.h.1.mlp"], batch=data)
+    build(model, ["transformer.h.1"], batch=data)(**data).loss.backward()
 
 
 def cut_inside() -> None:
