@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeshard.config import AUTO
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
 from pipeshard.interop.build import Split, StageModule, Target, as_keywords, register_target
+from pipeshard.schedule.given import chunks_of, name_of
+from pipeshard.schedule.program import Program
 
 STEP_ARGUMENTS = {"target", "losses", "return_outputs", "loss_kwargs"}  # arguments of torch's schedule.step
 
@@ -64,7 +67,8 @@ class Colossalai(Target):
     Args:
         num_microbatches: the number of microbatches per batch.
         optimizer: the model's optimizer, or a function that creates it from the parameters.
-        plugin: additional arguments of PipelinePlugin.
+        plugin: additional arguments of PipelinePlugin. The arguments of `build` determine pp_size, partition and
+            dry_run_input.
     """
 
     shards_itself = True
@@ -73,15 +77,17 @@ class Colossalai(Target):
         self, num_microbatches: int, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None, **plugin: Any
     ) -> None:
         self.num_microbatches, self.optimizer, self.plugin = num_microbatches, optimizer, plugin
+        for name, given in (("pp_size", "cuts"), ("partition", "cuts"), ("dry_run_input", "batch")):
+            if name in plugin:
+                raise ConfigurationError(f"build derives {name} from its argument {given}: omit {name}")
 
     def take(self, split: Split) -> BoostedModel:
         from colossalai.booster import Booster
 
         from pipeshard.plugin import PipelinePlugin
 
-        stages = split.num_stages // self.plugin.get("num_model_chunks", 1)
         plugin = PipelinePlugin(
-            stages,
+            self._ranks(split.num_stages),
             num_microbatches=self.num_microbatches,
             partition=split.policy.partition_by,
             dry_run_input=split.sample.data,
@@ -93,6 +99,21 @@ class Colossalai(Target):
             optimizer = optimizer(split.model.parameters())
         model, optimizer, *_ = booster.boost(split.model, optimizer, split.criterion)
         return BoostedModel(booster, model, optimizer)
+
+    def _ranks(self, num_stages: int) -> int:
+        """The number of ranks of a pipeline with this number of stages; the schedule determines the chunks per rank."""
+        schedule = self.plugin.get("schedule") or self.plugin.get("pp_style") or "1f1b"
+        if isinstance(schedule, Program):
+            chunks = len(schedule.placement) // (max(schedule.placement) + 1)
+        else:
+            v = self.plugin.get("num_model_chunks", 1)
+            chunks = 1 if schedule == AUTO else chunks_of(schedule, num_stages, v)
+        if num_stages % chunks:
+            raise ConfigurationError(
+                f"schedule={name_of(schedule)!r} holds {chunks} stages per rank, but cuts gives {num_stages} stages: "
+                f"choose cuts that give a multiple of {chunks}"
+            )
+        return num_stages // chunks
 
 
 register_target("colossalai", Colossalai)

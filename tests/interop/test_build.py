@@ -250,6 +250,27 @@ def test_batches_of_inputs_and_labels(pool: Pool) -> None:
     assert len(pool.run(of_pairs, 2)[1]) == 2
 
 
+def by_zbv() -> int:
+    """The ranks of a pipeline of four stages, of which zbv holds two per rank; one step has the loss of one process."""
+    model, data = zoo.build("gpt2"), even("gpt2", 0)
+    expected = copy.deepcopy(model)(**data).loss
+    built = build(
+        model, CUTS["gpt2"], "colossalai", data, num_microbatches=4, optimizer=torch.optim.AdamW, schedule="zbv"
+    )
+    out = built.booster.execute_pipeline(iter([data]), built.model, None, built.optimizer)
+    assert float(out["loss"]) == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(ConfigurationError, match="'zbv' holds 2 stages per rank, but cuts gives 3 stages"):
+        build(zoo.build("gpt2"), 3, "colossalai", data, num_microbatches=4, schedule="zbv")
+    return built.booster.plugin.pp_size
+
+
+@pytest.mark.local
+def test_the_schedule_s_chunks_count_as_stages(pool: Pool) -> None:
+    """A user passed three cuts and schedule="zbv" on two ranks. The error asked for four ranks, and four ranks led to
+    an error about the number of cuts."""
+    assert pool.run(by_zbv, 2) == [2, 2]
+
+
 class Longest(Target):
     """A runtime of a user: on each microbatch, how much enters every stage, in numbers."""
 
@@ -288,6 +309,12 @@ def test_a_user_s_own_target() -> None:
         (2, {"target": "troch"}, ConfigurationError, "target='troch' is unknown: did you mean 'torch'"),
         (2, {"target": "torch", "chunks": 2}, ConfigurationError, r"takes Torch\(num_model_chunks: int \| None"),
         (2, {"target": "torch"}, ConfigurationError, "no process group"),
+        (
+            2,
+            {"target": "colossalai", "num_microbatches": 2, "partition": "auto"},
+            ConfigurationError,
+            "build derives partition from its argument cuts: omit partition",
+        ),
         (2, {"target": "deepspeed"}, ConfigurationError, ", but is 0: call deepspeed.init_distributed first"),
         (
             "model",
