@@ -151,6 +151,7 @@ class Split:
             reads.
         live: the values that enter each stage.
         stages: the StageModules of this process, by index; empty if the target splits the model itself.
+        became: parameters on meta that `build` replaced to tie them, each with its replacement.
     """
 
     model: nn.Module
@@ -161,6 +162,7 @@ class Split:
     ties: list[tuple[tuple[str, int], ...]]
     live: list[Boundary]
     stages: dict[int, StageModule]
+    became: Mapping[nn.Parameter, nn.Parameter]
 
     @property
     def num_stages(self) -> int:
@@ -252,7 +254,7 @@ def build(
     chosen = find_target(target, options)
     hints = getattr(model, "pipeline_hints", None) or PipelineHints()
     criterion = hints.criterion if criterion is None else criterion
-    tie_on_meta(model)
+    became = tie_on_meta(model)
     sample = read_batch(model, dummy_inputs(model) if batch is None else batch)
     flow, policy = partition(model, cuts, sample, criterion, chosen, torch.device(device))
     ties = analyze_ties(model, policy)
@@ -262,7 +264,7 @@ def build(
     live = liveness(flow, policy, whole)
     names = () if isinstance(sample.data, Mapping) else as_keywords(model, sample.data)
     stages = {} if chosen.shards_itself else construct(model, policy, criterion, whole, names)
-    return chosen.take(Split(model, sample, criterion, flow, policy, ties, live, stages))
+    return chosen.take(Split(model, sample, criterion, flow, policy, ties, live, stages, became))
 
 
 def partition(

@@ -15,6 +15,7 @@ from pipeshard.config import AUTO
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.mixed_precision import Precision
+from pipeshard.engine.optimizer import replace_parameters
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
 from pipeshard.interop.build import Split, StageModule, Target, as_keywords, register_target
@@ -97,6 +98,8 @@ class Colossalai(Target):
         optimizer = self.optimizer
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             optimizer = optimizer(split.model.parameters())
+        elif optimizer is not None:
+            replace_parameters(optimizer, split.became)
         model, optimizer, *_ = booster.boost(split.model, optimizer, split.criterion)
         return BoostedModel(booster, model, optimizer)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
@@ -21,6 +22,7 @@ import pipeshard
 from pipeshard import LayerSpec, PipelineModule, Target, analyze_tied_weights, build, register_target
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, UsageError
 from pipeshard.interop.build import Split as Parts
+from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.pool import Pool
 from tests.targets import MODELS as CUTS
@@ -269,6 +271,26 @@ def test_the_schedule_s_chunks_count_as_stages(pool: Pool) -> None:
     """A user passed three cuts and schedule="zbv" on two ranks. The error asked for four ranks, and four ranks led to
     an error about the number of cuts."""
     assert pool.run(by_zbv, 2) == [2, 2]
+
+
+def built_on_meta() -> list[str]:
+    """The tied names of a model on meta that was built with an optimizer, after a step."""
+    with init_empty_weights():
+        model = zoo.build("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = even("gpt2", 0)
+    built = build(model, 2, "colossalai", data, num_microbatches=4, optimizer=optimizer)
+    built.booster.execute_pipeline(iter([data]), built.model, None, built.optimizer)
+    built.optimizer.step()
+    held = {name for name, p in built.model.unwrap().named_parameters(remove_duplicate=False) if not is_released(p)}
+    return sorted(held & {"lm_head.weight", "transformer.wte.weight"})
+
+
+@pytest.mark.local
+def test_an_optimizer_follows_ties_on_meta(pool: Pool) -> None:
+    """A user built a tied model of accelerate's init_empty_weights with its optimizer. The error asked whether the
+    optimizer belonged to another model."""
+    assert pool.run(built_on_meta, 2) == [["lm_head.weight", "transformer.wte.weight"]] * 2
 
 
 class Longest(Target):
