@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from colossalai.booster import Booster
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
+from pipeshard import PipelinePlugin
 from pipeshard.errors import PipeshardError
 from tests import zoo
 from tests.pool import Pool
@@ -111,6 +114,34 @@ def test_ragged_batches_of_replicas(pool: Pool, name: str) -> None:
 @pytest.mark.turns
 def test_ragged_batches_are_proven_at_boost(pool: Pool) -> None:
     assert pool.run(trained, 2, "llama", verify=True) == [[]] * 2
+
+
+def pair_loss(output: Any, batch: Any) -> Tensor:
+    """The preference loss of TRL: the first half of the rows was chosen, the second half was rejected."""
+    ids = batch["input_ids"]
+    scores = output.logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    chosen, rejected = (scores * batch["attention_mask"][:, 1:]).sum(1).chunk(2)
+    return -F.logsigmoid(0.01 * (chosen - rejected)).mean()
+
+
+def pairs_differ() -> list[str]:
+    model = zoo.build("llama", torch.float64)
+    unsplit, data = Unsplit(copy.deepcopy(model)), data_of("llama", (31, 20, 12, 5), 0)
+    plugin = PipelinePlugin(pp_size=dist.get_world_size(), dry_run_input=data, microbatch_tokens=4096, verify=False)
+    booster = Booster(plugin=plugin)
+    split: Any = Split.__new__(Split)
+    split.model, split.optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()), pair_loss)
+    out = booster.execute_pipeline(iter([data]), split.model, pair_loss, split.optimizer)
+    loss = pair_loss(unsplit.model(**data), data)
+    loss.backward()
+    return compared(split, unsplit, out["loss"], loss.detach(), FINE)
+
+
+def test_a_microbatch_keeps_the_order_of_its_samples(pool: Pool) -> None:
+    """DPOTrainer with microbatch_tokens: its batch has all chosen answers first, then all rejected ones.
+
+    The samples of a microbatch were in the order of their lengths, so the longest half counted as rejected."""
+    assert pool.run(pairs_differ, 2) == [[], []]
 
 
 def outputs_differ(name: str) -> list[str]:

@@ -27,7 +27,7 @@ class TokenCost(NamedTuple):
 
 
 def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: float) -> list[list[int]]:
-    """The indices of each microbatch's samples, in the order of the samples' lengths.
+    """The indices of each microbatch's samples, in ascending order. Groups are in the order of their samples' lengths.
 
     `lengths` has the number of tokens of each sample: one number, or one for the encoder and one for the decoder. The
     number of samples in a group times the sum of its largest lengths is at most `limit`; each single sample must fit.
@@ -50,7 +50,7 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
     groups, end = list[list[int]](), len(order)
     while end:
         start = int(first[end, level])
-        groups.append(order[start:end])
+        groups.append(sorted(order[start:end]))  # the loss may depend on the order: DPO's first half was chosen
         end = start
     return groups[::-1]
 

@@ -44,6 +44,7 @@ def test_each_sample_is_in_one_group_within_the_limit(
     groups = group(lengths, LIMIT, cost, idle)
     assert sorted(k for samples in groups for k in samples) == list(range(len(lengths)))
     assert all(len(samples) * sum(padded(lengths, samples)) <= LIMIT for samples in groups)
+    assert all(samples == sorted(samples) for samples in groups)
 
 
 @settings(max_examples=60, deadline=None)
