@@ -36,14 +36,16 @@ class Unproven(Exception):
 
 
 class LocalRank:
-    """One rank: a copy of the model that the engine traces and splits, as in a separate process."""
+    """One rank: a copy of the model that the engine traces and splits, as in a separate process. A list of cuts does
+    not fit a smaller copy (`is_smaller`)."""
 
-    def __init__(self, config: PipelineConfig, grid: LocalGrid, own: Copies) -> None:
+    def __init__(self, config: PipelineConfig, grid: LocalGrid, own: Copies, is_smaller: bool) -> None:
         self.own, self.model = own, own.model
         self.foreign = own.foreign()  # before anything is replaced
         partition = config.settled(getattr(self.model, "pipeline_hints", None), own.criterion).partition
-        if is_profile(partition):  # a profile is measured by all processes together
-            config = replace(config, partition="auto")
+        # A profile is measured by all processes together. Unlike "auto", "uniform" overrides the model's hints.
+        if is_profile(partition) or (is_smaller and not isinstance(partition, str)):
+            config = replace(config, partition="uniform")
         self.pipeline = Pipeline(config, grid, self.model, own.sample, own.criterion, _no_costs)
         own.sample = self.pipeline.reader.settle(own.sample)
         self.optimizer: PipelineOptimizer | None = None
@@ -74,6 +76,7 @@ class LocalPipeline:
         device: torch.device,
         note: Callable[[], None],
         replicas: int = 1,
+        is_smaller: bool = False,
     ) -> None:
         self.replicas, self.num_stages = replicas, config.pp_size
         self.world = LocalWorld(replicas * config.pp_size, note, lambda: Draws.from_here(device))
@@ -81,7 +84,8 @@ class LocalPipeline:
         proven = as_proven(config, replicas)
 
         def build(rank: int) -> LocalRank:
-            return LocalRank(proven, LocalGrid(self.world, rank, config.pp_size, replicas, device), own[rank])
+            grid = LocalGrid(self.world, rank, config.pp_size, replicas, device)
+            return LocalRank(proven, grid, own[rank], is_smaller)
 
         self.ranks = self._run(build)
         self.policy, self.placement = self.ranks[0].policy, self.ranks[0].policy.placement

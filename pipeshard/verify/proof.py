@@ -17,9 +17,10 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.dependent import dependent_text, failing, is_of_model
-from pipeshard.errors import BatchError, PipeshardError, TraceError, summary
+from pipeshard.errors import BatchError, PartitionError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.indices import checking_indices
+from pipeshard.split.policy import Policy
 from pipeshard.verify.compare import Comparison, differing
 from pipeshard.verify.limit import Limit, TooMuch
 from pipeshard.verify.local import Different, LocalPipeline, Unproven
@@ -126,8 +127,8 @@ def prove(
             kind, reason, cause = UNPROVEN, str(error), error.__cause__
         except Unproven as error:
             kind, reason = UNPROVEN, str(error)
-        except PipeshardError as error:  # booster.boost, or the first step, raises the same error
-            kind, reason, refused = UNPROVEN, summary(error), True
+        except PipeshardError as error:  # booster.boost, or the first step, raises the same error, unless of a copy
+            kind, reason, refused = UNPROVEN, summary(error), not proving.smaller
         except Exception as error:  # the user's code, or copying it, may raise anything
             logger.debug("the proof failed", exc_info=True)
             kind, reason = UNPROVEN, summary(error)
@@ -340,7 +341,7 @@ class _Proving:
 
     def _sides(self, dtype: torch.dtype | None, replicas: int = 1) -> Sides:
         """The split model, and a copy of the unsplit model for each replica."""
-        split = LocalPipeline(self.config, lambda: self._copy(dtype), self.device, self.limit.tick, replicas)
+        split = self._split(dtype, replicas)
         read, flow = split.ranks[0].own.sample, split.policy.flow
         references = []
         for _ in range(replicas):
@@ -351,6 +352,20 @@ class _Proving:
                 reference.seed_places(split.policy.units, flow.glue_random, flow.python_random)
             references.append(reference)
         return Sides(split, references, self.samples, self.limit.tick, functools.cache(self._fickle))
+
+    def _split(self, dtype: torch.dtype | None, replicas: int) -> LocalPipeline:
+        """The split model. A smaller copy that the model's policy cannot cut is cut by the default policy."""
+
+        def made(config: PipelineConfig) -> LocalPipeline:
+            make, is_smaller = functools.partial(self._copy, dtype), bool(self.smaller)
+            return LocalPipeline(config, make, self.device, self.limit.tick, replicas, is_smaller)
+
+        try:
+            return made(self.config)
+        except PartitionError:  # the policy names a layer that the copy lacks
+            if not self.smaller:
+                raise
+            return made(replace(self.config, policy=Policy))
 
     def _compare(self, dtype: torch.dtype | None) -> None:
         comparison = Comparison(fine=dtype is torch.float64)

@@ -30,6 +30,8 @@ from pipeshard import PipelinePlugin
 from pipeshard.batch.read import read_batch
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.grad_sync import Bucket
+from pipeshard.errors import PartitionError
+from pipeshard.split.policy import Policy
 from pipeshard.verify.decide import is_known
 from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Large, Proof, _Proving, prove
 from pipeshard.verify.reference import Copies
@@ -181,6 +183,50 @@ def test_what_a_copy_does_not_stand_for() -> None:
     assert proof.reason.startswith(f"its weights are on meta; {instead}")
     with pytest.raises(Unlike, match="a smaller copy takes"):
         copy_of(on_meta(LlamaForCausalLM, config), most=2**10)
+
+
+class Mixing(Deep):
+    """Every layer subtracts the mean of the batch, so microbatches train a different model."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = x + layer(x - x.mean(0))
+        return {"loss": F.cross_entropy(self.head(x), y)}
+
+
+class LastLayers(Policy):
+    """Names a layer that a copy lacks."""
+
+    def distribute_layers(self, num_layers: int, num_stages: int) -> list[int]:
+        first = self.calls_of("layers.20")[0]
+        return [first, num_layers - first]
+
+
+@pytest.mark.parametrize("cut", [{"partition": [12, 13]}, {"partition": ["layers.20"]}, {"policy": LastLayers}])
+def test_a_copy_is_cut_by_its_own_layers(cut: dict[str, Any]) -> None:
+    """A model on meta was boosted with partition=[12, 13], or with schedule="auto", which finds such a list.
+
+    Its smaller copy was cut by the same list, which raised an error, so a model that mixes samples trained unproven."""
+    proof = proof_of(on_meta(Mixing), {"x": torch.randn(8, 512), "y": torch.arange(8) % 5}, **cut)
+    assert (proof.kind, proof.coupled) == (DIFFERENT, True), proof
+
+
+def test_slices_are_proven_on_a_copy_that_is_cut_by_its_own_layers() -> None:
+    """A recipe with num_slices=2 and partition=[6, 5] never started: the list did not fit the copy of the model."""
+    config = LlamaConfig(
+        num_hidden_layers=8, hidden_size=32, intermediate_size=16, num_attention_heads=2, vocab_size=16
+    )
+    ids = torch.randint(16, (4, 6))
+    data = {"input_ids": ids, "labels": ids}
+    proof = proof_of(on_meta(LlamaForCausalLM, config), data, partition=[6, 5], num_slices=2)
+    assert proof.kind == EXACT and "4 of 8 layers" in proof.smaller, proof
+
+
+def test_an_error_of_a_copy_is_none_of_training() -> None:
+    """The message that a model was not verified was not shown: training, it said, raises the same error."""
+    with mock.patch.object(Policy, "_partition", side_effect=PartitionError("no cut is possible")):
+        proof = proof_of(on_meta(Deep), batch(Deep()))
+    assert (proof.kind, proof.refused) == (UNPROVEN, False), proof
 
 
 def boosted() -> list[str]:
