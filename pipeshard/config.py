@@ -424,6 +424,11 @@ class PipelineConfig:
                     f"{name}={value!r} is not supported with schedule={AUTO!r}, which chooses cuts and chunks itself, "
                     f"and requires microbatches of equal size: omit {name}"
                 )
+        if not isinstance(self.recompute, bool | int | float):
+            raise ConfigurationError(
+                f"recompute={self.recompute!r} is not supported with schedule={AUTO!r}, which chooses the number of "
+                "stages itself: pass True, or one fraction for all stages"
+            )
         self._refuse_compiled_backward(AUTO)
 
     def _check_slices(self) -> None:

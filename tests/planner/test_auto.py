@@ -115,6 +115,16 @@ def test_what_a_search_does_not_support_is_refused(options: dict[str, Any], word
     assert words in str(error.value)
 
 
+def test_fractions_per_stage_are_refused_before_a_search() -> None:
+    """recompute=[1.0, 0.5] was accepted for 2 ranks with schedule="auto".
+
+    The search then found two chunks per rank, and four fractions were required, which the plugin does not accept."""
+    with pytest.raises(ConfigurationError, match="one fraction for all stages"):
+        PipelineConfig(pp_size=2, num_microbatches=M, schedule="auto", recompute=[1.0, 0.5])
+    config = PipelineConfig(pp_size=2, num_microbatches=M, schedule="auto", recompute=0.5)
+    assert replace(config, num_model_chunks=2, schedule="interleaved").recomputed.ratios == (0.5,) * 4
+
+
 def test_a_limit_that_nothing_fits_in_is_named() -> None:
     with pytest.raises(PartitionError, match=r"found no program that fits in 1\.00 kB on each of 2 ranks"):
         automatic(subject().on(Devices.parse(2, 1000)), 2, M)
