@@ -123,6 +123,7 @@ def _searched(
 ) -> PipelineConfig:
     """Search for a schedule and cuts for this model. Returns the config with both; it is the same on every rank."""
     p, of_batch = config.pp_size, config.num_microbatches or max(1, sample.rows // (config.microbatch_size or 1))
+    devices = Devices.parse(p, config.memory_limit, limit="memory_limit")
     precision = config.precision if config.lowers else "fp32"
     training = Training(
         "adamw", precision, grid.dp_size, config.zero_stage, config.fsdp, config.tp_size, config.ep_size, config.offload
@@ -134,7 +135,7 @@ def _searched(
     costs = gather_objects([tuple(cost) for cost in subject.costs], grid.world)[0]  # rank 0's: measured costs differ
     again = None if any(recompute.ratios) or recompute.interval else subject.again
     subject = replace(subject, costs=[Cost(*cost) for cost in costs], again=again)
-    candidate, schedule, _ = automatic(subject.on(Devices.parse(p, config.memory_limit)), p, of_batch * num_batches)
+    candidate, schedule, _ = automatic(subject.on(devices), p, of_batch * num_batches)
     return replace(
         config,
         schedule=schedule,

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from pipeshard.errors import ConfigurationError, hint
@@ -75,10 +76,13 @@ class Devices:
     links: tuple[Link, ...] = ()
 
     @classmethod
-    def parse(cls, ranks: int, memory: Any = None, speeds: Any = None, links: Any = None) -> Self:
-        """Parse the arguments of `plan` that describe devices. Raises ConfigurationError for invalid values."""
+    def parse(
+        cls, ranks: int, memory: Any = None, speeds: Any = None, links: Any = None, limit: str = "device_memory"
+    ) -> Self:
+        """Parse the arguments of `plan` that describe devices. `limit` is the user's name for `memory`. Raises
+        ConfigurationError for invalid values."""
         return cls(
-            () if memory is None else _each("device_memory", memory, ranks, parse_bytes),
+            () if memory is None else _each(limit, memory, ranks, partial(parse_bytes, name=limit)),
             (1.0,) * ranks if speeds is None else _each("device_speed", speeds, ranks, _speed),
             () if links is None else _links(links, ranks),
         )

@@ -125,6 +125,28 @@ def test_fractions_per_stage_are_refused_before_a_search() -> None:
     assert replace(config, num_model_chunks=2, schedule="interleaved").recomputed.ratios == (0.5,) * 4
 
 
+def limited(limit: str) -> str:
+    """What boost says to this memory_limit."""
+    model, data = zoo.build("llama"), zoo.batch("llama")
+    with pytest.raises(ConfigurationError) as caught:
+        Split(model, dist.get_world_size(), data, num_microbatches=M, schedule="auto", memory_limit=limit)
+    return str(caught.value)
+
+
+@pytest.mark.local
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [("80 gigs", "memory_limit='80 gigs' is not a size"), ("1GB,2GB,3GB", "memory_limit='1GB,2GB,3GB' has 3 values")],
+)
+def test_a_wrong_limit_is_named_as_it_was_passed(pool: Pool, limit: str, words: str) -> None:
+    """memory_limit="80 gigs" of a plugin: the error spoke of device_memory, which is an argument of `plan`.
+
+    It was raised after the model was traced and measured."""
+    with mock.patch("pipeshard.boost.study", side_effect=AssertionError):
+        for message in pool.run(limited, 2, limit):
+            assert message.startswith(words)
+
+
 def test_a_limit_that_nothing_fits_in_is_named() -> None:
     with pytest.raises(PartitionError, match=r"found no program that fits in 1\.00 kB on each of 2 ranks"):
         automatic(subject().on(Devices.parse(2, 1000)), 2, M)
