@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 # Leaves of a batch.
@@ -291,3 +292,18 @@ def has_known_loss(model: nn.Module) -> bool:
     return is_of_transformers(model) and all(
         loss is None or getattr(loss, "__module__", "").startswith("transformers.") for loss in own
     )
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[Tensor]:
+    """The tensors that the transformers models in `model` keep in fp32 if the model has this 16-bit dtype, such as the
+    biases of a router."""
+    tensors: set[Tensor] = set()
+    for module in model.modules():
+        names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        if dtype is torch.float16:
+            names |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+        if names:
+            pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
+            named = *module.named_parameters(), *module.named_buffers()
+            tensors |= {tensor for name, tensor in named if pattern.search(name)}
+    return tensors

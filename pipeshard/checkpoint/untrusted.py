@@ -25,7 +25,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from pipeshard.distributed.collectives import encode, reason
 from pipeshard.errors import CheckpointError, ConfigurationError, explained, summary
-from pipeshard.hf import ADAPTER_CONFIG
+from pipeshard.hf import ADAPTER_CONFIG, kept_in_fp32
 from pipeshard.split.quantized import quantization_of, quantize_blank
 
 LARGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors takes a tenth of this
@@ -91,8 +91,11 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     is_auto = hasattr(auto_class, "from_config")
     make, code = (auto_class.from_config, trusted) if is_auto else (auto_class._from_config, {})
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"), _counting(path):
-        model: Any = make(config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, **code)
+        model: Any = make(config, dtype=dtype, **code)
+    for tensor in kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else ():
+        tensor.data = tensor.data.float()
     if quantization is not None:
         quantize_blank(model, quantization)
     if (path / "generation_config.json").exists():

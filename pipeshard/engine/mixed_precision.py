@@ -8,7 +8,6 @@ update MasterWeights. Autocast is available as an option.
 
 import contextlib
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -22,7 +21,7 @@ from pipeshard.distributed.collectives import local, local_grad, set_local_grad,
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.hf import is_target
+from pipeshard.hf import is_target, kept_in_fp32
 from pipeshard.options import PRECISIONS
 from pipeshard.split.materialize import rebuilt_models, storageless
 
@@ -316,7 +315,7 @@ class Precision:
         as in `model.bfloat16()`."""
         if not self.lowers:
             return set()
-        dtypes, in_fp32 = self._constructed(model), self._kept_in_fp32(model)
+        dtypes, in_fp32 = self._constructed(model), kept_in_fp32(model, self.dtype)
         tensors: set[Tensor] = set()
         for path, module in model.named_modules():
             for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -324,18 +323,6 @@ class Precision:
                 is_low = dtypes[name] is self.dtype if name in dtypes else tensor.is_floating_point()
                 if is_low and tensor.is_floating_point() and tensor not in in_fp32:
                     tensors.add(tensor)
-        return tensors
-
-    def _kept_in_fp32(self, model: nn.Module) -> set[Tensor]:
-        """The tensors that the transformers models in `model` keep in fp32."""
-        tensors: set[Tensor] = set()
-        for module in model.modules():
-            names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-            names |= set(getattr(module, "_keep_in_fp32_modules", None) or ()) if self.scales else set()
-            if names:
-                pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
-                named = *module.named_parameters(), *module.named_buffers()
-                tensors |= {tensor for name, tensor in named if pattern.search(name)}
         return tensors
 
     def _constructed(self, model: nn.Module) -> dict[str, torch.dtype]:

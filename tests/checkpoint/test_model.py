@@ -259,6 +259,32 @@ def test_from_pretrained(pool: Pool, tmp_path: Path, text: str) -> None:
     assert not [what for found in pool.run(from_a_folder, 2, text, str(tmp_path)) for what in found]
 
 
+BIAS = "e_score_correction_bias"
+
+
+def routing_biases(folder: Path, sample: Any) -> list[Tensor]:
+    auto = transformers.AutoModelForCausalLM
+    blank = PipelinePlugin.from_pretrained(auto, folder).train()
+    split = Split(blank, dist.get_world_size(), sample, num_microbatches=2)
+    named = split.model.unwrap().named_buffers()
+    return [buffer for name, buffer in named if name.endswith(BIAS) and not buffer.is_meta]
+
+
+def test_from_pretrained_keeps_routing_biases_in_fp32(pool: Pool, tmp_path: Path) -> None:
+    """The biases of a bf16 DeepSeek-V3 are fp32. They were rounded to bf16 when a stage read them, so that near ones
+    were equal and other experts were chosen, silently."""
+    model, sample = made("causal-lm/deepseek_v3")
+    model.bfloat16()
+    for module in model.modules():
+        if hasattr(module, BIAS):
+            setattr(module, BIAS, torch.linspace(3, 3.01, len(getattr(module, BIAS))))
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(tmp_path)
+    for found in pool.run(routing_biases, 2, tmp_path, sample):
+        for bias in found:
+            assert torch.equal(bias, torch.linspace(3, 3.01, len(bias)))
+
+
 def test_from_pretrained_wrongly(tmp_path: Path) -> None:
     auto = transformers.AutoModelForCausalLM
     with pytest.raises(CheckpointError, match="does not exist"):
