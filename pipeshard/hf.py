@@ -294,7 +294,7 @@ def has_known_loss(model: nn.Module) -> bool:
     )
 
 
-def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[Tensor]:
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> set[Tensor]:
     """The tensors that the transformers models in `model` keep in fp32 if the model has this 16-bit dtype, such as the
     biases of a router."""
     tensors: set[Tensor] = set()

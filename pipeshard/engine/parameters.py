@@ -54,6 +54,9 @@ class HeldParameters:
         is_sharded = fsdp and grid.dp_size > 1
         cast = lowered - self._in_units() if is_sharded else lowered
         full = precision.lower(cast)
+        for parameter in lowered & self._in_units() if is_sharded else ():
+            if parameter.requires_grad:  # FSDP shards fp32 values, and casts as it gathers
+                parameter.data = parameter.data.float()
         self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
         self.sharded = self._sharded(dtype) if is_sharded else None
         now = dict(model.named_parameters())

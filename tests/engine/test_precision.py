@@ -214,6 +214,26 @@ def test_fsdp_with_one_replica_trains_as_without_it(pool: Pool, precision: str) 
     pool.run(without_replicas, 1, precision)
 
 
+def updated_from_16_bits(options: dict[str, Any]) -> dict[str, Tensor]:
+    """The values of a bf16 model after three small updates."""
+    data = zoo.batch("gpt2")
+    split = Split(zoo.build("gpt2").bfloat16(), 1, data, num_microbatches=2, precision="bf16", dp_size=2, **options)
+    for _ in range(3):
+        split.backward(data)
+        split.step()
+    assert {value.dtype for group in split.optimizer.param_groups for value in group["params"]} == {torch.float32}
+    return {name: whole(parameter.detach()).float() for name, parameter in split.held.items()}
+
+
+@pytest.mark.turns
+def test_fsdp_trains_a_model_in_16_bits_with_fp32_values(pool: Pool) -> None:
+    """The shards of a model whose folder is bf16 were bf16, and the optimizer's states, too: most small updates were
+    rounded to nothing, without a word."""
+    sharded, replicated = (pool.run(updated_from_16_bits, 2, options)[0] for options in ({"fsdp": True}, {}))
+    for name, value in replicated.items():
+        assert float((sharded[name].bfloat16() - value.bfloat16()).float().norm() / value.norm()) < 1e-3, name
+
+
 DTYPES = "causal-lm/deepseek_v3", "causal-lm/xglm", "causal-lm/zamba", "sequence-classification/gemma3_text"
 
 
