@@ -339,7 +339,7 @@ class Pipeline:
         self.cuts.forget()
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
-            outputs.check(microbatch.route.flow, len(planned[-1]) > 1)
+            outputs.check(microbatch.route.flow, len(planned[-1]) > 1, self.num_stages > 1)
         if train:
             self._refuse_untrainable(flow, outputs)
             refuse_differentiable(read, self.num_stages, len(planned[-1]))

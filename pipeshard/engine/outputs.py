@@ -84,13 +84,21 @@ class Outputs:
         """A description of the request. Ranks with the same request have the same description."""
         return self._text
 
-    def check(self, flow: Dataflow, is_cut: bool) -> None:
+    def check(self, flow: Dataflow, is_cut: bool, is_split: bool) -> None:
         """Raise UsageError, on every rank, if the model's output lacks a requested field or the requested loss. Also
-        raise UsageError if the outputs of a batch that is split into microbatches (`is_cut`) cannot be merged."""
+        raise UsageError if the outputs of a model that is split into stages (`is_split`), or of a batch that is split
+        into microbatches (`is_cut`), cannot be collected or merged."""
         if self.each_loss and flow.loss is None:
             raise UsageError(
                 "return_outputs='loss' requests a loss, but this batch has none: add labels to the batch, or pass a "
                 "criterion"
+            )
+        if flow.opaque and self.needed and (is_split or (is_cut and self.function is None)):
+            raise UsageError(
+                f"return_outputs={self} requests the model's output, a {flow.opaque}, whose tensors cannot be "
+                "collected from stages and microbatches. Return a dict, a tuple, a named tuple or a ModelOutput of "
+                "transformers from forward, register the class with torch.utils._pytree.register_pytree_node, or pass "
+                "return_outputs='loss' or False"
             )
         if is_cut and self.function is None:
             for path, use, spec in flow.outputs if self.needed else ():

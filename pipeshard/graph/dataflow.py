@@ -144,6 +144,7 @@ class Dataflow:
     that were visited with values, since they do not run on meta. `deciders` are the modules outside units that were
     running when glue branched, and that could be units. `differentiated` are the values that receive a gradient of the
     loss through glue. `counts_results` is True if the criterion returns a count that depends on unit results.
+    `opaque` is the class of the model's output if it contains tensors, but torch's pytree takes it for a leaf.
     """
 
     calls: tuple[Call, ...]
@@ -170,6 +171,7 @@ class Dataflow:
     deciders: frozenset[str] = frozenset()
     differentiated: frozenset[Value] = frozenset()
     counts_results: bool = False
+    opaque: str = ""
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:

@@ -30,9 +30,9 @@ from pipeshard.graph.question import Recipes
 from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
 from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
-from pipeshard.graph.unit_outputs import answer
+from pipeshard.graph.unit_outputs import answer, opened
 from pipeshard.graph.units import CutPoint, check_call, find_units, handled, modules_apart
-from pipeshard.private import tree_flatten
+from pipeshard.private import tree_flatten, tree_tensors
 from pipeshard.replaced import replaced
 
 SMALL = 4  # the maximum number of elements per sample of an input that contains sizes (of images, patches, ...)
@@ -187,6 +187,7 @@ class Tracer:
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
         taint.read_shape(leaf for _, leaf in tensors)
+        is_opaque = len(named) == 1 and named[0][1] is output and not tensors and tree_tensors(opened(output))
         outputs = tuple((name, self._use([leaf]).joined(late), TensorSpec.of(leaf)) for name, leaf in tensors)
         used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # all later calls belong to the same autograd function
@@ -216,6 +217,7 @@ class Tracer:
             together=tuple(self.groups.spans),
             valued=frozenset(self.kinds.valued),
             counts_results=self.counts_results,
+            opaque=type(output).__name__ if is_opaque else "",
         )
 
     def _answer(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -198,3 +199,40 @@ def test_mistakes_are_told_on_every_rank_and_harm_nothing(pool: Pool) -> None:
     failed = "the function passed as return_outputs failed on the output of microbatch 1"
     for messages_of_rank in pool.run(mistakes, 2):
         assert_told(messages_of_rank, [*expected, rf"UsageError: {failed} \(ValueError: no metric\)"])
+
+
+@dataclass
+class Bundle:
+    logits: Tensor
+    hidden: Tensor
+    loss: Tensor
+
+
+class Bundles(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Bundle:
+        kept = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            kept.append(x)
+        return Bundle(x, kept[0], x.square().mean())
+
+
+def bundled() -> None:
+    data = {"x": torch.randn(8, 8)}
+    split = Split(Bundles(), dist.get_world_size(), data, num_microbatches=2)
+    split.backward(data)
+    split.evaluate(data, return_outputs="loss")
+    split.evaluate(data, return_outputs=True)
+
+
+@pytest.mark.local
+def test_an_output_of_an_unknown_class_is_refused(pool: Pool) -> None:
+    """A dataclass as a model's output trained as it should, but an evaluation returned the first microbatch alone, with
+    NaN in the place of what other stages have."""
+    for p in (1, 2):
+        for text in pool.run_expecting(UsageError, bundled, p):
+            assert "return_outputs=True requests the model's output, a Bundle" in text
