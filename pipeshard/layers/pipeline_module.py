@@ -27,9 +27,9 @@ class PipelineModule(nn.Module):
 
     The first layer receives `inputs`, and each other layer receives the previous output, as a single argument (tuples
     are not unpacked). Layers are never cut. A layer given by a spec is on meta until it is built. `booster.boost`
-    builds it on the ranks that hold it. Otherwise, it is built by `build()`, the first call, a move to a device or
-    `load_state_dict`. The layer's initial values depend only on `torch.initial_seed()` (in a pipeline, the first
-    rank's) and the layer's index in the list.
+    builds it on the ranks that hold it. Otherwise, it is built by `build()`, the first call, a move to a device,
+    `load_state_dict` or `apply`. The layer's initial values depend only on `torch.initial_seed()` (in a pipeline, the
+    first rank's) and the layer's index in the list.
 
     Args:
         layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
@@ -142,6 +142,13 @@ class PipelineModule(nn.Module):
             for name in names if present else ():
                 state.setdefault(name, state[present[0]])
         return super().load_state_dict(state, *args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Build all layers, then call `fn` for each module, as any module does: `fn` often sets initial values, and
+        writes on meta would be lost."""
+        if not self._is_cut:
+            self.build()
+        return super().apply(fn)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Build all layers before a move to another device; a change of dtype works on meta."""

@@ -187,12 +187,13 @@ class Blueprint:
     skeleton was made.
 
     `place` is the layer's number, which seeds the values. `before` lists each module of the skeleton as (path, module,
-    original plain attributes).
+    original plain attributes), and `versions` each parameter with its version, which writes increase.
     """
 
     place: int
     make: Callable[[], nn.Module]
     before: list[tuple[str, nn.Module, dict[str, Any]]]
+    versions: list[tuple[str, nn.Parameter, int]]
 
 
 def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place: int, name: str) -> nn.Module:
@@ -216,7 +217,8 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     with kept_tied(module):  # also tensors that the constructor put on another device
         module.to("meta")
     before = [(path, inner, _plain_attributes(inner)) for path, inner in module.named_modules()]
-    module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before)
+    versions = [(path, parameter, parameter._version) for path, parameter in module.named_parameters()]
+    module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before, versions=versions)
     return module
 
 
@@ -231,9 +233,16 @@ def build(module: nn.Module, seed: int) -> None:
     The values depend only on the seed and the layer's number; the user's random generators do not change. Modules and
     parameters stay the same objects, so that optimizers, hooks and ties still refer to them. Parameters that already
     have values, and attributes set since the skeleton was made, are kept. Raises ConfigurationError if the constructor
-    fails, or builds a module with different names or shapes.
+    fails, or builds a module with different names or shapes, and for a parameter that was modified on meta.
     """
     blueprint: Blueprint = vars(module)[BLUEPRINT]
+    for name, parameter, version in blueprint.versions:
+        if parameter.is_meta and parameter._version > version:
+            raise ConfigurationError(
+                f"{name} of layer {blueprint.place}, a {type(module).__name__}, was modified before the layer was "
+                "built, so the values are lost: call model.build() before you set values, or set them in a function "
+                "init_weights=fn of the plugin instead"
+            )
     with explained(  # also for errors in the user's constructor
         lambda error: ConfigurationError(
             f"layer {blueprint.place}, a {type(module).__name__}, was built on meta, but cannot be built with "

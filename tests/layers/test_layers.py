@@ -655,6 +655,27 @@ class Choosing(nn.Module):
         self.layers = nn.ModuleList(nn.Identity() for _ in range(Choosing.made))
 
 
+def test_initial_values_of_a_script_are_kept_or_refused() -> None:
+    """A user initialized a PipelineModule by `apply`, as with DeepSpeed, or by a loop over its parameters. The layers
+    were built later, with the values of their constructors."""
+
+    def module() -> PipelineModule:
+        return PipelineModule([LayerSpec(nn.Linear, 8, 8), torch.tanh, LayerSpec(nn.Linear, 8, 3)])
+
+    def zero(layer: nn.Module) -> None:
+        for parameter in layer.parameters(recurse=False):
+            parameter.data.zero_()
+
+    assert not any(p.is_meta or p.any() for p in module().apply(zero).parameters())
+    written = module()
+    nn.init.ones_(next(written.layers[2].parameters()))
+    with pytest.raises(ConfigurationError, match="weight of layer 2, a Linear, was modified before"):
+        written.build()
+    for written in (module().build(), copy.deepcopy(module()).build()):
+        nn.init.ones_(written.layers[2].weight)
+        assert written.build().layers[2].weight.eq(1).all()
+
+
 def test_a_layer_with_other_modules_is_named() -> None:
     with pytest.raises(
         ConfigurationError, match=r"layer 0, a Choosing.*the modules differ \(the first difference is layers.1\)"
