@@ -83,13 +83,14 @@ def boost_model(
     compare_ranks(texts, grid.world, grid.named)
     take_first_weights(model, grid.world, grid.named)
     size = config.num_microbatches or config.microbatch_size or 1
-    sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims or {}, size, grid.device)
+    given, searches = (config.dry_run_input, dataloader, config.batch_dims or {}), config.schedule == AUTO
+    sample = find_sample(model, *given, size, grid.device, for_search=searches and config.pp_size > 1)
     if fresh is not None:
         check_separable(fresh, model, config, grid)  # before the proof, which would only report a difference
     if config.has_slices:
         refuse_unsliceable(model)
     asked = config
-    if config.schedule == AUTO:
+    if searches:
         config = _searched(config, grid, model, called, sample, num_batches)
     padding = prove_at_boost(config, grid, model, optimizer, called, sample)
     if optimizer is not None and grid.first and not config.lowers:

@@ -17,7 +17,7 @@ from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
 from pipeshard.batch.read import COLLATORS, dummy_inputs, is_numbers, read_batch
 from pipeshard.batch.tree import is_keyed
 from pipeshard.data.reach import generators_kept, reachable
-from pipeshard.errors import BatchError
+from pipeshard.errors import BatchError, ConfigurationError
 from pipeshard.graph.places import is_generator
 from pipeshard.hf import IDS
 
@@ -31,16 +31,25 @@ def find_sample(
     batch_dims: BatchDims,
     size: int,
     device: torch.device,
+    for_search: bool = False,
 ) -> Batch:
     """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), the dataset's first
     samples, or otherwise dummy inputs for the model.
 
-    Raises BatchError if no batch can be read or generated, and ConfigurationError if the batch lacks a declared path.
+    Raises BatchError if no batch can be read or generated, and ConfigurationError if the batch lacks a declared path,
+    or does not have the sizes of a training batch, which a search for a schedule requires (`for_search`).
     """
     is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
     data = dry_run_input(size, device) if is_function else dry_run_input
     if data is None and dataloader is not None:
         data = first_samples(dataloader)
+    if for_search and (data is None or is_function):
+        why = "dry_run_input is a function" if is_function else "there is no dataloader whose first samples can be read"
+        raise ConfigurationError(
+            f"schedule='auto' requires the sizes of a whole batch, but {why}: pass dry_run_input=batch, with as many "
+            "samples and tokens as a batch of training (if a Trainer generates completions: the input_ids and labels "
+            "of prompts with completions)"
+        )
     batch = read_batch(model, dummy_inputs(model) if data is None else data, batch_dims)
     if data is not None:
         refuse_unknown(batch.paths, batch_dims)

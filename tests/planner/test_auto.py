@@ -125,6 +125,10 @@ def test_fractions_per_stage_are_refused_before_a_search() -> None:
     assert replace(config, num_model_chunks=2, schedule="interleaved").recomputed.ratios == (0.5,) * 4
 
 
+def rows_of(size: int, device: torch.device) -> dict[str, torch.Tensor]:
+    return zoo.batch("llama", rows=size)
+
+
 def limited(limit: str) -> str:
     """What boost says to this memory_limit."""
     model, data = zoo.build("llama"), zoo.batch("llama")
@@ -145,6 +149,25 @@ def test_a_wrong_limit_is_named_as_it_was_passed(pool: Pool, limit: str, words: 
     with mock.patch("pipeshard.boost.study", side_effect=AssertionError):
         for message in pool.run(limited, 2, limit):
             assert message.startswith(words)
+
+
+def without_sizes(sample: Any, given: dict[str, int]) -> str:
+    """What boost says to a search for this sample."""
+    with pytest.raises(ConfigurationError) as caught:
+        Split(zoo.build("llama"), dist.get_world_size(), sample, schedule="auto", **given)
+    return str(caught.value)
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("given", [{"num_microbatches": M}, {"microbatch_size": 2}])
+@pytest.mark.parametrize("sample", [None, rows_of])
+def test_a_search_without_the_sizes_of_batches_is_refused(pool: Pool, sample: Any, given: dict[str, int]) -> None:
+    """A plugin with schedule="auto" and no dataloader, or with a function as dry_run_input.
+
+    The search was for two samples of 8 tokens, or for one microbatch, and ignored memory_limit for the real ones."""
+    with mock.patch("pipeshard.boost.study", side_effect=AssertionError):
+        for message in pool.run(without_sizes, 2, sample, given):
+            assert "schedule='auto' requires the sizes of a whole batch" in message, message
 
 
 def test_a_limit_that_nothing_fits_in_is_named() -> None:
