@@ -140,6 +140,21 @@ def refused(folder: str) -> None:
         make("often", folder, plugin)
 
 
+def grouped_by_tokens(folder: str) -> str:
+    with launched(), pytest.raises(ConfigurationError) as caught:
+        make("whole", folder, {"pp_size": 1, "microbatch_tokens": 64})
+    return str(caught.value)
+
+
+def test_completions_that_are_grouped_by_tokens_are_refused(pool: Pool, tmp_path: Any) -> None:
+    """GRPOTrainer with microbatch_tokens: microbatches were trimmed, and compute_loss joins prompts and completions.
+
+    The first step raised a TraceError on a changed size of attention_mask, which the user had not set."""
+    rollouts.base(tmp_path)
+    [message] = pool.run(grouped_by_tokens, 1, str(tmp_path))
+    assert "does not support microbatch_tokens=64" in message and "pass num_microbatches or microbatch_size" in message
+
+
 @pytest.mark.turns
 def test_what_ranks_cannot_do_together_is_refused_by_name(pool: Pool, tmp_path: Any) -> None:
     """GRPOConfig lets 16 completions of a prompt be, as two processes of 8 have so many, but here they are stages."""

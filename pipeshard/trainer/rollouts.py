@@ -58,6 +58,12 @@ class Rollouts:
                     f"{type(self).__name__} does not support {name}: every rank would call it, and completions could "
                     "differ between ranks. Remove it"
                 )
+        if (tokens := self.pipeline.config.microbatch_tokens) is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__} does not support microbatch_tokens={tokens}: its loss joins prompts and "
+                "completions of the whole batch's length, but microbatches would be trimmed. Omit it: each "
+                "accumulation step is then a microbatch, or pass num_microbatches or microbatch_size"
+            )
         self._count_replicas()
 
     def _count_replicas(self) -> None:
