@@ -83,7 +83,7 @@ class LossRule:
         """Whether this rule gives the loss of `whole` from the losses of `parts`, within `looser` times the tolerance
         for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
-        terms = [share * part.value for share, part in zip(shares, parts, strict=True)]
+        terms = [share * part.value if share else 0.0 for share, part in zip(shares, parts, strict=True)]
         tolerance = looser * tolerance_of(whole.dtype)
         if not abs(sum(terms) - whole.value) <= tolerance * max(abs(whole.value), *map(abs, terms)):
             return False

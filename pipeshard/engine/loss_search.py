@@ -27,6 +27,7 @@ from pipeshard.engine.loss_trial import (
     LossTrial,
     Measured,
     Samples,
+    without_valid,
 )
 from pipeshard.engine.loss_values import SPAN
 from pipeshard.errors import ConfigurationError, TraceError
@@ -162,7 +163,10 @@ class _Search:
             return known if known.counted == self.counted and self._holds_at_sizes(known) else None
         if self.counted:
             rule = LossRule(counted=True)
-            return rule if self._counts_alike() and self._is_proven(rule) else None
+            if not (self._counts_alike() and self._is_proven(rule)):
+                return None
+            self._refuse_least_count()
+            return rule
         return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
     def is_sum_of_means(self) -> bool:
@@ -257,7 +261,37 @@ class _Search:
                 break
         fits = FITS if self.sizes is None else (*FITS, MISFIT)
         is_of_few = telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in fits))
-        return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
+        return is_of_few and self._slopes_hold(rule) and self._holds_without_valid(rule) and self._holds_at_sizes(rule)
+
+    def _holds_without_valid(self, rule: LossRule) -> bool:
+        """Whether a rule that counts entries of a leaf also holds if one part has no entry to count. This part's loss
+        then adds nothing, but a focal loss divided by the number of objects also sums over the background."""
+        if self.sizes is None or rule.path is None:
+            return True
+        losses, parts = self._without_valid(self._drawn(rule, 0), rule.path, 0 if rule.adds else rule.ignore)
+        return losses is None or not math.isfinite(losses[0].value) or rule.holds(*losses, parts)
+
+    def _refuse_least_count(self) -> None:
+        """Raise ConfigurationError if the criterion returns a count for samples without labels, since these counts are
+        added up."""
+        for path in targets(self.samples.integers) if self.sizes is not None else ():
+            losses, _ = self._without_valid(self.samples.draw(self.level, 0), path, IGNORED)
+            whole, parts = losses or (None, [])
+            counts = [part.denominator for part in parts if part.denominator is not None]
+            if whole is not None and whole.denominator and abs(sum(counts) - whole.denominator) > 1e-5 * sum(counts):
+                raise ConfigurationError(
+                    f"the criterion returns a pair (sum, count), but the count of samples without valid labels is "
+                    f"{counts[-1]:g}, and counts of microbatches are added up: remove the lower bound of the count "
+                    "(clamp(min=1)). pipeshard divides the sums by the total count"
+                )
+
+    def _without_valid(
+        self, batch: Batch, path: str, ignore: float
+    ) -> tuple[tuple[Measured, list[Measured]] | None, list[Batch]]:
+        """The losses of `batch` and of two parts, of which the second has no valid entry in `path`, and the parts."""
+        at = self.cuts[0]
+        batch = without_valid(batch, path, ignore, at)
+        return self.trial.measure(batch, at, 0, self.kind), _cut(batch, at)
 
     def _slopes_hold(self, rule: LossRule) -> bool:
         """Whether the rule also holds for gradients. A rule that holds for losses may not hold for gradients: a loss

@@ -164,6 +164,19 @@ class Samples:
         return batch.map(relabel)
 
 
+def without_valid(batch: Batch, path: str, ignore: float, at: int) -> Batch:
+    """`batch` with `ignore` as every label `path` of the samples from `at` on."""
+
+    def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
+        if name != path:
+            return leaf
+        leaf = leaf.movedim(dim or 0, 0).clone()
+        leaf[at * len(leaf) // batch.rows :] = ignore
+        return leaf.movedim(0, dim or 0)
+
+    return batch.map(relabel)
+
+
 def _pool(leaf: Tensor, special: Tensor) -> Tensor:
     """The values from which an integer leaf is drawn. If the leaf's largest class is below SPAN, these are its negative
     values, its mark, and all values from 0 to the largest class (at least 1), except `special` tokens that the leaf

@@ -342,3 +342,29 @@ def test_16_bits_do_not_hide_a_part_of_the_loss_that_is_not_a_sum(dtype: torch.d
     assert rule(mean) == rule(lowered) == LossRule("labels")
     with pytest.raises(ConfigurationError, match="loss_reduction='microbatch'"):
         rule(spread)
+
+
+def per_object(out: Any, batch: Any) -> Tensor:
+    """A detector's loss: all places count, divided by the number of objects."""
+    objects = (batch["labels"] > 0).float()
+    places = torch.nn.functional.binary_cross_entropy_with_logits(out["logits"][..., 0], objects, reduction="sum")
+    return places / objects.sum().clamp(min=1)
+
+
+def at_least_one(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return tagging(reduction="sum")(out, batch), (batch["labels"] != -100).sum().clamp(min=1)
+
+
+def test_a_loss_of_places_that_are_not_counted_is_refused() -> None:
+    """A loss over all anchors, divided by the number of objects, was taken for a mean over objects: a microbatch
+    without an object was left out, silently."""
+    with pytest.raises(ConfigurationError, match="could not be verified"):
+        rule(per_object, tokens())
+
+
+def test_a_count_with_a_lower_bound_is_refused() -> None:
+    """Each microbatch without a valid label added 1 to the count, and made the gradients too small, silently."""
+    with pytest.raises(ConfigurationError, match=r"count of samples without valid labels is 1.*remove the lower bound"):
+        rule(at_least_one, tokens())  # type: ignore[arg-type]
+    counted = rule(lambda out, batch: (at_least_one(out, batch)[0], (batch["labels"] != -100).sum()), tokens())  # type: ignore[arg-type, return-value]
+    assert counted.counted
