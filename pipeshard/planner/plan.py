@@ -195,6 +195,13 @@ class Plan:
         return list(self.estimate.counts)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The plugin's arguments that run this plan: `PipelinePlugin(pp_size=p, num_microbatches=m,
+        **plan.arguments)`."""
+        schedule = self.searched or self.schedule
+        return {"schedule": schedule, "num_model_chunks": self.num_model_chunks, "partition": self.cuts}
+
+    @property
     def tokens(self) -> int:
         """The number of tokens in a step, summed over the replicas, or 0 if the model reads no `input_ids`."""
         shape = self.microbatch.get("input_ids", (0,))

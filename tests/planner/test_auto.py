@@ -170,6 +170,17 @@ def test_a_search_without_the_sizes_of_batches_is_refused(pool: Pool, sample: An
             assert "schedule='auto' requires the sizes of a whole batch" in message, message
 
 
+@pytest.mark.parametrize(("p", "schedule"), [(1, "auto"), (2, "interleaved")])
+def test_a_plan_has_the_arguments_of_the_plugin(p: int, schedule: str) -> None:
+    """plan(schedule="auto") found a known schedule, and PipelinePlugin(schedule=plan.searched) followed the docs.
+
+    `searched` is None then, which is no schedule, and an interleaved schedule also needs its number of chunks."""
+    plan = pipeshard.plan(zoo.build("llama"), zoo.batch("llama"), p, num_microbatches=M, schedule=schedule)
+    assert plan.searched is None
+    config = PipelineConfig(pp_size=p, num_microbatches=M, **plan.arguments)
+    assert (config.num_stages, config.partition) == (len(plan.counts), plan.counts)
+
+
 def test_a_limit_that_nothing_fits_in_is_named() -> None:
     with pytest.raises(PartitionError, match=r"found no program that fits in 1\.00 kB on each of 2 ranks"):
         automatic(subject().on(Devices.parse(2, 1000)), 2, M)
