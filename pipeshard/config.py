@@ -291,7 +291,8 @@ class PipelineConfig:
         """The pipeline rank of each stage. Before a search, each rank has one stage."""
         if self.schedule == AUTO:
             return tuple(range(self.pp_size))
-        return self.program().placement
+        named = isinstance(self.schedule, str)  # a function may not support a single microbatch
+        return self.program(1 if named else self.num_microbatches or 1).placement
 
     @cached_property
     def recomputed(self) -> Recompute:
@@ -404,9 +405,10 @@ class PipelineConfig:
         if self.schedule == AUTO:
             self._check_auto()
             return
-        self._settle(num_model_chunks=chunks_of(self.schedule, self.pp_size, self.num_model_chunks))
+        m = self.num_microbatches or 1
+        self._settle(num_model_chunks=chunks_of(self.schedule, self.pp_size, self.num_model_chunks, m))
         if not isinstance(self.schedule, str):
-            program_of(self.schedule, self.pp_size, self.num_microbatches or 1, self.num_model_chunks)
+            program_of(self.schedule, self.pp_size, m, self.num_model_chunks)
         if self.has_slices:
             self._check_slices()
 

@@ -82,12 +82,12 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     return program
 
 
-def chunks_of(schedule: Schedule, p: int, v: int = 1) -> int:
-    """The number of model chunks that each of the `p` ranks holds if `v` are requested. Raises ConfigurationError if
-    the schedule does not support `v`."""
+def chunks_of(schedule: Schedule, p: int, v: int = 1, m: int = 1) -> int:
+    """The number of model chunks that each of the `p` ranks holds if `v` are requested, in a step of `m` microbatches.
+    Raises ConfigurationError if the schedule does not support `v`."""
     if isinstance(schedule, str):
         return num_chunks(schedule, v)
-    chunks = len(program_of(schedule, p, 1, v).placement) // p
+    chunks = len(program_of(schedule, p, m, v).placement) // p
     if v not in (1, chunks):
         raise ConfigurationError(f"schedule {name_of(schedule)!r} requires num_model_chunks={chunks}, got {v}")
     return chunks

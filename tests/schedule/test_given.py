@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from pipeshard.config import PipelineConfig
 from pipeshard.errors import ConfigurationError, DeadlockError, PipeshardError
 from pipeshard.schedule import Action, Kind, Program, interleaved, make_program, program_of, simulate, zbv
 from pipeshard.schedule.given import chunks_of
@@ -67,6 +68,19 @@ def test_functions_say_how_many_chunks_there_are() -> None:
     assert (chunks_of(zbv, P), chunks_of(interleaved, P, 3), chunks_of(zbv(P, 1), P, 2)) == (2, 3, 2)
     with pytest.raises(ConfigurationError, match="schedule 'zbv' requires num_model_chunks=2, got 3"):
         chunks_of(zbv, P, 3)
+
+
+def multiples(p: int, m: int, v: int) -> Program:
+    assert m % p == 0, f"{m} microbatches"
+    return make_program("1f1b", p, m)
+
+
+def test_a_function_is_asked_for_the_microbatches_of_a_step() -> None:
+    """A function of (p, m, v) for multiples of p microbatches, as Megatron's interleaved order requires.
+
+    The plugin first called it for one microbatch, so its own assertion failed, although num_microbatches was right."""
+    config = PipelineConfig(pp_size=P, num_microbatches=2 * P, schedule=multiples)
+    assert config.placement == tuple(range(P)) and config.program(2 * P).num_microbatches == 2 * P
 
 
 F, B, W = Kind.F, Kind.B, Kind.W
