@@ -38,11 +38,12 @@ from pipeshard.recipe import (
     trl,
 )
 from pipeshard.replaced import replaced
-from pipeshard.script import fold, note, notes
+from pipeshard.script import TORCHRUN, fold, note, notes
 
 logger = logging.getLogger("pipeshard")
 SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
 TILES, FOLD = "trl.kernels.chunked_logprob", "_forward_tile"
+BEGAN = "pipeshard-began"  # a file in an agent's folder, once ranks of this agent have begun to train
 OUTPUT = "trainer_output"  # the default of TrainingArguments.output_dir
 # The Trainer's optimizers with the same states as AdamW. Unknown optimizers also count as AdamW, as an upper bound.
 ADAMW = ("adamw", "adamw_fused", "adamw_32bit", "stable_adamw")
@@ -349,8 +350,7 @@ def train(kind: str, settings: Namespace) -> None:
     if kind == "grpo":
         more["reward_funcs"] = reward_functions(settings)
     args.model_init_kwargs = None  # model_of has used them
-    restarts = settings.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    from_newest = restarts and has_checkpoint(args.output_dir)
+    restarts, from_newest = resumption(settings.resume, args.output_dir)
     shown = line(restarts and (from_newest or not args.resume_from_checkpoint))
     trainer = pipelined(of_trl(kind, "Trainer"))(
         model_of(kind, settings), args=args, train_dataset=data, eval_dataset=held_out, peft_config=adapters,
@@ -366,6 +366,25 @@ def train(kind: str, settings: Namespace) -> None:
         click.echo(f"\nsaved {args.output_dir}")
     if kind != "reward":
         answer(trainer, settings.prompt, next(iter(data)))
+
+
+def resumption(resume: bool, folder: str) -> tuple[bool, bool]:
+    """Whether this run resumes or restarts, and whether it begins at the newest checkpoint of `folder`, on all ranks.
+
+    TORCHELASTIC_RESTART_COUNT differs between machines: an agent that restarts its ranks because another agent does so
+    does not count this restart. Therefore, the ranks leave a file in the folder of their agent.
+    """
+    import torch.distributed as dist
+
+    from pipeshard.distributed.collectives import gather_objects
+
+    mark = Path(os.environ[TORCHRUN]).parents[2] / BEGAN if os.environ.get(TORCHRUN) else None
+    mine = resume or (mark is not None and mark.exists()), has_checkpoint(folder)
+    ranks = gather_objects(mine, dist.group.WORLD) if dist.group.WORLD is not None else [mine]
+    restarts = any(restarts for restarts, _ in ranks)
+    if mark is not None:  # after all ranks of this attempt have looked for the file
+        mark.touch()
+    return restarts, restarts and ranks[0][1]
 
 
 def line(restarts: bool) -> Any:

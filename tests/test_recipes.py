@@ -19,12 +19,13 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 from click.testing import CliRunner, Result
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from pipeshard import recipe, tuning
+from pipeshard import recipe, script, tuning
 from pipeshard.batch.batch import split_sizes
 from pipeshard.cli import main
 from pipeshard.errors import ConfigurationError
@@ -186,6 +187,29 @@ def test_a_run_resumes_from_a_named_checkpoint(pool: Pool, tmp_path: Path) -> No
     pool.run(of_ranks, 2, "sft", [*arguments, f"--resume_from_checkpoint={named}"], timeout=120)
     found = logs(tmp_path / "out")
     assert found[0]["named"] == 1.0 and losses(found) == pytest.approx(expected, rel=1e-5)
+
+
+def decided(folder: Path) -> list[tuple[bool, bool]]:
+    """What the ranks of two agents decide, of which only the second one has started ranks before."""
+    rank, found = dist.get_rank(), []
+    for begun in (False, True):
+        agent = folder / f"{begun}{rank}"
+        (agent / "attempt_0" / str(rank)).mkdir(parents=True)
+        if begun and rank == 1:
+            (agent / tuning.BEGAN).touch()
+        error_file = str(agent / "attempt_0" / str(rank) / "error.json")
+        environment = {script.TORCHRUN: error_file, "TORCHELASTIC_RESTART_COUNT": str(rank)}
+        there = mock.patch.object(tuning, "has_checkpoint", return_value=begun)
+        with mock.patch.dict(os.environ, environment), there:
+            found.append(tuning.resumption(False, "out"))
+        assert (agent / tuning.BEGAN).exists()
+    return found
+
+
+def test_the_ranks_of_all_agents_resume_if_one_does(pool: Pool, tmp_path: Path) -> None:
+    """A rank on the second of two machines was lost. torchrun counts this restart on that machine alone, so its ranks
+    resumed, those of the first machine began at step 0, and their messages were mixed up."""
+    assert pool.run(decided, 2, tmp_path) == [[(False, False), (True, True)]] * 2
 
 
 def test_restarts_over_an_earlier_run_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from huggingface_hub import HfApi
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, UsageError
 from tests import zoo
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
@@ -119,6 +119,19 @@ def hurt(folder: Path) -> tuple[list[str], int, list[str]]:
         made.train(resume_from_checkpoint=True)
         trainer("causal", folder, {"pp_size": 2}, **SAVES).train(str(folder / "checkpoint-4"))  # which is whole again
         return said, begins.at, [path.name for path in folder.iterdir() if path.is_file()]
+
+
+def resumed_apart(folder: str) -> None:
+    asked = None if dist.get_rank() else f"{folder}/checkpoint-4"
+    with launched(), pytest.raises(UsageError, match=r"between ranks: checkpoint-4 on rank 0 .* but None on rank 1 "):
+        trainer("causal", folder, {"pp_size": 2}).train(asked)
+
+
+@pytest.mark.turns
+def test_ranks_resume_from_one_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """Each machine looked for the last checkpoint on its own disk, which only the first machine has: the ranks' first
+    messages were mixed up."""
+    pool.run(resumed_apart, 2, str(tmp_path))
 
 
 class Begins(TrainerCallback):

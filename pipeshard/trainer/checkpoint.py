@@ -24,9 +24,10 @@ from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
 from pipeshard.checkpoint.training_state import own_random_state, random_states, read_rest, rest_of, restore_rest
 from pipeshard.distributed.collectives import gather_objects, together_in
+from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, UsageError
 from pipeshard.hf import is_of_peft
 
 logger = logging.getLogger("pipeshard")
@@ -117,6 +118,25 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
                 if not zipfile.is_zipfile(file):
                     file.unlink()
     return own_random_state(rest, grid)
+
+
+@together_in("trainer.train")
+def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
+    """The path of the checkpoint that the argument `asked` of `Trainer.train` names (True names the newest in
+    `folder`), or None. Call it on all ranks. Raises UsageError if they name different checkpoints."""
+    ranks = gather_objects("True" if asked is True else Path(asked).name if asked else "None", grid.world)
+    other = next((rank for rank, name in enumerate(ranks) if name != ranks[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"resume_from_checkpoint differs between ranks: {ranks[0]} on {grid.named(0)}, but {ranks[other]} on "
+            f"{grid.named(other)}. Pass the same checkpoint on every rank. If each machine looks for the checkpoint on "
+            "its own disk, use a folder that all machines share"
+        )
+    if asked is True:
+        return newest(folder, grid.world)
+    if asked:
+        refuse_broken(Path(asked), grid.world)
+    return asked or None
 
 
 def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:

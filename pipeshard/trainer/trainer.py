@@ -34,10 +34,9 @@ from pipeshard.plugin import PipelinePlugin
 from pipeshard.split.adapters import adding, is_blank, put_adapters
 from pipeshard.trainer.checkpoint import (
     Stamps,
+    checkpoint_of,
     load_checkpoint_weights,
     load_state,
-    newest,
-    refuse_broken,
     save_state,
     save_weights,
 )
@@ -399,13 +398,9 @@ class Loop(Trainer):
         refuse_training(self.args, type(self).__name__)
         if self.args.save_strategy != "no":
             refuse_unwrapped_adapters(self.model)
-        world = self.pipeline.grid.world
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest(Path(self.args.output_dir), world)
-        elif resume_from_checkpoint:
-            refuse_broken(Path(resume_from_checkpoint), world)
+        chosen = checkpoint_of(resume_from_checkpoint, Path(self.args.output_dir), self.pipeline.grid)
         self._held, self._left = (), None  # left by an earlier call that ended within a window
-        return super().train(resume_from_checkpoint or None, *args, **kwargs)
+        return super().train(chosen, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model. Call it on every rank: each rank writes its part."""
