@@ -84,10 +84,14 @@ def refuse_earlier_run(settings: Namespace) -> None:
     """Raise ConfigurationError if a restart would resume from the checkpoint of another run."""
     folder = settings.output_dir or OUTPUT
     if settings.max_restarts and not settings.resume and has_checkpoint(folder):
-        raise ConfigurationError(
-            f"output_dir={folder} has checkpoints of an earlier run, from which a restart (max_restarts) would resume: "
-            "set resume=true to continue that run, or another output_dir"
-        )
+        raise has_earlier_run(folder)
+
+
+def has_earlier_run(folder: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"output_dir={folder} has checkpoints of an earlier run, from which a restart (max_restarts) would resume: "
+        "set resume=true to continue that run, or another output_dir"
+    )
 
 
 def check_sources(kind: str, settings: Namespace) -> None:
@@ -372,7 +376,8 @@ def resumption(resume: bool, folder: str) -> tuple[bool, bool]:
     """Whether this run resumes or restarts, and whether it begins at the newest checkpoint of `folder`, on all ranks.
 
     TORCHELASTIC_RESTART_COUNT differs between machines: an agent that restarts its ranks because another agent does so
-    does not count this restart. Therefore, the ranks leave a file in the folder of their agent.
+    does not count this restart. Therefore, the ranks leave a file in the folder of their agent. Raises
+    ConfigurationError, on all ranks, if a restart by torchrun would resume from the checkpoint of another run.
     """
     import torch.distributed as dist
 
@@ -381,10 +386,12 @@ def resumption(resume: bool, folder: str) -> tuple[bool, bool]:
     mark = Path(os.environ[TORCHRUN]).parents[2] / BEGAN if os.environ.get(TORCHRUN) else None
     mine = resume or (mark is not None and mark.exists()), has_checkpoint(folder)
     ranks = gather_objects(mine, dist.group.WORLD) if dist.group.WORLD is not None else [mine]
-    restarts = any(restarts for restarts, _ in ranks)
+    restarts, is_found = any(restarts for restarts, _ in ranks), ranks[0][1]
+    if is_found and not restarts and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        raise has_earlier_run(folder)
     if mark is not None:  # after all ranks of this attempt have looked for the file
         mark.touch()
-    return restarts, restarts and ranks[0][1]
+    return restarts, restarts and is_found
 
 
 def line(restarts: bool) -> Any:

@@ -226,6 +226,21 @@ def test_restarts_over_an_earlier_run_are_refused(tmp_path: Path) -> None:
             assert said("sft", *arguments, option).exit_code == 0
 
 
+@pytest.mark.local
+def test_restarts_by_torchrun_over_an_earlier_run_are_refused(tmp_path: Path) -> None:
+    """A run of `torchrun --max-restarts 3 -m pipeshard.tuning` began at step 0, and went on from the last step of
+    the run before it once a rank was lost. A restart after the refusal is refused too."""
+    error_file = tmp_path / "attempt_0" / "0" / "error.json"
+    environment = {script.TORCHRUN: str(error_file), "TORCHELASTIC_MAX_RESTARTS": "3"}
+    with mock.patch.dict(os.environ, environment), mock.patch.object(tuning, "has_checkpoint", return_value=True):
+        for attempt in "01":
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+            with pytest.raises(ConfigurationError, match="out has checkpoints of an earlier run"):
+                tuning.resumption(False, "out")
+        assert tuning.resumption(True, "out") == (True, True)
+        assert tuning.resumption(False, "out") == (True, True)
+
+
 def test_rewards_are_in_the_order_of_trl() -> None:
     """The weights in reward_weights went to other functions than in TRL's script, and a function that makes the reward
     function was called in its place."""
