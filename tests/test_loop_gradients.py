@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -197,7 +197,14 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-def clamped(engine: Engine, syncs: bool) -> None:
+def clamp_data(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """The idiom of scripts that are older than clip_grad_value_."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.data.clamp_(-limit, limit)
+
+
+def clamped(engine: Engine, syncs: bool, clamp: Callable[..., Any]) -> None:
     """Clamp, on the first rank alone or once they are summed on both, the gradients of a batch under `no_sync`."""
     engine.optimizer.zero_grad()
     with engine.no_sync(engine.model):
@@ -205,24 +212,26 @@ def clamped(engine: Engine, syncs: bool) -> None:
     if syncs:
         engine.plugin.sync_grads(engine.model)
     if syncs or dist.get_rank() == 0:
-        torch.nn.utils.clip_grad_value_(engine.model.unwrap().parameters(), 1e-3)
+        clamp(engine.model.unwrap().parameters(), 1e-3)
 
 
-def modified_parts() -> None:
+def modified_parts(clamp: Callable[..., Any]) -> None:
     engine = engine_of(**REPLICAS["replicas"])
     before = masters(engine)
     for call in CALLS.values():
-        clamped(engine, syncs=False)
+        clamped(engine, False, clamp)
         with pytest.raises(UsageError, match=r"was modified before it was summed over the ranks \(no_sync\)"):
             call(engine)
         assert all(map(torch.equal, before, masters(engine)))
-    clamped(engine, syncs=True)  # the remedy
+    clamped(engine, True, clamp)  # the remedy
     engine.optimizer.step()
 
 
 def test_a_modified_part_of_a_gradient_is_refused(pool: Pool) -> None:
-    """In the first window since zero_grad, the replicas' clamped parts were summed: up to twice the limit, with two."""
-    pool.run(modified_parts, 2)
+    """In the first window since zero_grad, the replicas' clamped parts were summed: up to twice the limit, with two.
+    A clamp of `grad.data` was not seen in any window."""
+    for clamp in (torch.nn.utils.clip_grad_value_, clamp_data):
+        pool.run(modified_parts, 2, clamp)
 
 
 def clipped_by_value(options: dict[str, Any]) -> float:

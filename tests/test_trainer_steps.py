@@ -47,14 +47,45 @@ class Adversarial(Trainer):
         return loss
 
 
+class HalvingByData(Trainer):
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(model, *args, **kwargs)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.mul_(0.5)
+        return loss
+
+
+class AdversarialByData(Trainer):
+    """FGM as in its many copies: moves the weights of the embedding through `data`, and restores them."""
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(model, *args, **kwargs)
+        backup = {}
+        for name, parameter in model.named_parameters():
+            if "embed" in name and parameter.requires_grad and parameter.grad is not None:
+                backup[name] = parameter.data.clone()
+                if norm := float(torch.norm(parameter.grad)):
+                    parameter.data.add_(parameter.grad / norm)
+        super().training_step(model, *args, **kwargs)
+        for name, parameter in model.named_parameters():
+            if name in backup:
+                parameter.data = backup[name]
+        return loss
+
+
 class Counting(Trainer):
-    """Changes nothing that is trained."""
+    """Changes nothing that is trained, and reads all values through `data`."""
 
     steps = 0
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
         self.steps += 1
-        loss: Tensor = super().training_step(*args, **kwargs)
+        loss: Tensor = super().training_step(model, *args, **kwargs)
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.data.norm()
+            if parameter.grad is not None:
+                parameter.grad.data.norm()
         return loss
 
 
@@ -68,6 +99,13 @@ class Decaying(TrainerCallback):
                     parameter.mul_(0.9)
 
 
+class DecayingByData(TrainerCallback):
+    def on_substep_end(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.mul_(0.9)
+
+
 def train(kind: type[Trainer], folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> Any:
     with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", kind):
         made = trainer("causal", folder, plugin, max_steps=4, max_grad_norm=0.5, **others)
@@ -77,14 +115,15 @@ def train(kind: type[Trainer], folder: str, plugin: dict[str, Any] | None = None
 
 def refused(folder: str) -> None:
     with launched():
-        for kind in (Halving, Adversarial):
+        for kind in (Halving, Adversarial, HalvingByData, AdversarialByData):
             with (
                 mock.patch.object(TASKS["causal"], "kind", kind),
                 pytest.raises(UsageError, match=rf"Pipelined{kind.__name__} has changed .* in training_step.*pre_opt"),
             ):
                 trainer("causal", folder, {"pp_size": 2}, gradient_accumulation_steps=2).train()
-        with pytest.raises(UsageError, match=r"has changed .* between the batches of a window"):
-            trainer("causal", folder, {"pp_size": 2}, {"callbacks": [Decaying()]}).train()
+        for callback in (Decaying(), DecayingByData()):
+            with pytest.raises(UsageError, match=r"has changed .* between the batches of a window"):
+                trainer("causal", folder, {"pp_size": 2}, {"callbacks": [callback]}).train()
 
 
 @pytest.mark.turns
@@ -101,7 +140,7 @@ def test_a_training_step_of_ones_own_is_exact_where_a_step_has_one_batch(pool: P
 @pytest.mark.turns
 def test_what_changes_within_a_window_is_refused(pool: Pool, tmp_path: Path) -> None:
     """A window runs as one step, after its last batch: what was done after each batch of it was done once, or to
-    other weights than in one process."""
+    other weights than in one process. Writes through `data`, as in FGM, were not seen."""
     pool.run(refused, 2, str(tmp_path), timeout=120)
     expected, steps = train(Counting, str(tmp_path))
     for found, counted in pool.run(train, 2, Counting, str(tmp_path), {"pp_size": 2}, timeout=120):

@@ -202,6 +202,11 @@ def adds_noise(model: Any, optimizer: Any) -> None:
         gradient.add_(torch.randn_like(gradient), alpha=0.01)
 
 
+def adds_noise_to_data(model: Any, optimizer: Any) -> None:
+    for gradient in gradients(of_optimizer(optimizer)):
+        gradient.data.add_(torch.randn_like(gradient), alpha=0.01)
+
+
 def adds_noise_by_name(model: nn.Module, optimizer: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -209,14 +214,14 @@ def adds_noise_by_name(model: nn.Module, optimizer: Any) -> None:
             parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
 
 
-def noisy(in_hook: bool) -> None:
+def noisy(in_hook: bool, adds: Callable[[Any, Any], None]) -> None:
     sides = Sides({}, sgd)
     if in_hook:
-        hook(sides.optimizer, sides.model, adds_noise)
+        hook(sides.optimizer, sides.model, adds)
     before = values(sides.model)
     sides.split_loss(sides.batches(0))
     if not in_hook:
-        adds_noise(sides.model, sides.optimizer)
+        adds(sides.model, sides.optimizer)
     with pytest.raises(UsageError, match=r"generated random numbers.*manual_seed.*name"):
         sides.optimizer.step()
     assert all(map(torch.equal, before, values(sides.model)))
@@ -239,9 +244,11 @@ def noisy_by_name() -> list[str]:
 
 @pytest.mark.turns
 def test_noise_that_is_drawn_in_turn_is_refused(pool: Pool) -> None:
-    """Both stages drew the same numbers for other parameters, and the copies of a tied weight got different ones."""
+    """Both stages drew the same numbers for other parameters, and the copies of a tied weight got different ones.
+    Noise that was added to `grad.data` was not seen."""
     for in_hook in (False, True):
-        pool.run(noisy, 2, in_hook, timeout=120)
+        for adds in (adds_noise, adds_noise_to_data):
+            pool.run(noisy, 2, in_hook, adds, timeout=120)
     assert pool.run(noisy_by_name, 2, timeout=120) == [[], []]
 
 

@@ -16,10 +16,10 @@ from pipeshard.distributed.collectives import broadcast, local
 from pipeshard.distributed.groups import ranks_of
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
-from pipeshard.engine.data_guard import count_reads, reads
 from pipeshard.engine.grad_sync import bundled
 from pipeshard.engine.hosted import HostedWeight, HostParameter
 from pipeshard.engine.mixed_precision import MasterWeight
+from pipeshard.graph.writes import count_reads, reads
 
 VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writes
 State = tuple[int, int, int, int]

@@ -20,6 +20,7 @@ from pipeshard.distributed.collectives import align_grad, gather_objects, local,
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.fsdp import ShardedUnits
+from pipeshard.graph.writes import Noted, is_written, note
 from pipeshard.split.policy import Policy
 
 BUCKET = 25 * 2**20  # bytes of gradients per all-reduce
@@ -126,7 +127,7 @@ class GradientSync:
         self._early = [b for b in buckets if not b.tie and shards.isdisjoint(b.parameters.values())]
         self.shared = [item for bucket in buckets for item in bucket.parameters.items()]
         self._summed: dict[nn.Parameter, Tensor] = {}  # summed gradients, set aside
-        self._partial: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients added under no_sync, with their versions
+        self._partial: dict[nn.Parameter, tuple[Tensor, Noted]] = {}  # gradients added under no_sync
         self._done: set[int] = set()
         self.is_partial = False  # whether gradients were added under no_sync since the last synced step
 
@@ -157,9 +158,9 @@ class GradientSync:
         ]
 
     def _is_modified(self, parameter: nn.Parameter) -> bool:
-        before, version = self._partial[parameter]
+        before, noted = self._partial[parameter]
         now = parameter.grad
-        return now is not None and (now is not before or now._version != version)
+        return now is not None and (now is not before or is_written(now, noted))
 
     def begin(self) -> None:
         """Begin a step: set summed gradients aside, so that `p.grad` accumulates only this rank's new gradients."""
@@ -197,7 +198,7 @@ class GradientSync:
         else:
             for bucket in self.buckets:
                 bucket.unsummed |= {p for p in bucket.parameters.values() if p.requires_grad}
-            self._partial |= {p: (p.grad, p.grad._version) for _, p in self.shared if p.grad is not None}
+            self._partial |= {p: (p.grad, note(p.grad)) for _, p in self.shared if p.grad is not None}
         for parameter in [parameter for parameter in self._summed if parameter.grad is None]:  # nothing was added
             set_local_grad(parameter, self._summed.pop(parameter))
 

@@ -17,6 +17,7 @@ from pipeshard.engine.loss_values import Range
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import kind_of_number
 from pipeshard.graph.units import find_units
+from pipeshard.graph.writes import Noted, count_reads, reads
 from pipeshard.private import tree_leaves
 from pipeshard.split.materialize import is_released
 
@@ -39,7 +40,7 @@ class LossState:
             for module in model.modules()
             if module not in of_units or type(module).__module__.split(".")[0] not in LIBRARIES
         ]
-        self._versions: list[tuple[Tensor, int]] | None = None
+        self._versions: list[tuple[Tensor, Noted]] | None = None
         self._kinds: tuple[Hashable, ...] = ()
 
     def look(self) -> tuple[Hashable, ...]:
@@ -54,9 +55,11 @@ class LossState:
         if self._versions is not None:
             self._versions = self._look()
 
-    def _look(self) -> list[tuple[Tensor, int]]:
-        tensors = (tensor for module in self._modules for tensor in _tensors(module))
-        return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    def _look(self) -> list[tuple[Tensor, Noted]]:
+        tensors = [tensor for module in self._modules for tensor in _tensors(module)]
+        for tensor in tensors:
+            count_reads(tensor)
+        return [(tensor, Noted(0 if tensor.is_inference() else tensor._version, reads(tensor))) for tensor in tensors]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -67,9 +70,9 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
                 yield value
 
 
-def _is_same(now: list[tuple[Tensor, int]], then: list[tuple[Tensor, int]]) -> bool:
+def _is_same(now: list[tuple[Tensor, Noted]], then: list[tuple[Tensor, Noted]]) -> bool:
     pairs = zip(now, then)
-    return len(now) == len(then) and all(a is b and version == before for (a, version), (b, before) in pairs)
+    return len(now) == len(then) and all(a is b and noted == before for (a, noted), (b, before) in pairs)
 
 
 def of_batch(batch: Batch) -> tuple[Hashable, ...]:

@@ -24,6 +24,7 @@ from pipeshard.distributed.collectives import gather_objects, local
 from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import UsageError
 from pipeshard.graph.rng import torch_states
+from pipeshard.graph.writes import is_written, note
 
 logger = logging.getLogger("pipeshard")
 
@@ -86,7 +87,7 @@ class Snapshot:
     """The gradients of some parameters at one time and, with `samples`, a sample of their values."""
 
     def __init__(self, parameters: Iterable[Tensor], samples: bool) -> None:
-        self._of = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        self._of = {p: (p.grad, note(p.grad)) for p in parameters if p.grad is not None}
         dense = [p for p, (grad, _) in self._of.items() if not grad.is_sparse] if samples else []
         self._sampled = dense[:: -(-len(dense) // TENSORS)] if dense else []
         self._values = [_some(parameter).clone() for parameter in self._sampled]
@@ -100,7 +101,7 @@ class Snapshot:
     @property
     def _changed(self) -> Iterator[Tensor]:
         """The parameters whose gradients were replaced or modified in place since the snapshot."""
-        return (p for p, (grad, version) in self._of.items() if p.grad is not grad or grad._version != version)
+        return (p for p, (grad, noted) in self._of.items() if p.grad is not grad or is_written(grad, noted))
 
     @property
     def is_changed(self) -> bool:

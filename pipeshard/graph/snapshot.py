@@ -39,6 +39,7 @@ from pipeshard.graph.places import (
     slots,
     ways_to_hold,
 )
+from pipeshard.graph.writes import count_reads, reads
 from pipeshard.private import DisableTorchFunction
 
 MOST_OBJECTS = 200_000  # the maximum number of objects that are walked
@@ -236,6 +237,7 @@ class Flags:
         self.without = () if beside is None else (model,)
         self.states: dict[int, Snapshot] = {}
         self.values: dict[int, dict[int, Tensor]] = {}  # by state and id: values of tensors that count
+        self.reads: dict[int, dict[int, int]] = {}  # by state and id: uses of the `data` of these tensors
         self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
         self.unsure: set[int] = set()  # states in which no step has run yet: the places that it changes are unknown
@@ -254,10 +256,13 @@ class Flags:
                 return number
         if len(self.states) >= MOST_STATES:
             oldest = next(iter(self.states))
-            del self.states[oldest], self.values[oldest], self.trained[oldest]
+            del self.states[oldest], self.values[oldest], self.reads[oldest], self.trained[oldest]
         state = self.states[self.next] = Snapshot(self.roots, self.without)
         counting = [t for *_, t, _ in state.tensors if self.without and not isinstance(t, nn.Parameter)]
         self.values[self.next] = {id(tensor): tensor.detach().clone() for tensor in counting}
+        for tensor in counting:
+            count_reads(tensor)
+        self.reads[self.next] = {id(tensor): reads(tensor) for tensor in counting}
         self.trained[self.next] = self._trained(state)
         self.unsure.add(self.next)
         self.next += 1
@@ -286,8 +291,13 @@ class Flags:
         state, values = self.states[number], self.values[number]
         if not self.without:
             return flagged(state)
-        written = (change for change in state.changes() if change.before is change.now and id(change.now) in values)
-        others = (change for change in written if not torch.equal(change.now, values[id(change.now)]))
+        counting = (entry for entry in state.tensors if id(entry[3]) in values)
+        others = (
+            Change(path, holder, key, tensor, tensor)
+            for path, holder, key, tensor, version in counting
+            if (tensor._version, reads(tensor)) != (version, self.reads[number][id(tensor)])
+            and not torch.equal(tensor, values[id(tensor)])
+        )
         return itertools.chain(state.replaced(functools.partial(_is_annealed, values)), others)
 
 

@@ -38,6 +38,7 @@ from pipeshard.graph.places import (
     resolve,
 )
 from pipeshard.graph.snapshot import Change, Snapshot, undo
+from pipeshard.graph.writes import sum_of_words
 
 # Attributes of a Trainer that compute_loss reads, but in which it keeps no state.
 NOT_KEPT = frozenset(
@@ -50,7 +51,6 @@ DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
 LONG = 1000  # entries: in a longer list or dict, the entries' identities are compared, not their content
 MANY = 64  # entries: in a longer container, only torch's version counters detect writes to tensors
 SMALL_BYTES = 1 << 20  # bytes: tensors up to this size are copied for the comparison
-WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class KeptState(Snapshot):
@@ -396,9 +396,7 @@ def _is_marked(tensor: Tensor, mark: Any) -> bool:
 
 
 def _tensor_sum(tensor: Tensor) -> int:
-    words = tensor.detach().contiguous()
-    words = torch.view_as_real(words) if words.is_complex() else words
-    return int(words.view(WORD[words.element_size()]).sum(dtype=torch.int64))
+    return int(sum_of_words(tensor))
 
 
 def _code(array: np.ndarray[Any, Any]) -> int:

@@ -4,23 +4,25 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from pipeshard.graph.writes import Noted, is_written, note
+
 
 class Written:
     """Detects whether parameters or gradients were modified in place, or gradients were replaced, since this object was
     created."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._of = [(parameter, *self._state(parameter)) for parameter in parameters]
+        self._of = [(parameter, note(parameter), *_noted(parameter.grad)) for parameter in parameters]
 
     @property
     def is_changed(self) -> bool:
-        return any(self._differs(*before) for before in self._of)
+        return any(
+            parameter.grad is not gradient
+            or is_written(parameter, noted)
+            or (gradient is not None and is_written(gradient, of_gradient))
+            for parameter, noted, gradient, of_gradient in self._of
+        )
 
-    def _differs(self, parameter: Tensor, version: int, gradient: Tensor | None, of_gradient: int) -> bool:
-        now = self._state(parameter)
-        return now[0] != version or now[1] is not gradient or now[2] != of_gradient
 
-    @staticmethod
-    def _state(parameter: Tensor) -> tuple[int, Tensor | None, int]:
-        gradient = parameter.grad
-        return parameter._version, gradient, 0 if gradient is None else gradient._version
+def _noted(gradient: Tensor | None) -> tuple[Tensor | None, Noted]:
+    return gradient, Noted(0, 0) if gradient is None else note(gradient)

@@ -52,6 +52,11 @@ def set_later(kind: type[Settable], name: str, value: Any) -> Callable[[int, nn.
     return between
 
 
+def weigh_by_data(step: int, model: nn.Module) -> None:
+    for criterion in Settable.latest if step else ():
+        criterion.weight.data.copy_(WEIGHTS)
+
+
 class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -110,6 +115,16 @@ class WithHead(Body):
 def weigh_head(step: int, model: Any) -> None:
     if step == 1:
         model.head.weight.copy_(WEIGHTS)
+
+
+def weigh_head_by_data(step: int, model: Any) -> None:
+    if step == 1:
+        model.head.weight.data[:] = WEIGHTS
+
+
+def replace_data_of_head(step: int, model: Any) -> None:
+    if step == 1:
+        model.head.weight.data = WEIGHTS.clone()
 
 
 class Flooding(Body):
@@ -212,6 +227,31 @@ CASES = {
         batches=labelled(),
         options=TWO,
         between=weigh_head,
+        refused=UNPROVEN,
+    ),
+    "class weights of a head, by data": Case(
+        WithHead,
+        "The same through `weight.data`, which does not change the version of a tensor.",
+        batches=labelled(),
+        options=TWO,
+        between=weigh_head_by_data,
+        refused=UNPROVEN,
+    ),
+    "class weights of a head, other data": Case(
+        WithHead,
+        "The same by `weight.data = weights`.",
+        batches=labelled(),
+        options=TWO,
+        between=replace_data_of_head,
+        refused=UNPROVEN,
+    ),
+    "class weights of a criterion, by data": Case(
+        Body,
+        "The same of a criterion's weights.",
+        batches=labelled(),
+        options=TWO,
+        criterion=Settable,
+        between=weigh_by_data,
         refused=UNPROVEN,
     ),
     "padding that comes later": Case(

@@ -1,0 +1,94 @@
+"""Writes: whether a loop has written to a tensor, also through `data`, which does not change the version.
+
+While a boosted model is alive (engine/data_guard.py), reads and replacements of `tensor.data` are counted, for tensors
+that `count_reads` or `note` was called with. Before the first read since a note, the sum of the tensor's values is
+kept. So a note is fast if a loop does not use `data`, and a read does not count as a write.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeshard.distributed.collectives import local
+from pipeshard.private import DisableTorchFunction
+
+READS, SUMS = "pipeshard_reads", "pipeshard_sums"  # attributes of a tensor
+KEPT = 8  # the latest notes of a tensor whose sums are kept
+WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DATA: Any = Tensor.data  # the attribute of a tensor that `CountedData` overrides
+
+
+class Noted(NamedTuple):
+    """The state of a tensor when it was noted: its version, and the number of uses of its `data`."""
+
+    version: int
+    reads: int
+
+
+def count_reads(tensor: Tensor) -> None:
+    """Count the uses of this tensor's `data` from now on."""
+    vars(tensor).setdefault(READS, 0)
+
+
+def reads(tensor: Tensor) -> int:
+    """The number of uses since `count_reads`."""
+    number: int = vars(tensor).get(READS, 0)
+    return number
+
+
+def note(tensor: Tensor) -> Noted:
+    """The state of a tensor, for `is_written`."""
+    attributes = vars(tensor)
+    number: int = attributes.setdefault(READS, 0)
+    sums: dict[int, Tensor | None] = attributes.setdefault(SUMS, {})
+    if number not in sums:
+        sums[number] = None
+        if len(sums) > KEPT:
+            del sums[min(sums)]
+    return Noted(tensor._version, number)
+
+
+def is_written(tensor: Tensor, since: Noted) -> bool:
+    """Whether a tensor was written to since `note`."""
+    if tensor._version != since.version:
+        return True
+    if reads(tensor) == since.reads:
+        return False
+    before = vars(tensor).get(SUMS, {}).get(since.reads)
+    return before is None or before.device != local(tensor).device or not torch.equal(before, sum_of_words(tensor))
+
+
+def sum_of_words(tensor: Tensor) -> Tensor:
+    """The sum of the bits of a tensor's values, as integers. It is computed without a wait for the device."""
+    with DisableTorchFunction():
+        words = local(tensor).detach()
+        words = (words.coalesce().values() if words.is_sparse else words).contiguous()
+        words = torch.view_as_real(words) if words.is_complex() else words
+        return words.view(WORD[words.element_size()]).sum(dtype=torch.int64)
+
+
+class CountedData:
+    """The descriptor that replaces `Tensor.data` while a boosted model is alive."""
+
+    __name__ = "data"  # a subclass of Tensor with its own __torch_function__ asks for the name
+
+    def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
+        if tensor is None:
+            return self
+        _count(tensor)
+        return DATA.__get__(tensor)
+
+    def __set__(self, tensor: Tensor, value: Tensor) -> None:
+        _count(tensor)
+        DATA.__set__(tensor, value)
+
+
+def _count(tensor: Tensor) -> None:
+    attributes = vars(tensor)
+    if (number := attributes.get(READS)) is None:
+        return
+    sums = attributes.get(SUMS, {})
+    if number in sums and not tensor.is_meta:
+        sums[number] = sum_of_words(tensor)
+    attributes[READS] = number + 1
