@@ -286,11 +286,12 @@ class PipelinePlugin:
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
-        """The pipeline of a boosted model. If `model` is None, this is the only model that the plugin has boosted."""
+        """The pipeline of a boosted model. If `model` is None, this is the plugin's only model that still exists."""
         if model is None and call != "execute_pipeline":
-            if len(self._boosted) > 1:
-                raise UsageError(f"{call} is ambiguous with {len(self._boosted)} models: pass the model, {call}(model)")
-            model = self._boosted[0]() if self._boosted else None
+            alive = [boosted for own in self._boosted if (boosted := own()) is not None]
+            if len(alive) > 1:
+                raise UsageError(f"{call} is ambiguous with {len(alive)} models: pass the model, {call}(model)")
+            model = alive[0] if alive else None
         if not isinstance(model, PipelineModel):
             got = "no model" if model is None else f"a {type(model).__name__}"
             raise UsageError(f"{call} got {got}: pass the model that booster.boost(...) returned")

@@ -362,6 +362,7 @@ def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: An
     return {
         "steps": pipeline.steps,
         "forwards": pipeline.forwards,
+        "model": pipeline.policy.replay.randomness.model,
         "random": random_state(),
         "loss_scale": None if pipeline.scaling is None else pipeline.scaling.state_dict(),
         "lr_scheduler": state_of(lr_scheduler),
@@ -374,6 +375,8 @@ def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRSched
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(rest["lr_scheduler"])
     pipeline.steps, pipeline.forwards = rest["steps"], rest.get("forwards", 0)
+    randomness = pipeline.policy.replay.randomness  # a resumed script may have boosted fewer models before this one
+    randomness.model = rest.get("model", randomness.model)
     if pipeline.scaling is not None and rest.get("loss_scale"):
         pipeline.scaling.load_state_dict(rest["loss_scale"])
 
@@ -385,7 +388,8 @@ def read_rest(file: Path) -> dict[str, Any]:
     with explained(  # generators may raise anything for an invalid state
         lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
     ):
-        for key, count in ("steps", rest["steps"]), ("forwards", rest.get("forwards", 0)):
+        counts = ("steps", rest["steps"]), ("forwards", rest.get("forwards", 0)), ("model", rest.get("model", 0))
+        for key, count in counts:
             if not isinstance(count, int) or count < 0:
                 raise ValueError(f"{key} must be a non-negative integer")
         for key in ("lr_scheduler", "dataloader", "loss_scale"):
