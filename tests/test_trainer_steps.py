@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from pipeshard.errors import UsageError
 from tests.pool import Pool
-from tests.trainers import TASKS, differences, halved, launched, logs, texts, trainer
+from tests.trainers import TASKS, differences, halved, launched, logs, padded, texts, trainer
 
 
 class Halving(Trainer):
@@ -146,6 +146,64 @@ def test_what_changes_within_a_window_is_refused(pool: Pool, tmp_path: Path) -> 
     for found, counted in pool.run(train, 2, Counting, str(tmp_path), {"pp_size": 2}, timeout=120):
         assert differences(found, expected, 3e-6) == []
         assert counted == steps == 12
+
+
+class Skipping(Trainer):
+    """Skips every third batch, the last one of each window."""
+
+    calls = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            return torch.tensor(0.0)
+        loss: Tensor = super().training_step(*args, **kwargs)
+        return loss
+
+
+@pytest.mark.turns
+def test_a_skipped_last_batch_of_a_window_is_exact(pool: Pool, tmp_path: Path) -> None:
+    """A training_step skipped the window's last batch, with which the pipeline runs the window: an error blamed a
+    callback, and the last window of a run was not trained."""
+    expected, _ = train(Skipping, str(tmp_path), gradient_accumulation_steps=3)
+    for found, _ in pool.run(train, 2, Skipping, str(tmp_path), {"pp_size": 2}, gradient_accumulation_steps=3):
+        assert differences(found, expected, 3e-6) == []
+
+
+class OwnLoader(Trainer):
+    """Makes its own dataloader, with a column that only the loss reads."""
+
+    def get_train_dataloader(self) -> Any:
+        assert self.train_dataset is not None
+        return DataLoader(self.train_dataset, batch_size=2, collate_fn=self.with_weights)
+
+    def with_weights(self, samples: list[Any]) -> dict[str, Tensor]:
+        batch: dict[str, Tensor] = self.data_collator(samples)
+        return batch | {"weights": torch.arange(1.0, 1 + len(samples))}
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels, weights = inputs.pop("labels"), inputs.pop("weights")
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].transpose(1, 2)
+        loss = (nn.functional.cross_entropy(logits, labels[:, 1:], reduction="none") * weights[:, None]).sum() / 100
+        return (loss, outputs) if return_outputs else loss
+
+
+def with_own_loader(folder: str, plugin: dict[str, Any] | None, is_given: bool = False) -> Any:
+    if is_given:
+        batch = padded(texts(2))
+        plugin = {**(plugin or {}), "dry_run_input": batch | {"weights": torch.ones(2)}}
+    return train(OwnLoader, folder, plugin, gradient_accumulation_steps=1, remove_unused_columns=False)
+
+
+@pytest.mark.turns
+def test_a_dataloader_of_ones_own_gives_the_sample_of_the_trace(pool: Pool, tmp_path: Path) -> None:
+    """A Trainer with its own get_train_dataloader was traced with made-up inputs, which lacked the columns of its
+    compute_loss: KeyError. With such a batch as dry_run_input, the columns were passed to the model."""
+    expected, _ = with_own_loader(str(tmp_path), None)
+    for is_given in (False, True):
+        for found, _ in pool.run(with_own_loader, 2, str(tmp_path), {"pp_size": 2}, is_given):
+            assert differences(found, expected, 3e-6) == []
 
 
 class Clipping(TrainerCallback):

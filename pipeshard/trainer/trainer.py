@@ -77,6 +77,7 @@ class Loop(Trainer):
     _loader: Any = None  # the latest dataloader, whose samples are used for the trace
     _random: dict[str, Any] | None = None  # a checkpoint's random state, until the loop reaches the checkpoint's step
     _held: tuple[dict[str, Any], ...] = ()  # the batches of an incomplete window
+    _num_items: Any = None  # the number of items in the latest window
     _before: Stamps | None = None  # the files that were in the folder before the latest save of the model
     _left: Written | None = None  # the trained parameters after the latest batch
 
@@ -139,6 +140,8 @@ class Loop(Trainer):
         changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
         if config.dry_run_input is None:
             changes["dry_run_input"] = self._sample()
+        elif objective is not None:
+            changes["dry_run_input"] = self._as_given(config.dry_run_input)
         mixed = self.accelerator.mixed_precision  # from the arguments, or otherwise from `accelerate launch`
         if config.precision == "fp32" and mixed in ("bf16", "fp16"):
             changes |= {"precision": mixed, "autocast": True}
@@ -164,6 +167,10 @@ class Loop(Trainer):
             sample = None if self._loader is None else first_samples(self._loader)
         finally:
             set_random_state(before)
+        return self._as_given(sample)
+
+    def _as_given(self, sample: Any) -> Any:
+        """A batch of the collator in the form in which the training loop will pass it to the model."""
         if not isinstance(sample, dict):
             return sample
         return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
@@ -183,10 +190,6 @@ class Loop(Trainer):
         return made
 
     # data
-
-    def get_train_dataloader(self) -> Any:
-        self._loader = super().get_train_dataloader()
-        return self._loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         with self.accelerator.alone():
@@ -269,8 +272,13 @@ class Loop(Trainer):
         if self._objective is not None:
             self._objective.num_items = num_items_in_batch
         self._held += (self._given(inputs, num_items_in_batch),)
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
+        self._num_items = num_items_in_batch
+        return self.step_held() if self.accelerator.sync_gradients else torch.zeros((), device=self.args.device)
+
+    def step_held(self) -> Tensor:
+        """Run one step on the batches that were kept."""
+        assert self._stages is not None
+        num_items_in_batch = self._num_items
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         window, self._held = self._held, ()
@@ -470,11 +478,18 @@ class Front:
 
         put_adapters(model, config, put)
 
+    def get_train_dataloader(self) -> Any:
+        """Note the dataloader, which the user's class may have created."""
+        self._loader = super().get_train_dataloader()  # type: ignore[misc]
+        return self._loader
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the training_step of the user's class, once per batch of a window. Raises UsageError if it changes
         parameters or gradients."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
+        if self._held and self.accelerator.sync_gradients:  # type: ignore[attr-defined]
+            return loss + self.step_held()  # type: ignore[attr-defined]  # the user's class has skipped the last batch
         return loss
 
 
