@@ -64,6 +64,7 @@ def boost_model(
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:
+            _follow_ties(fresh, model.pipeline)
             check_separable(fresh, model.pipeline.model, config, grid)
         return model, criterion
     end_of_deleted()
@@ -76,9 +77,13 @@ def boost_model(
     refuse_blank_adapters(model)
     refuse_lowered_begin(model, config)
     refuse_sharded_packing(model, config.fsdp, config.slices_of_stage)
+    tied = dict[str, list[nn.Parameter]]()  # by name, the parameters that it replaces
     for became in (tie_on_meta(model), share_weights(model, config.shared_weights, warns=grid.first)):
         if optimizer is not None:
             replace_parameters(optimizer, became)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for old, new in became.items():
+            tied.setdefault(names[new], []).append(old)
     texts = _texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
     compare_ranks(texts, grid.world, grid.named)
     take_first_weights(model, grid.world, grid.named)
@@ -101,6 +106,7 @@ def boost_model(
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs, asked))
     boosted.pipeline.padding = padding
+    boosted.pipeline.tied.update({old: name for name, each in tied.items() for old in each})
     boosted.generation = Generation(boosted.pipeline)
     if grid.first and grid.pp_size > 1:
         _warn_of_uneven(boosted.pipeline.policy)
@@ -117,6 +123,15 @@ def boost_model(
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion
     return boosted, boosted.pipeline.criterion
+
+
+def _follow_ties(optimizer: Optimizer, pipeline: Pipeline) -> None:
+    """Replace the parameters that boost has tied to others, in an optimizer that was created before boost."""
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = pipeline.gradients.names
+    kept = {names[parameter]: parameter for parameter in given if parameter in names}
+    became = {old: kept[pipeline.tied[old]] for old in given if old in pipeline.tied and pipeline.tied[old] in kept}
+    replace_parameters(optimizer, became)
 
 
 def _searched(

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import pipeshard
-from pipeshard import CutPoint, build, trace
+from pipeshard import CutPoint, PipelinePlugin, build, trace
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import share_weights
@@ -327,6 +328,32 @@ def test_weights_tied_by_name_stay_equal(pool: Pool, p: int) -> None:
     for name in ("head", "a.bias", "a.weight"):
         copies = [held[name] for held in ranks if name in held]
         assert len(copies) >= min(p, 2) and all(torch.equal(copies[0], other) for other in copies)
+
+
+def boosted_later() -> None:
+    """The optimizer is made before boost and boosted after the model; another one is boosted with it."""
+    values = []
+    for is_later in (False, True):
+        torch.manual_seed(0)
+        model = Tied()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plugin = PipelinePlugin(2, num_microbatches=4, dry_run_input=data(), shared_weights=Tied.PAIRS)
+        booster = Booster(plugin=plugin)
+        boosted, made, *_ = booster.boost(model, None if is_later else optimizer)
+        if is_later:
+            _, made, *_ = booster.boost(boosted, optimizer)
+        for seed in range(2):
+            booster.execute_pipeline(iter([data(seed=seed)]), boosted, None, made)
+            made.step()
+            made.zero_grad()
+        values.append([parameter for group in made.param_groups for parameter in group["params"]])
+    torch.testing.assert_close(*values)
+
+
+def test_an_optimizer_that_is_boosted_later_follows_the_ties(pool: Pool) -> None:
+    """PipelineTrainer makes the optimizer before it splits the model: the parameter that shared_weights had replaced
+    was refused as one of another model."""
+    pool.run(boosted_later, 2)
 
 
 def saved(folder: str) -> tuple[bool, bool]:
