@@ -38,9 +38,12 @@ def _fsdp_parameters(module: Any) -> Iterator[Any]:
     yield from _fsdp_state(module)._fsdp_param_group.fsdp_params
 
 
-def _post_backward(module: Any) -> None:
-    """Start the reduce-scatter of the module's gradients."""
-    _fsdp_state(module)._fsdp_param_group.post_backward()
+def _post_backward(module: Any, keeps_fp32: bool) -> None:
+    """Start the reduce-scatter of the module's gradients. With `keeps_fp32`, gradients of 16-bit shards, which were
+    frozen at boost, also stay in fp32."""
+    group = _fsdp_state(module)._fsdp_param_group
+    group._orig_dtype = None if keeps_fp32 else group._orig_dtype
+    group.post_backward()
 
 
 def _forget_gradient(parameter: Any) -> None:
@@ -93,6 +96,15 @@ class ShardedUnits:
         """The parameters that are sharded."""
         return frozenset(parameter.sharded_param for parameter in self._all_parameters())
 
+    def mixed(self) -> set[nn.Parameter]:
+        """The trained shards in groups that train shards of several dtypes, except shards in fp32."""
+        found: set[nn.Parameter] = set()
+        for module in self.groups:
+            trained = {shard for p in _fsdp_parameters(module) if (shard := p.sharded_param).requires_grad}
+            if len({shard.dtype for shard in trained}) > 1:
+                found |= {shard for shard in trained if shard.dtype is not torch.float32}
+        return found
+
     def begin(self) -> None:
         """Begin a step: gather the parameters."""
         self._waiting = list(self.groups)
@@ -135,7 +147,7 @@ class ShardedUnits:
         for module in modules:
             self._fill(module)
             self._waiting.remove(module)
-            _post_backward(module)
+            _post_backward(module, self.casts)
 
     def _fill(self, module: Any) -> None:
         """Convert sparse gradients to dense gradients, and replace missing gradients with zeros: torch reduces only

@@ -81,11 +81,11 @@ class MasterWeight:
         self._lent: Tensor | None = None  # the gradient that was assigned to `master`
         self.plain = full is None and not isinstance(parameter, DTensor)
         self.master: nn.Parameter = parameter
-        if lowered:  # accumulate gradients in the precision of the values, even if unfrozen later
-            parameter.grad_dtype = torch.float32
         if not self.plain:
             value = local(parameter.detach()) if full is None else slice_like(full, parameter)
             self.master = self._like(value, requires_grad=parameter.requires_grad)
+        if lowered:  # accumulate gradients in the precision of the values, even if unfrozen later
+            parameter.grad_dtype = self.master.grad_dtype = torch.float32
 
     def _like(self, value: Tensor, requires_grad: bool = True) -> nn.Parameter:
         """A parameter with this value, and with the attributes that the user has set on the model's parameter: an

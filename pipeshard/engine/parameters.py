@@ -1,6 +1,7 @@
 """Parameters: this rank's parameters, broadcast, cast and sharded for training."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -49,14 +50,13 @@ class HeldParameters:
         self.units = policy.held_units
         before = self.held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self._share_values()
-        lowered, dtype = precision.lowered(model), precision.dtype if precision.lowers else None
-        self.kept = {name for name, p in model.named_parameters() if p not in lowered} if precision.lowers else set()
+        self.lowers = precision.lowers
+        lowered, dtype = precision.lowered(model), precision.dtype if self.lowers else None
+        self.kept = {name for name, p in model.named_parameters() if p not in lowered} if self.lowers else set()
         is_sharded = fsdp and grid.dp_size > 1
         cast = lowered - self._in_units() if is_sharded else lowered
+        low = self._raise(lowered - cast)
         full = precision.lower(cast)
-        for parameter in lowered & self._in_units() if is_sharded else ():
-            if parameter.requires_grad:  # FSDP shards fp32 values, and casts as it gathers
-                parameter.data = parameter.data.float()
         self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
         self.sharded = self._sharded(dtype) if is_sharded else None
         now = dict(model.named_parameters())
@@ -69,7 +69,7 @@ class HeldParameters:
                 parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # its compute dtype, for traces
         self._refuse_hooks(before)
         self.weights = {
-            name: kind(name, p, self._holders(name), full.get(before[name]), before[name] in cast)
+            name: kind(name, p, self._holders(name), full.get(before[name]), before[name] in cast | low)
             for name, p in self.held.items()
         }
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
@@ -118,11 +118,25 @@ class HeldParameters:
         return holders
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters of held units, except parameters that glue reads or that keep their own precision."""
+        """The parameters of held units, except parameters that glue reads or that keep their own precision, and trained
+        parameters of another dtype than most of their unit: FSDP reduces gradients of one dtype per unit."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
         apart |= {now[name] for name in self.kept}
+        for unit in self.units.values() if not self.lowers else ():
+            sizes: Counter[torch.dtype] = Counter()
+            for trained in (trainable := {p for p in unit.parameters() if p.requires_grad} - apart):
+                sizes[trained.dtype] += trained.numel()
+            apart |= {p for p in trainable if p.dtype is not max(sizes, key=sizes.__getitem__)}
         return {p for unit in self.units.values() for p in unit.parameters()} - apart
+
+    def _raise(self, sharded: set[torch.Tensor]) -> set[torch.Tensor]:
+        """Cast the trained parameters among these to fp32: their shards are fp32 master weights, which FSDP casts to 16
+        bits as it gathers them. Returns the frozen 16-bit parameters, which stay as they are."""
+        for parameter in sharded:
+            if parameter.requires_grad:
+                parameter.data, parameter.grad = parameter.data.float(), None
+        return {p for p in sharded if p.dtype is not torch.float32}
 
     def _sharded(self, dtype: torch.dtype | None) -> ShardedUnits:
         packed = [name for name, parameter in self.model.named_parameters() if is_packed(parameter)]
@@ -148,6 +162,14 @@ class HeldParameters:
             f"{name} has a gradient hook that would not run: {why}. Remove the hook, and modify the gradient between "
             "execute_pipeline and optimizer.step"
             for name, why in self._silent_hooks()
+        ]
+        mixed = self.sharded.mixed() if self.sharded is not None else set()
+        problems += [
+            f"{name} has been unfrozen, but its shard is {parameter.dtype}, and other trained shards of its "
+            "layer are not: FSDP reduces gradients of one dtype. Unfreeze it before boost, or use zero_stage=1 instead "
+            "of fsdp=True"
+            for name, parameter in self.held.items()
+            if parameter in mixed
         ]
         divided = {
             name: p for name, p in self.held.items() if has_hooks(p) and not (is_whole and self._is_in_one(name))

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import local, whole
 from pipeshard.engine.mixed_precision import Precision
+from pipeshard.errors import UsageError
 from tests import zoo
 from tests.covering import covering
 from tests.parity import check as parity
@@ -214,24 +216,77 @@ def test_fsdp_with_one_replica_trains_as_without_it(pool: Pool, precision: str) 
     pool.run(without_replicas, 1, precision)
 
 
-def updated_from_16_bits(options: dict[str, Any]) -> dict[str, Tensor]:
-    """The values of a bf16 model after three small updates."""
-    data = zoo.batch("gpt2")
-    split = Split(zoo.build("gpt2").bfloat16(), 1, data, num_microbatches=2, precision="bf16", dp_size=2, **options)
-    for _ in range(3):
-        split.backward(data)
+def of_16_bits(options: dict[str, Any], frozen: tuple[str, ...]) -> tuple[list[float], set[torch.dtype]]:
+    """The losses of a 16-bit model, and the dtypes of gradients and of what is updated. What is frozen before boost is
+    trained from the second step on."""
+    model, losses = zoo.build("llama-tied").bfloat16(), []
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    split = Split(model, 1, zoo.batch("llama-tied"), num_microbatches=2, dp_size=2, precision="bf16", **options)
+    dtypes = set()
+    for step in range(4):
+        for parameter in split.held.values() if step == 1 else ():
+            parameter.requires_grad_(True)
+        data = zoo.part(zoo.batch("llama-tied"), split.plugin.grid.replica, [4, 4])
+        losses.append(float(split.backward(data)["loss"]))
+        dtypes |= {local(p.grad).dtype for p in split.held.values() if p.grad is not None}
         split.step()
-    assert {value.dtype for group in split.optimizer.param_groups for value in group["params"]} == {torch.float32}
-    return {name: whole(parameter.detach()).float() for name, parameter in split.held.items()}
+    return losses, dtypes | {p.dtype for group in split.optimizer.param_groups for p in group["params"]}
 
 
 @pytest.mark.turns
-def test_fsdp_trains_a_model_in_16_bits_with_fp32_values(pool: Pool) -> None:
-    """The shards of a model whose folder is bf16 were bf16, and the optimizer's states, too: most small updates were
-    rounded to nothing, without a word."""
-    sharded, replicated = (pool.run(updated_from_16_bits, 2, options)[0] for options in ({"fsdp": True}, {}))
-    for name, value in replicated.items():
-        assert float((sharded[name].bfloat16() - value.bfloat16()).float().norm() / value.norm()) < 1e-3, name
+@pytest.mark.parametrize("frozen", [(), ("model.layers.1",)])
+def test_fsdp_updates_fp32_values_of_a_16_bit_model(pool: Pool, frozen: tuple[str, ...]) -> None:
+    """A user trained a folder of the Hub, which is in bf16, with fsdp and precision="bf16". The shards stayed bf16, so
+    AdamW's states and small updates were rounded to bf16."""
+    for expected, (losses, dtypes) in zip(
+        pool.run(of_16_bits, 2, {}, frozen), pool.run(of_16_bits, 2, {"fsdp": True}, frozen), strict=True
+    ):
+        assert dtypes == {torch.float32} == expected[1]
+        assert losses == pytest.approx(expected[0], rel=1e-3)
+
+
+def unfrozen() -> None:
+    """A parameter that is 16 bits because it was frozen at boost, beside trained parameters of its layer."""
+    model, name = zoo.build("llama-tied").bfloat16(), "model.layers.0.mlp.up_proj.weight"
+    model.get_parameter(name).requires_grad_(False)
+    data = zoo.part(zoo.batch("llama-tied"), dist.get_rank(), [4, 4])
+    split = Split(model, 1, data, num_microbatches=2, dp_size=2, precision="bf16", fsdp=True)
+    split.backward(data)
+    split.held[name].requires_grad_(True)
+    with pytest.raises(UsageError, match=rf"{name} has been unfrozen.*Unfreeze it before boost, or use zero_stage=1"):
+        split.backward(data)
+
+
+@pytest.mark.turns
+def test_an_unfrozen_parameter_of_16_bits_is_refused_by_name(pool: Pool) -> None:
+    """A user unfroze a weight of a bf16 base: torch asserted that dtypes of a layer are equal, and named nothing."""
+    pool.run(unfrozen, 2)
+
+
+def two_dtypes(options: dict[str, Any]) -> list[float]:
+    """The losses of adapters, which peft keeps in fp32, and of norms of their bf16 base."""
+    config = LoraConfig(target_modules=["q_proj"], r=4)
+    model = get_peft_model(zoo.build("llama-tied").bfloat16(), config)
+    for name, parameter in model.named_parameters():
+        if "post_attention_layernorm" in name:
+            parameter.requires_grad_(True)
+    data = zoo.batch("llama-tied")
+    split = Split(model, 1, data, num_microbatches=2, dp_size=2, **options)
+    losses = []
+    for _ in range(3):
+        losses.append(float(split.backward(zoo.part(data, split.plugin.grid.replica, [4, 4]))["loss"]))
+        split.step()
+    return losses
+
+
+@pytest.mark.turns
+def test_fsdp_trains_parameters_of_two_dtypes_in_one_layer(pool: Pool) -> None:
+    """A user trained adapters, which peft keeps in fp32, and the norms of a bf16 base: torch asserted that dtypes of a
+    layer are equal, and named nothing."""
+    for options in ({}, {"precision": "bf16"}):
+        expected, losses = pool.run(two_dtypes, 2, options), pool.run(two_dtypes, 2, options | {"fsdp": True})
+        assert losses == [pytest.approx(one, rel=1e-3) for one in expected]
 
 
 DTYPES = "causal-lm/deepseek_v3", "causal-lm/xglm", "causal-lm/zamba", "sequence-classification/gemma3_text"
