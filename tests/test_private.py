@@ -53,7 +53,7 @@ ATTRIBUTES = {
 OTHERS = {"_pretrained", "_orig_mod", "_exit", "_current_frames", "_inst", "_rand", "_op_impls", "_destroy"}
 OTHERS |= {"_replace", "_apply"}  # of NamedTuple, and of modules as users override it
 # Of instances of FSDP's classes, in engine/fsdp.py alone.
-FSDP = {"_fsdp_param_group", "_pre_forward_hook_handle", "_post_forward_hook_handle", "_unsharded_param"}
+FSDP = {"_fsdp_param_group", "_pre_forward_hook_handle", "_post_forward_hook_handle", "_unsharded_param", "_orig_dtype"}
 OF_TRANSFORMERS = {"_weight_conversions"}  # put on a model by `from_pretrained`, and read by `save_pretrained`
 
 
