@@ -75,10 +75,12 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
     """Whether an optimizer from the KNOWN modules needs unsharded parameters. Some bitsandbytes optimizers need them:
-    with 8 bits, 256 state values share one scale, and with `max_unorm`, updates depend on norms."""
+    with 8 bits, 256 state values share one scale; with `max_unorm`, updates depend on norms; AdEMAMix stacks two states
+    in one tensor, of which a checkpoint could not take the slices."""
     of_bitsandbytes = getattr(optimizer, "args", None)
     in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8
-    return isinstance(optimizer, WHOLE) or in_blocks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
+    stacks = getattr(optimizer, "optimizer_name", None) == "ademamix"
+    return isinstance(optimizer, WHOLE) or in_blocks or stacks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
 
 
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:

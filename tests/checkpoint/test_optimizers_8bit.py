@@ -33,6 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "paged adamw in 32 bits": lambda ps: bitsandbytes.optim.PagedAdamW32bit(ps, lr=1e-3),
     "lion": lambda ps: bitsandbytes.optim.Lion8bit(ps, **SMALL),
     "ademamix": lambda ps: bitsandbytes.optim.AdEMAMix8bit(ps, **SMALL),
+    "ademamix in 32 bits": lambda ps: bitsandbytes.optim.AdEMAMix(ps, lr=1e-3),
     "lamb": lambda ps: bitsandbytes.optim.LAMB(ps, lr=1e-3),
 }
 
@@ -100,7 +101,7 @@ def loading(folder: Path, kind: str) -> float:
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("kind", ["adamw", "lion", "adam in 32 bits"])
+@pytest.mark.parametrize("kind", ["adamw", "lion", "adam in 32 bits", "ademamix in 32 bits"])
 def test_another_number_of_stages_loads_the_states(pool: Pool, tmp_path: Path, kind: str) -> None:
     """bitsandbytes has its states in a dict inside of a parameter's: all of them were in the description, which every
     rank has, and none was in a file of tensors."""
@@ -122,14 +123,16 @@ def test_a_state_inside_of_a_tensor_is_damage() -> None:
 
 
 @pytest.mark.turns
-def test_replicas_divide_states_in_8_bits(pool: Pool) -> None:
-    for errors in pool.run(updated, 4, "adamw", dp_size=2, zero_stage=1):
+@pytest.mark.parametrize("kind", ["adamw", "ademamix in 32 bits"])
+def test_replicas_divide_states_of_bitsandbytes(pool: Pool, kind: str) -> None:
+    for errors in pool.run(updated, 4, kind, dp_size=2, zero_stage=1):
         assert max(errors) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["adamw", "lamb"])
+@pytest.mark.parametrize("kind", ["adamw", "lamb", "ademamix in 32 bits"])
 def test_what_looks_at_whole_parameters_is_not_sliced(kind: str) -> None:
-    """In 8 bits 256 values share a scale, so slices of a parameter have other scales than the whole.
+    """In 8 bits 256 values share a scale, so slices of a parameter have other scales than the whole. AdEMAMix stacks two
+    states in a tensor: a user who resumed got those of the first rank's shards on every rank.
 
     The trial at boost did not notice: its parameters are so small that bitsandbytes has their states in 32 bits.
     """
