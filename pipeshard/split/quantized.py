@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
@@ -156,11 +157,18 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str], method
 def quantization_of(config: Any, path: Any, given: Any) -> Any:
     """The quantization config of a checkpoint whose weights are quantized, otherwise `given`.
 
-    Raises ConfigurationError for a checkpoint that was quantized by a method other than bitsandbytes, or if a config is
-    given for a quantized checkpoint.
+    Raises ConfigurationError for a checkpoint that was quantized by a method other than bitsandbytes, if a config is
+    given for a quantized checkpoint, and if `given` packs bytes in a floating-point dtype, which would be cast like
+    numbers.
     """
     saved = getattr(config, "quantization_config", None)
     if saved is None:
+        storage = getattr(given, "bnb_4bit_quant_storage", torch.uint8)
+        if storage.is_floating_point:
+            raise ConfigurationError(
+                f"quantization_config: bnb_4bit_quant_storage={storage} is not supported, since packed bytes are not "
+                "numbers of this dtype. Omit it: the weights are then packed in torch.uint8"
+            )
         return given
     method = method_of(saved)
     if method != "bitsandbytes":

@@ -132,8 +132,10 @@ def test_replicas_divide_states_of_bitsandbytes(pool: Pool, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "lamb", "ademamix in 32 bits"])
 def test_what_looks_at_whole_parameters_is_not_sliced(kind: str) -> None:
     """In 8 bits 256 values share a scale, so slices of a parameter have other scales than the whole. AdEMAMix stacks
-    two states in a tensor: a user who resumed got those of the first rank's shards on every rank. The trial at boost
-    did not notice: its parameters are so small that bitsandbytes has their states in 32 bits."""
+    two states in a tensor: a user who resumed got those of the first rank's shards on every rank.
+
+    The trial at boost did not notice: its parameters are so small that bitsandbytes has their states in 32 bits.
+    """
     model, config = nn.Linear(4, 4), PipelineConfig(pp_size=2, num_microbatches=2, tp_size=2)
     grid: Any = SimpleNamespace(pp_size=2, tp_size=2, dp_size=1, first=True)
     with pytest.raises(ConfigurationError, match=r"needs whole parameters.*use zero_stage=1 instead"):

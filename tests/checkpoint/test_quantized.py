@@ -432,6 +432,15 @@ def test_other_ways_to_quantize_are_refused(tmp_path: Path, config: Any, message
         blank(tmp_path, config)
 
 
+def test_bytes_packed_in_a_floating_dtype_are_refused(tmp_path: Path) -> None:
+    """A user took bnb_4bit_quant_storage from a recipe for FSDP: packed bytes were cast to the precision like numbers,
+    and check_finite called some of them infinite."""
+    with pytest.raises(ConfigurationError, match=r"bnb_4bit_quant_storage=torch\.bfloat16 is not supported.*Omit it"):
+        blank(tmp_path, BitsAndBytesConfig(**NF4, bnb_4bit_quant_storage=torch.bfloat16))
+    weight = blank(tmp_path, BitsAndBytesConfig(**NF4)).model.layers[0].mlp.up_proj.weight
+    assert weight.dtype is torch.uint8
+
+
 def test_every_other_method_of_transformers_is_refused_by_name() -> None:
     """In a config, and in a folder with weights that were quantized with it."""
     others = {method.value for method in QuantizationMethod} - METHODS.keys()
