@@ -64,14 +64,18 @@ class Progress:
         self.history.append((now, action))
 
     def wait(self, work: Any, ranks: Sequence[int]) -> None:
-        """Call `work.wait()`, and record that this process waits for these ranks. If the call raises, `waits` keeps the
-        ranks."""
+        """Call `work.wait()`, and record that this process waits for these ranks. If it raises within a call of the
+        program, `waits` keeps the ranks."""
         self.wait_until(work.wait, ranks)
 
     def wait_until(self, done: Callable[[], Any], ranks: Sequence[int]) -> None:
         """Like `wait`, for a function that returns when the ranks have responded."""
         self.waits, self.since = ranks, time.monotonic()
-        done()
+        try:
+            done()
+        except BaseException:
+            self.waits = ranks if self.call else ()
+            raise
         now = time.monotonic()
         if self.action is not None and self.call in STEPS:
             self.longest = max(self.longest, now - self.since)

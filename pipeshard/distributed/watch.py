@@ -89,7 +89,7 @@ class Watch:
         self._peers = Peers(self._alarm.store, self.rank, dist.get_world_size())
         self._monitor, self._parent = monitor, os.getppid()
         self._lost: tuple[Fault, float] | None = None  # a fault detected without the store, and when
-        self._outside: tuple[FrameType, float] | None = None  # a wait in the user's own code, and since when
+        self._outside: tuple[FrameType | None, float] | None = None  # a wait between two calls, and since when
         self._heard: tuple[Fault, int, float] | None = None  # a reported fault, the call's number, and when
         self.interrupt: Callable[[], None] = lambda: None  # makes the training thread raise an Interrupt
         self._broken = False
@@ -311,8 +311,11 @@ class Watch:
         return None if found is None else self._gone(*found)
 
     def _look_outside(self) -> None:
-        """Record a wait for other ranks in the user's own code. The frame is kept alive, so its address is not
-        reused."""
+        """Record a wait for other ranks between two calls: pipeshard's own, or one in the user's code. The frame is
+        kept alive, so its address is not reused."""
+        if NOW.waits and not NOW.call:
+            self._outside = None, NOW.since
+            return
         frame = None if NOW.call else collective_of(main_stack())
         if frame is None or self._outside is None or self._outside[0] is not frame:
             self._outside = None if frame is None else (frame, time.monotonic())
@@ -360,7 +363,7 @@ class Watch:
         if heard is None or heard[1] != NOW.present:
             return False
         if heard[0].kind == GONE and not NOW.call:
-            return collective_of(main_stack()) is not None  # otherwise the wait would never end
+            return bool(NOW.waits) or collective_of(main_stack()) is not None  # otherwise the wait would never end
         return bool(NOW.call) or heard[0].kind in (STALLED, ORPHANED)
 
     def _end(self, fault: Fault) -> None:

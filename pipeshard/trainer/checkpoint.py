@@ -81,6 +81,7 @@ def load_checkpoint_weights(model: PipelineModel, folder: Path) -> None:
         io_of(model).load_model(model, str(folder))
 
 
+@together_in("trainer.save_state")
 def save_state(
     folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any, step: int, before: Stamps
 ) -> None:
@@ -104,6 +105,7 @@ def save_state(
     seal(folder, step, model.pipeline.num_stages, grid.world, others={name for name, _ in others})
 
 
+@together_in("trainer.load_state")
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
     """Restore the weights, the optimizer and the LR schedule. Return this rank's saved random state or, if the sizes of
     the grid have changed, the first rank's."""

@@ -17,7 +17,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from pipeshard.checkpoint.training_state import random_state, set_random_state
-from pipeshard.distributed.collectives import share_value
+from pipeshard.distributed.collectives import share_value, together_in
 from pipeshard.distributed.progress import own_progress
 from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.plugin import PipelinePlugin
@@ -120,6 +120,7 @@ class Rollouts:
         with replaced(self, model=stages), together, gathered_from_replicas(self.accelerator, type(self)):
             return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
 
+    @together_in("trainer.rewards")
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """The rewards of all replicas' completions. A reward function may use random numbers or keep state, so only the
         first rank of a replica calls it, and the replica's other ranks receive the results."""

@@ -21,6 +21,8 @@ import pipeshard
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import files
 from pipeshard.distributed import failures as alarm
+from pipeshard.distributed import watching
+from pipeshard.distributed.collectives import share_value
 from pipeshard.distributed.failures import GONE, Fault
 from pipeshard.distributed.watch import PERIOD, SILENT, Watch
 from pipeshard.engine.reader import Reader
@@ -190,3 +192,26 @@ def test_an_error_of_all_ranks_ends_nobody_who_leaves_it_late(pool: Pool) -> Non
     (first, loss, failed), (second, other, later) = pool.run(steps_of_a_late_rank, 2)
     assert "iterator is exhausted" in first and "iterator is exhausted" in second
     assert loss == other > 0 and failed == later
+
+
+def waits_between_calls() -> tuple[str, str, float]:
+    """What ends a wait of pipeshard's own between two calls for a rank that sleeps, why, and after how many seconds."""
+    watching.watch_world({"between": 1.0}, watchdog=True)
+    watch, group, begin = watching._here.watch, dist.group.WORLD, time.monotonic()
+    assert watch is not None and group is not None
+    with pytest.raises(RuntimeError) as caught:
+        if dist.get_rank() == 0:
+            time.sleep(40)
+        share_value(3, 0, group)
+    why, seconds = watch.why(), time.monotonic() - begin
+    watch.stop()  # it would kill this process, which goes on
+    return type(caught.value).__name__, why, seconds
+
+
+@pytest.mark.turns
+def test_a_wait_between_two_calls_has_a_limit(pool: Pool) -> None:
+    """A reward function of GRPO did not return on the first rank. The others waited for half an hour whatever the
+    timeout was, as did those that waited in a Trainer's checkpoint."""
+    (slow, _, seconds), (waiting, why, later) = pool.run(waits_between_calls, 2)
+    assert slow == "Interrupt" and waiting == "RuntimeError" and seconds < 20 and later < 20
+    assert re.search(r"no progress for 1 seconds, because of rank 0 of 2:(.|\n)*rank 1 of 2 has waited", why), why
