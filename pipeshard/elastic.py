@@ -124,7 +124,7 @@ class PreemptibleJob:
             )
         for number in WISHES:
             signal.signal(number, lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # also delivers signals received during startup
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # a launcher may have blocked them
 
 
 class ElasticJob(PreemptibleJob):

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -34,6 +35,7 @@ RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_
 RESTARTS = 100
 LOOK_PERIOD = 0.5  # seconds between two checks of the workers
 STUCK = 10  # checks
+HANDLER_PERIOD = 0.1  # seconds between two checks whether a worker has a handler for a signal
 QUIET = {
     "PYTHONWARNINGS": "ignore::FutureWarning",  # peft uses names that transformers has renamed
     "TOKENIZERS_PARALLELISM": "false",
@@ -216,19 +218,31 @@ def _end_if_in_vain(folder: Path) -> list[str]:
 
 
 def _forward(number: signal.Signals) -> None:
-    """Start a thread that forwards a signal to the workers.
-
-    Workers inherit the signal mask, so the signal does not kill a worker that has not yet installed a handler.
+    """Start a thread that forwards a signal to each worker, once the worker has installed a handler: without a handler,
+    the signal would kill the worker. Workers do not inherit this process's own handler, as they would inherit a mask.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    received = threading.Event()
+    signal.signal(number, lambda *_: received.set())
 
     def forward() -> None:
-        while True:
-            signal.sigwait([number])
-            for worker in psutil.Process().children():
-                worker.send_signal(number)
+        while received.wait():
+            received.clear()
+            workers = psutil.Process().children()
+            while workers and not received.is_set():
+                workers = [worker for worker in workers if not _is_told(worker, number)]
+                time.sleep(HANDLER_PERIOD)
 
     threading.Thread(target=forward, daemon=True).start()
+
+
+def _is_told(worker: psutil.Process, number: signal.Signals) -> bool:
+    """Send a signal to a worker that has a handler for this signal. Returns False if the worker has none yet."""
+    with contextlib.suppress(OSError, psutil.NoSuchProcess):  # a worker that has ended needs no signal
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{worker.pid}/status").read_text(), re.MULTILINE)
+        if caught is None or not int(caught[1], 16) >> (number - 1) & 1:
+            return False
+        worker.send_signal(number)
+    return True
 
 
 def _end_if_stuck(endpoint: str) -> None:

@@ -8,6 +8,7 @@ import builtins
 import hashlib
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,7 +25,12 @@ _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?|^pipeshard: this is rank .*$"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script as `__main__`. `arguments` are the script's path and its own arguments."""
+    """Run a script as `__main__`. `arguments` are the script's path and its own arguments.
+
+    SIGUSR1, which Slurm sends to all processes of a job, is ignored until the script installs a handler.
+    """
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     path = Path.cwd() / arguments[0]
     sys.argv[:] = arguments
     sys.path[0] = str(path.resolve().parent)

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from pipeshard import cli, plugin, script
+from pipeshard import cli, launch, plugin, script
 from pipeshard.distributed.watch import NOTE
 from pipeshard.errors import ConfigurationError
 from pipeshard.launch import HELP, main
@@ -145,6 +145,32 @@ def test_a_script_runs_as_python_runs_it(tmp_path: Path) -> None:
     )
     assert (ended.returncode, ended.stdout) == (plain.returncode, plain.stdout)
     assert ended.stderr == plain.stderr and "line 5, in <module>" in ended.stderr
+
+
+def test_a_scripts_own_handler_of_sigusr1_is_called(tmp_path: Path) -> None:
+    """Slurm sent SIGUSR1 two minutes before the time limit, and the script's handler was to save. The launcher had
+    blocked the signal in all ranks, where it stayed blocked. Without a handler, the signal does not end a rank."""
+    (tmp_path / "train.py").write_text(
+        "import signal, sys, time\n"
+        "open('started', 'w').close()\n"
+        "time.sleep(0.5)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\n"
+        "time.sleep(20)\n"
+    )
+    before = signal.getsignal(signal.SIGUSR1)
+    launch._forward(signal.SIGUSR1)
+    command = [sys.executable, "-m", "pipeshard.script", "train.py"]
+    try:
+        rank = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        with mock.patch.object(psutil.Process, "children", return_value=[psutil.Process(rank.pid)]):
+            while not (tmp_path / "started").exists():
+                time.sleep(0.02)
+            rank.send_signal(signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert rank.wait(60) == 7
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 
 
 def test_errors_are_alike_but_for_ranks_and_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
