@@ -306,6 +306,7 @@ def processed(new: int) -> list[str]:
     return [*found, str(torch.equal(made(split, similar_by_module), made(alone, similar)))]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("new", [1, NEW])
 def test_processors_that_differ_between_ranks_are_refused(pool: Pool, new: int) -> None:
     """A processor that read the head's weights got NaN on the first rank, which chose token 0: all later tokens were

@@ -87,6 +87,7 @@ def searched(folder: str, plugin: dict[str, Any]) -> tuple[list[dict[str, float]
     return found, [call.args[2] for call in search.call_args_list]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("plugin", "m"), [({}, 3), ({"num_microbatches": 6}, 6), ({"microbatch_size": 1}, 6)])
 def test_a_schedule_is_searched_for_the_microbatches_of_a_window(
     pool: Pool, tmp_path: Path, plugin: dict[str, Any], m: int

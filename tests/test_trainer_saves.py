@@ -247,6 +247,7 @@ def saved_twice(folder: Path) -> None:
         made.save_model(str(folder / "new"))
 
 
+@pytest.mark.turns
 def test_a_second_save_of_several_adapters_replaces_the_first(pool: Pool, tmp_path: Path) -> None:
     """TRL adds the adapter "ref" to that of a user, and calls save_model twice: the second ended the run at its end,
     since the folder of "ref" was not empty."""
@@ -280,6 +281,7 @@ def run_again(folder: Path) -> list[str]:
     return sorted(json.loads((folder / "checkpoint-1" / "manifest.json").read_text())["files"])
 
 
+@pytest.mark.turns
 def test_a_file_of_a_callback_is_not_part_of_the_next_runs_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """A script ran again, and its callback wrote its file into the checkpoint again, which counted as damaged then."""
     for files in pool.run(run_again, 2, tmp_path):

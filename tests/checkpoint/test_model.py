@@ -216,6 +216,7 @@ def shared_buffers(place: Path) -> list[set[str]]:
     return [{name for name, value in state.items() if torch.equal(value, MASK[: len(value)])} for state in states]
 
 
+@pytest.mark.turns
 def test_a_buffer_of_several_layers_is_saved(pool: Pool, tmp_path: Path) -> None:
     """On the CPU no save of a model with one mask of all layers worked: the disk was full, it said."""
     expected = {f"layers.{k}.{name}" for k in range(5) for name in ("mask", "part")}
@@ -312,6 +313,7 @@ def from_tied_config(folder: str, tied: bool) -> nn.Module:
     return PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, folder, **options).train()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
 def test_two_matrices_for_one_tie_are_refused(pool: Pool, tmp_path: Path, kind: str) -> None:
     """The head of a checkpoint was trained apart from the embedding, but its config said that they are tied: the stages
@@ -398,6 +400,7 @@ def test_a_pickled_checkpoint(pool: Pool, tmp_path: Path) -> None:
         assert "weights_only=True" in message and "convert it to safetensors" in message
 
 
+@pytest.mark.turns
 def test_strict_means_strict(pool: Pool, tmp_path: Path) -> None:
     """What is missing, unexpected or of another shape, on whichever stage, is told on every rank."""
     model = zoo.build("llama")

@@ -327,6 +327,7 @@ def save_with_code(place: Path) -> list[str]:
         return [type(auto.from_pretrained(folder, trust_remote_code=True)).__name__ for folder in folders]
 
 
+@pytest.mark.turns
 def test_custom_code_is_saved_with_its_model(pool: Pool, tmp_path: Path) -> None:
     """The saved folder of a model that was loaded with `trust_remote_code=True` had no code: it could not be loaded."""
     with_code(tmp_path / "folder", "LlamaConfig")

@@ -803,6 +803,7 @@ def two_models(folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.turns
 def test_two_models_do_not_replace_each_others_states(pool: Pool, tmp_path: Path) -> None:
     """A model and its average were saved into one directory: both then came back with the average's weights."""
     for message in pool.run(two_models, 2, tmp_path):

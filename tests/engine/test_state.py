@@ -630,12 +630,14 @@ def wrong_or_hooked(make: type[nn.Module]) -> list[str]:
     return found + [f"hooks of layer {k}" for k, layer in enumerate(made[0].layers) if layer._forward_hooks]
 
 
+@pytest.mark.turns
 def test_hooks_of_a_forward_are_removed_where_it_is_left_early(pool: Pool) -> None:
     """A forward that registers hooks and removes them as it ends left them on every stage but the last: each microbatch
     added one more, whose list kept the results of all later ones, until memory was full."""
     assert pool.run(wrong_or_hooked, 2, Probes) == [[], []]
 
 
+@pytest.mark.turns
 def test_an_attribute_inside_layers_is_put_back_where_a_forward_is_left_early(pool: Pool) -> None:
     """A forward switched all layers to another adapter and back, and the first stage left it in between: the next
     evaluation used the other adapter there, silently."""
