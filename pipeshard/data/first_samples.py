@@ -44,7 +44,7 @@ def find_sample(
     if data is None and dataloader is not None:
         data = first_samples(dataloader)
     if for_search and (data is None or is_function):
-        why = "dry_run_input is a function" if is_function else "the first samples of a dataloader cannot be read"
+        why = "dry_run_input is a function" if is_function else "pipeshard has no batch"
         raise ConfigurationError(
             f"schedule='auto' requires the sizes of a whole batch, but {why}: pass dry_run_input=batch, with as many "
             "samples and tokens as a batch of training (if a Trainer generates completions: the input_ids and labels "

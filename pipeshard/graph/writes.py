@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from pipeshard.distributed.collectives import local
 from pipeshard.private import DisableTorchFunction
 
 READS, SUMS = "pipeshard_reads", "pipeshard_sums"  # attributes of a tensor
@@ -56,13 +56,13 @@ def is_written(tensor: Tensor, since: Noted) -> bool:
     if reads(tensor) == since.reads:
         return False
     before = vars(tensor).get(SUMS, {}).get(since.reads)
-    return before is None or before.device != local(tensor).device or not torch.equal(before, sum_of_words(tensor))
+    return before is None or before.device != tensor.device or not torch.equal(before, sum_of_words(tensor))
 
 
 def sum_of_words(tensor: Tensor) -> Tensor:
     """The sum of the bits of a tensor's values, as integers. It is computed without a wait for the device."""
     with DisableTorchFunction():
-        words = local(tensor).detach()
+        words = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         words = (words.coalesce().values() if words.is_sparse else words).contiguous()
         words = torch.view_as_real(words) if words.is_complex() else words
         return words.view(WORD[words.element_size()]).sum(dtype=torch.int64)

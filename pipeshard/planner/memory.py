@@ -300,9 +300,8 @@ class Footprint:
         for call, keys in enumerate(kept):
             for key in keys:
                 self._where[key].append(call)
-        self._entering: list[
-            Mapping[Hashable, int]
-        ] = [  # for a cut before each call, the values that cross it and receive gradients
+        # for a cut before each call, the values that cross it and receive gradients
+        self._entering: list[Mapping[Hashable, int]] = [
             {meter.same.get(value, value): tensor_bytes(flow.spec(value)) for value in values & flow.receiving}
             for values in live_values(flow, range(self.last), self.last + 1, flow.needed())
         ]
