@@ -38,10 +38,10 @@ def alone(folder: Path, *arguments: str) -> list[Line]:
 
 
 @pytest.fixture(scope="module")
-def losses(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def losses(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Those of a run that nothing happens to."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    written = pool.run(alone, 4, folder, "--steps", str(STEPS), "--every", "1000")[0]
+    written = workers.run(alone, 4, folder, "--steps", str(STEPS), "--every", "1000")[0]
     assert [(line.step, line.pp_size) for line in written] == [(step, 4) for step in range(STEPS)]
     return [line.loss for line in written]
 
