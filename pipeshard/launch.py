@@ -167,9 +167,9 @@ def unable(script: str) -> str | None:
 
 
 def _folded(args: argparse.Namespace) -> argparse.Namespace:
-    """Make the workers run the script through `pipeshard.script`, unless it is a module or not Python."""
-    if not args.module and not args.no_python and not args.run_path:
-        args.training_script_args = [args.training_script, *args.training_script_args]
+    """Make the workers run the script or module through `pipeshard.script`, unless it is not Python."""
+    if not args.no_python and not args.run_path:
+        args.training_script_args = [*["-m"] * args.module, args.training_script, *args.training_script_args]
         args.training_script, args.module = "pipeshard.script", True
     return args
 

@@ -1,13 +1,15 @@
 """Script: runs a training script for `pipeshard launch`, so that an error that several ranks raise is printed once.
 
-`python -m pipeshard.script train.py ...` is like `python train.py ...`, except for the output of an error. The module
-imports little, so it also works if the script's first import fails.
+`python -m pipeshard.script train.py ...` is like `python train.py ...`, and `-m package.train` like `python -m
+package.train`, except for the output of an error. The module imports little, so it also works if the script's first
+import fails.
 """
 
 import builtins
 import hashlib
 import os
 import re
+import runpy
 import signal
 import sys
 import traceback
@@ -25,16 +27,22 @@ _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?|^pipeshard: this is rank .*$"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script as `__main__`. `arguments` are the script's path and its own arguments.
+    """Run a script as `__main__`. `arguments` are the script's path (or -m and the name of a module) and its own
+    arguments.
 
     SIGUSR1, which Slurm sends to all processes of a job, is ignored until the script installs a handler.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    sys.modules["pipeshard.script"] = sys.modules["__main__"]  # otherwise this module would be freed
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        sys.excepthook = tell_once
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
     path = Path.cwd() / arguments[0]
     sys.argv[:] = arguments
     sys.path[0] = str(path.resolve().parent)
-    sys.modules["pipeshard.script"] = sys.modules["__main__"]  # otherwise this module would be freed
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__dict__.update(__file__=str(path), __builtins__=builtins, __spec__=None)
     sys.excepthook = tell_once

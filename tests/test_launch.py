@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,6 +146,33 @@ def test_a_script_runs_as_python_runs_it(tmp_path: Path) -> None:
     )
     assert (ended.returncode, ended.stdout) == (plain.returncode, plain.stdout)
     assert ended.stderr == plain.stderr and "line 5, in <module>" in ended.stderr
+
+
+def test_a_module_runs_as_python_runs_it(tmp_path: Path) -> None:
+    """A module whose import failed was started 101 times, and printed as many tracebacks for each rank: only errors of
+    scripts were recorded."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(
+        "import sys, pickle\n"
+        "class Own: pass\n"
+        "assert pickle.loads(pickle.dumps(Own())).__class__ is Own and __name__ == '__main__'\n"
+        "print(__file__, __spec__.name, sys.argv, sys.path[0])\n"
+        "from . import nothing\n"
+    )
+    told = tmp_path / "told"
+    told.mkdir()
+    args = launch._folded(launch.parse(["--nproc-per-node", "2", "-m", "package.train", "--epochs", "3"]))
+    assert args.module and args.training_script == "pipeshard.script"
+    command = [sys.executable, "-m", "pipeshard.script", *args.training_script_args]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), script.FOLDER: str(told)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    plain = [sys.executable, "-m", "package.train", "--epochs", "3"]
+    expected = subprocess.run(plain, cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (expected.returncode, expected.stdout)
+    shown = re.sub(r'  File "<frozen runpy>".*\n', "", expected.stderr)
+    assert ended.stderr == shown and "line 5, in <module>" in shown
+    assert [path.name.split("-")[1] for path in told.iterdir()] == ["ImportError"]
 
 
 def test_a_scripts_own_handler_of_sigusr1_is_called(tmp_path: Path) -> None:
