@@ -32,6 +32,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.distributed.agreement import compare_ranks, texts_of, versions
 from pipeshard.distributed.collectives import together_in
+from pipeshard.distributed.failures import outlast_watch
 from pipeshard.distributed.mesh import DP, PP, TP, Grid, join_alone, num_replicas, shared_grid
 from pipeshard.distributed.p2p import P2P, check_p2p
 from pipeshard.distributed.peers import attach_workers
@@ -234,6 +235,8 @@ class PipelinePlugin:
                 self._boosted.append(weakref.ref(boosted))
                 vars(self).pop("stage_manager", None)  # a search may have found other chunks
             boosted_optimizer = boost_optimizer(boosted, optimizer, wrapper(PipelineOptimizer, "OptimizerWrapper"))
+            if self.config.watchdog:
+                outlast_watch()
             return boosted, boosted_optimizer, criterion, dataloader, lr_scheduler
 
     def execute_pipeline(

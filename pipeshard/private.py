@@ -109,6 +109,12 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
+def extend_timeout(backend: Any, default: timedelta, timeout: timedelta) -> None:
+    """Set the timeout of the collectives of a process group's backend, if this backend still has the `default`."""
+    if backend.options._timeout == default:
+        backend._set_default_timeout(timeout)
+
+
 def set_wrapped(function: Any, inner: Any) -> None:
     """Make `function`, a torch.nn.utils function that runs an inner function under no_grad, run `inner` instead. Its
     `__wrapped__` is still the original inner function."""

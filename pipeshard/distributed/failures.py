@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeshard.distributed.progress import NOW, collective_of, main_stack
-from pipeshard.private import default_store
+from pipeshard.private import default_store, extend_timeout
 
 RAISED, GONE, STALLED, ENDED, ORPHANED = "raised", "gone", "stalled", "ended", "orphaned"  # kinds of faults
 THROUGH = "at the end of its program"  # the message of a rank that ended without an error
@@ -253,17 +253,30 @@ def abort_groups() -> None:
     aborts everything in flight in this group, unless the receive's own connection was already broken. Without an abort,
     a process with unreceived messages could not even exit, since on exit it joins the threads that send these messages.
     """
-    backends: list[tuple[dist.ProcessGroup, Any]] = [
-        (group, group._get_backend(torch.device(device)))
-        for group in dist.distributed_c10d._world.pg_map
-        if isinstance(group, dist.ProcessGroup) and group.size() > 1
-        for device in sorted({str(device) for device in group._device_types})
-    ]
+    backends = _backends()
     _abort([backend for _, backend in backends if backend.name() != "gloo"])
     for group, backend in backends:
         if backend.name() == "gloo":
             others = (other for other in range(group.size()) if other != group.rank())
             next((other for other in others if _gives_up(backend, other)), None)
+
+
+def outlast_watch() -> None:
+    """Give all gloo groups that have torch's default timeout, half an hour, a timeout of a day, so that the timeout of
+    the watch expires first, with an error that shows the reason."""
+    for _, backend in _backends():
+        if backend.name() == "gloo":
+            extend_timeout(backend, dist.default_pg_timeout, timedelta(days=1))
+
+
+def _backends() -> list[tuple[dist.ProcessGroup, Any]]:
+    """The groups of several ranks, with each of their backends."""
+    return [
+        (group, group._get_backend(torch.device(device)))
+        for group in dist.distributed_c10d._world.pg_map
+        if isinstance(group, dist.ProcessGroup) and group.size() > 1
+        for device in sorted({str(device) for device in group._device_types})
+    ]
 
 
 ABORTING = 5.0  # seconds after which unfinished aborts are abandoned

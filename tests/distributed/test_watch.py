@@ -22,7 +22,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import files
 from pipeshard.distributed import failures as alarm
 from pipeshard.distributed import watching
-from pipeshard.distributed.collectives import share_value
+from pipeshard.distributed.collectives import gather, share_value
 from pipeshard.distributed.failures import GONE, Fault
 from pipeshard.distributed.watch import PERIOD, SILENT, Watch
 from pipeshard.engine.reader import Reader
@@ -215,3 +215,28 @@ def test_a_wait_between_two_calls_has_a_limit(pool: Pool) -> None:
     (slow, _, seconds), (waiting, why, later) = pool.run(waits_between_calls, 2)
     assert slow == "Interrupt" and waiting == "RuntimeError" and seconds < 20 and later < 20
     assert re.search(r"no progress for 1 seconds, because of rank 0 of 2:(.|\n)*rank 1 of 2 has waited", why), why
+
+
+def timeouts_of_groups(watchdog: bool) -> list[tuple[timedelta, timedelta]]:
+    """The shortest and the longest timeout of the groups after a boost. One of them waits longer than its first
+    timeout for rank 0."""
+    own = timedelta(hours=2)
+    dist.new_group(timeout=own)
+    Split(zoo.build("gpt2"), 2, zoo.batch("gpt2"), num_microbatches=2, watchdog=watchdog)
+    made = [backend for group, backend in alarm._backends() if group is not dist.group.WORLD]
+    found = {backend.options._timeout for backend in made} - {own}
+    if watchdog:
+        short = dist.new_group(timeout=timedelta(seconds=1))
+        with mock.patch.object(dist, "default_pg_timeout", timedelta(seconds=1)):
+            alarm.outlast_watch()
+        time.sleep(2.0 * (dist.get_rank() == 0))
+        gather(torch.ones(1), short)
+    return [(min(found), max(found))]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("watchdog", "expected"), [(True, timedelta(days=1)), (False, timedelta(minutes=30))])
+def test_the_timeout_of_the_plugin_expires_before_that_of_gloo(pool: Pool, watchdog: bool, expected: Any) -> None:
+    """timeout=7200 was not kept: rank 0 uploaded its state for 40 minutes, the wait of rank 1 ended after half an hour,
+    and the error advised to check the network."""
+    assert pool.run(timeouts_of_groups, 2, watchdog) == [[(expected, expected)]] * 2
