@@ -30,19 +30,20 @@ SHOWN, LINES = 8, 12  # the maximum numbers of actions and of error lines that t
 LONGEST_REPORT = 16 * 2**20  # bytes; a larger report is an error
 
 
-def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None) -> None:
-    """Write this rank's report. If writing fails, log a warning instead of raising."""
+def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None, run: str) -> None:
+    """Write this rank's report of the `run`, a text that differs between runs. If writing fails, log a warning instead
+    of raising."""
     if not (folder := os.environ.get(VARIABLE, "crash")):
         return
     try:
         path = Path(folder) / f"rank-{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report(rank, name, fault, error), indent=1))
+        path.write_text(json.dumps(report(rank, name, fault, error, run), indent=1))
     except (OSError, ValueError) as why:
         logger.warning("rank %d could not write its crash report to %r: %s", rank, folder, why)
 
 
-def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> dict[str, Any]:
+def report(rank: int, name: str, fault: Fault, error: BaseException | None, run: str = "") -> dict[str, Any]:
     """The content of a rank's report, as a JSON-serializable dict. `ago` is in seconds, and memory is in bytes."""
     now, names = time.monotonic(), {thread.ident: thread.name for thread in threading.enumerate()}
     memory = {"resident": psutil.Process().memory_info().rss, "of the host": psutil.virtual_memory().total}
@@ -51,6 +52,7 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> d
     return {
         "rank": rank,
         "name": name,
+        "run": run,
         "time": time.time(),
         "where": NOW.where,
         "fault": asdict(fault),
@@ -66,8 +68,8 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> d
 
 
 def page(folder: Path) -> Iterator[str]:
-    """Yield the lines of a summary of the reports in a folder: the cause, then each rank's error and last actions, in
-    the order in which the ranks reported.
+    """Yield the lines of a summary of the last run's reports in a folder: the cause, then each rank's error and last
+    actions, in the order in which the ranks reported.
 
     Raises CheckpointError if the folder contains no report, or a report that cannot be read.
     """
@@ -76,10 +78,15 @@ def page(folder: Path) -> Iterator[str]:
         raise CheckpointError(
             f"{folder} contains no report of a rank (rank-0.json, ...): pass the folder of the reports"
         )
+    earlier = [report for report in reports if report.run != reports[-1].run]
+    reports = [report for report in reports if report.run == reports[-1].run]
     own = [report.text for report in reports if report.culprit == report.rank]
     yield f"What happened: {(own or [report.text for report in reports])[0]}"
     for rank in sorted({report.culprit for report in reports} - {report.rank for report in reports} - {-1}):
         yield f"Rank {rank} has no report here: it was killed, is suspended, or has a different working directory"
+    if earlier:
+        files = ", ".join(f"rank-{report.rank}.json" for report in earlier)
+        yield f"Not shown: {files}, of an earlier run or attempt"
     for report in reports:
         after = f"{report.time - reports[0].time:.2f} s after the first"
         yield f"\n{report.name}, {after}, in {report.where} ({report.resident / 2**30:.2f} GiB resident)"
@@ -93,6 +100,7 @@ class _Report:
 
     rank: int
     culprit: int
+    run: str
     name: str
     time: float
     where: str
@@ -111,6 +119,7 @@ def _read_report(path: Path) -> _Report:
         return _Report(
             rank=int(found["rank"]),
             culprit=int(found["fault"]["rank"]),
+            run=str(found.get("run", "")),
             time=float(found["time"]),
             resident=float(found["memory"]["resident"]),
             actions=[(float(action["ago"]), str(action["what"])) for action in found["actions"]],

@@ -85,6 +85,7 @@ class Watch:
         self.named = named
         self.fault: Fault | None = None  # why the groups were aborted
         self._alarm = Alarm(self.rank, dist.get_world_size())
+        self._run = self._alarm.store.compare_set("run", "", f"{time.time()} {os.getpid()}").decode()  # of all ranks
         self._roll = RollCall(self._alarm.store, self.rank, dist.get_world_size())
         self._peers = Peers(self._alarm.store, self.rank, dist.get_world_size())
         self._monitor, self._parent = monitor, os.getppid()
@@ -215,7 +216,7 @@ class Watch:
             self._break(self.fault or (self._heard[0] if self._heard else self._fault_of(error, lost=True)), error)
         self.leaving(RAISED, text_of(error))
         if not self._broken:
-            leave_report(self.rank, self.named(self.rank), self._own(RAISED, text_of(error)), error)
+            self._leave_report(self._own(RAISED, text_of(error)), error)
 
     def left(self) -> bool:
         """Stop and sign off when the process exits. Return False if a thread hangs because the store does not
@@ -262,8 +263,11 @@ class Watch:
         self.fault = fault
         if not self._broken:
             self._broken = True
-            leave_report(self.rank, self.named(self.rank), fault, error)
+            self._leave_report(fault, error)
             abort_groups()
+
+    def _leave_report(self, fault: Fault, error: BaseException | None) -> None:
+        leave_report(self.rank, self.named(self.rank), fault, error, self._run)
 
     def _without_store(self) -> Fault:
         holder = "the agent of the first machine" if has_agents() else f"{self.named(0)}"
@@ -371,7 +375,7 @@ class Watch:
         if fault.is_asked and self._ticks < SILENT // 3:  # otherwise this thread could hang at the store
             with contextlib.suppress(RuntimeError):
                 fault = self._roll.result(fault, self.named)
-        leave_report(self.rank, self.named(self.rank), fault, None)
+        self._leave_report(fault, None)
         stack = "".join(traceback.format_stack(main_stack()[-1]))
         logger.error("this process did not stop after a failure, and is killed: %s\nIts stack:\n%s", fault, stack)
         os._exit(1)

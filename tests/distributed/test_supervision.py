@@ -433,7 +433,8 @@ def leave_reports(folder: str) -> None:
 @pytest.mark.turns
 def test_ranks_that_fail_leave_reports_that_tell_what_happened(pool: Pool, tmp_path: Path) -> None:
     pool.run(leave_reports, 2, str(tmp_path))
-    found = json.loads((tmp_path / "rank-1.json").read_text())
+    found, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (1, 0))
+    assert found["run"] == other["run"] != ""
     assert found["fault"]["kind"] == RAISED and "ZeroDivisionError" in found["error"]
     assert len(found["actions"]) > 4 and found["memory"]["resident"] > 1e6 and "MainThread" in found["stacks"]
     text = "\n".join(crash.page(tmp_path))
@@ -453,6 +454,19 @@ def test_a_rank_that_was_killed_is_named_by_the_others(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text(json.dumps(crash.report(0, "rank 0 (stage 0)", fault, None)))
     lines = list(crash.page(tmp_path))
     assert lines[0] == "What happened: rank 1 (stage 1) is gone" and lines[1].startswith("Rank 1 has no report here")
+
+
+def test_reports_of_an_earlier_run_are_not_shown(tmp_path: Path) -> None:
+    """Rank 1 was killed, and the page told of an error that rank 1 had raised the day before: its report of that day
+    was still in the folder."""
+    raised = Fault(RAISED, 1, "rank 1 (stage 1)", "execute_pipeline", message="ValueError: planted")
+    gone = Fault("gone", 1, "rank 1 (stage 1)", message="rank 1 (stage 1) is gone")
+    for rank, fault, run in ((1, raised, "yesterday"), (0, gone, "today")):
+        text = json.dumps(crash.report(rank, f"rank {rank} (stage {rank})", fault, None, run))
+        (tmp_path / f"rank-{rank}.json").write_text(text)
+    lines = list(crash.page(tmp_path))
+    assert lines[0] == "What happened: rank 1 (stage 1) is gone" and lines[1].startswith("Rank 1 has no report here")
+    assert lines[2] == "Not shown: rank-1.json, of an earlier run or attempt" and "planted" not in "".join(lines)
 
 
 def test_monitor_and_library_agree_on_what_is_stopped() -> None:
