@@ -428,7 +428,7 @@ def _has_more(tensor: Tensor) -> bool:
 
 
 def _added(tensor: Tensor) -> list[str]:
-    return [name for name in vars(tensor) if not name.startswith(OF_COMPILER)]
+    return [name for name in vars(tensor) if not name.startswith((OF_COMPILER, "pipeshard_"))]
 
 
 def _described(leaf: Any) -> str:

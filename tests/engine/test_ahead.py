@@ -128,7 +128,7 @@ def test_the_host_is_a_few_actions_ahead_and_keeps_as_many_messages() -> None:
 
 @pytest.mark.parametrize(("number", "waits"), [(28, (10,)), (29, ())])
 def test_what_stalls_is_named_whether_it_waits_or_computes(number: int, waits: tuple[int, ...]) -> None:
-    NOW.waits = ()
+    NOW.waits, NOW.call = (), "execute_pipeline"
     interpreter, stages, actions = made(Gpu(stalls=number))
     with pytest.raises(RuntimeError, match="aborted"):
         interpreter.run(stages, actions)
