@@ -77,13 +77,12 @@ def boost_model(
     refuse_blank_adapters(model)
     refuse_lowered_begin(model, config)
     refuse_sharded_packing(model, config.fsdp, config.slices_of_stage)
-    tied = dict[str, list[nn.Parameter]]()  # by name, the parameters that it replaces
+    tied: dict[nn.Parameter, str] = {}  # for each replaced parameter, the name of its replacement
     for became in (tie_on_meta(model), share_weights(model, config.shared_weights, warns=grid.first)):
         if optimizer is not None:
             replace_parameters(optimizer, became)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        for old, new in became.items():
-            tied.setdefault(names[new], []).append(old)
+        tied |= {old: names[new] for old, new in became.items()}
     texts = _texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
     compare_ranks(texts, grid.world, grid.named)
     take_first_weights(model, grid.world, grid.named)
@@ -106,7 +105,7 @@ def boost_model(
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs, asked))
     boosted.pipeline.padding = padding
-    boosted.pipeline.tied.update({old: name for name, each in tied.items() for old in each})
+    boosted.pipeline.tied.update(tied)
     boosted.generation = Generation(boosted.pipeline)
     if grid.first and grid.pp_size > 1:
         _warn_of_uneven(boosted.pipeline.policy)

@@ -295,10 +295,10 @@ def has_known_loss(model: nn.Module) -> bool:
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> set[Tensor]:
-    """The tensors that the transformers models in `model` keep in fp32 if the model has this 16-bit dtype, such as the
-    biases of a router."""
+    """The tensors that the transformers models in `model` keep in fp32 if the model has this dtype, such as the
+    biases of a router. Empty for any other dtype."""
     tensors: set[Tensor] = set()
-    for module in model.modules():
+    for module in model.modules() if dtype in (torch.float16, torch.bfloat16) else ():
         names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
         if dtype is torch.float16:
             names |= set(getattr(module, "_keep_in_fp32_modules", None) or ())

@@ -229,14 +229,14 @@ def _forward(number: signal.Signals) -> None:
             received.clear()
             workers = psutil.Process().children()
             while workers and not received.is_set():
-                workers = [worker for worker in workers if not _is_told(worker, number)]
+                workers = [worker for worker in workers if not _send(worker, number)]
                 time.sleep(HANDLER_PERIOD)
 
     threading.Thread(target=forward, daemon=True).start()
 
 
-def _is_told(worker: psutil.Process, number: signal.Signals) -> bool:
-    """Send a signal to a worker that has a handler for this signal. Returns False if the worker has none yet."""
+def _send(worker: psutil.Process, number: signal.Signals) -> bool:
+    """Send a signal to a worker. Returns False, without sending it, if the worker has not installed a handler yet."""
     with contextlib.suppress(OSError, psutil.NoSuchProcess):  # a worker that has ended needs no signal
         caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{worker.pid}/status").read_text(), re.MULTILINE)
         if caught is None or not int(caught[1], 16) >> (number - 1) & 1:

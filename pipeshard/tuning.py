@@ -84,10 +84,10 @@ def refuse_earlier_run(settings: Namespace) -> None:
     """Raise ConfigurationError if a restart would resume from the checkpoint of another run."""
     folder = settings.output_dir or OUTPUT
     if settings.max_restarts and not settings.resume and has_checkpoint(folder):
-        raise has_earlier_run(folder)
+        raise earlier_run_error(folder)
 
 
-def has_earlier_run(folder: str) -> ConfigurationError:
+def earlier_run_error(folder: str) -> ConfigurationError:
     return ConfigurationError(
         f"output_dir={folder} has checkpoints of an earlier run, from which a restart (max_restarts) would resume: "
         "set resume=true to continue that run, or another output_dir"
@@ -388,7 +388,7 @@ def resumption(resume: bool, folder: str) -> tuple[bool, bool]:
     ranks = gather_objects(mine, dist.group.WORLD) if dist.group.WORLD is not None else [mine]
     restarts, is_found = any(restarts for restarts, _ in ranks), ranks[0][1]
     if is_found and not restarts and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-        raise has_earlier_run(folder)
+        raise earlier_run_error(folder)
     if mark is not None:  # after all ranks of this attempt have looked for the file
         mark.touch()
     return restarts, restarts and is_found

@@ -50,7 +50,7 @@ def group(lengths: Sequence[Sequence[int]], limit: int, cost: TokenCost, idle: f
     groups, end = list[list[int]](), len(order)
     while end:
         start = int(first[end, level])
-        groups.append(sorted(order[start:end]))  # the loss may depend on the order: DPO's first half was chosen
+        groups.append(sorted(order[start:end]))  # the loss may depend on the order, as DPO's does
         end = start
     return groups[::-1]
 

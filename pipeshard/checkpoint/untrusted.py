@@ -94,7 +94,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"), _counting(path):
         model: Any = make(config, dtype=dtype, **code)
-    for tensor in kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else ():
+    for tensor in kept_in_fp32(model, dtype):
         tensor.data = tensor.data.float()
     if quantization is not None:
         quantize_blank(model, quantization)

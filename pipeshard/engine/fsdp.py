@@ -42,7 +42,8 @@ def _post_backward(module: Any, keeps_fp32: bool) -> None:
     """Start the reduce-scatter of the module's gradients. With `keeps_fp32`, gradients of 16-bit shards, which were
     frozen at boost, also stay in fp32."""
     group = _fsdp_state(module)._fsdp_param_group
-    group._orig_dtype = None if keeps_fp32 else group._orig_dtype
+    if keeps_fp32:
+        group._orig_dtype = None
     group.post_backward()
 
 

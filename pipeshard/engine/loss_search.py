@@ -288,7 +288,7 @@ class _Search:
     def _without_valid(
         self, batch: Batch, path: str, ignore: float
     ) -> tuple[tuple[Measured, list[Measured]] | None, list[Batch]]:
-        """The losses of `batch` and of two parts, of which the second has no valid entry in `path`, and the parts."""
+        """The losses of `batch` and of its two parts, and the parts. The second part has no valid entry in `path`."""
         at = self.cuts[0]
         batch = without_valid(batch, path, ignore, at)
         return self.trial.measure(batch, at, 0, self.kind), _cut(batch, at)

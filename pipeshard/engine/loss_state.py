@@ -17,7 +17,7 @@ from pipeshard.engine.loss_values import Range
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import kind_of_number
 from pipeshard.graph.units import find_units
-from pipeshard.graph.writes import Noted, count_reads, reads
+from pipeshard.graph.writes import Noted, count_reads
 from pipeshard.private import tree_leaves
 from pipeshard.split.materialize import is_released
 
@@ -56,10 +56,8 @@ class LossState:
             self._versions = self._look()
 
     def _look(self) -> list[tuple[Tensor, Noted]]:
-        tensors = [tensor for module in self._modules for tensor in _tensors(module)]
-        for tensor in tensors:
-            count_reads(tensor)
-        return [(tensor, Noted(0 if tensor.is_inference() else tensor._version, reads(tensor))) for tensor in tensors]
+        tensors = (tensor for module in self._modules for tensor in _tensors(module))
+        return [(t, Noted(0 if t.is_inference() else t._version, count_reads(t))) for t in tensors]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

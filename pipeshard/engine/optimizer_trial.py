@@ -75,8 +75,8 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
     """Whether an optimizer from the KNOWN modules needs unsharded parameters. Some bitsandbytes optimizers need them:
-    with 8 bits, 256 state values share one scale; with `max_unorm`, updates depend on norms; AdEMAMix stacks two states
-    in one tensor, of which a checkpoint could not take the slices."""
+    with 8 bits, 256 state values share one scale; with `max_unorm`, updates depend on norms; AdEMAMix stores two states
+    in one tensor, which a checkpoint cannot divide into shards."""
     of_bitsandbytes = getattr(optimizer, "args", None)
     in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8
     stacks = getattr(optimizer, "optimizer_name", None) == "ademamix"

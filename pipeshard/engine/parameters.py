@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pipeshard.distributed.collectives import gather_objects, is_packed, share_tensor
+from pipeshard.distributed.collectives import gather_lists, is_packed, share_tensor
 from pipeshard.distributed.mesh import DP, TP, Grid
 from pipeshard.engine.fsdp import ShardedUnits
 from pipeshard.engine.grad_sync import Bucket, GradientSync, has_hooks, reduction_buckets
@@ -55,7 +55,7 @@ class HeldParameters:
         self.kept = {name for name, p in model.named_parameters() if p not in lowered} if self.lowers else set()
         is_sharded = fsdp and grid.dp_size > 1
         cast = lowered - self._in_units() if is_sharded else lowered
-        low = self._raise(lowered - cast)
+        low = self._in_fp32(lowered - cast)
         full = precision.lower(cast)
         self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
         self.sharded = self._sharded(dtype) if is_sharded else None
@@ -124,13 +124,15 @@ class HeldParameters:
         apart = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
         apart |= {now[name] for name in self.kept}
         for unit in self.units.values() if not self.lowers else ():
+            trained = [p for p in unit.parameters() if p.requires_grad and p not in apart]  # in one order on all ranks
             sizes: Counter[torch.dtype] = Counter()
-            for trained in (trainable := {p for p in unit.parameters() if p.requires_grad} - apart):
-                sizes[trained.dtype] += trained.numel()
-            apart |= {p for p in trainable if p.dtype is not max(sizes, key=sizes.__getitem__)}
+            for parameter in trained:
+                sizes[parameter.dtype] += parameter.numel()
+            usual = max(sizes, key=sizes.__getitem__, default=None)
+            apart |= {p for p in trained if p.dtype is not usual}
         return {p for unit in self.units.values() for p in unit.parameters()} - apart
 
-    def _raise(self, sharded: set[torch.Tensor]) -> set[torch.Tensor]:
+    def _in_fp32(self, sharded: set[torch.Tensor]) -> set[torch.Tensor]:
         """Cast the trained parameters among these to fp32: their shards are fp32 master weights, which FSDP casts to 16
         bits as it gathers them. Returns the frozen 16-bit parameters, which stay as they are."""
         for parameter in sharded:
@@ -206,7 +208,7 @@ class HeldParameters:
     def _refuse_hooks(self, before: Mapping[str, nn.Parameter]) -> None:
         replaced = [name for name, parameter in before.items() if self.held[name] is not parameter]
         hooked = [name for name in replaced if has_hooks(before[name])]
-        if hooked := [name for names in gather_objects(hooked, self.grid.world) for name in names]:
+        if hooked := gather_lists(hooked, self.grid.world):
             raise ConfigurationError(
                 f"{hooked[0]} has a gradient hook, but fsdp, tp_size and ep_size replace the parameter with a sharded "
                 "one: remove the hook, and modify gradients between execute_pipeline and optimizer.step"

@@ -57,7 +57,7 @@ class Place:
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         self.path, self.holder = path, resolve(model, path[1:-1])
-        self.has_hooks = path[-1].key in HOOKS  # a dict to which the handles of hooks refer: its entries are put back
+        self.has_hooks = path[-1].key in HOOKS  # handles refer to this dict, so only its content is restored
 
     @property
     def value(self) -> Any:

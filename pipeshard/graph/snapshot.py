@@ -260,9 +260,7 @@ class Flags:
         state = self.states[self.next] = Snapshot(self.roots, self.without)
         counting = [t for *_, t, _ in state.tensors if self.without and not isinstance(t, nn.Parameter)]
         self.values[self.next] = {id(tensor): tensor.detach().clone() for tensor in counting}
-        for tensor in counting:
-            count_reads(tensor)
-        self.reads[self.next] = {id(tensor): reads(tensor) for tensor in counting}
+        self.reads[self.next] = {id(tensor): count_reads(tensor) for tensor in counting}
         self.trained[self.next] = self._trained(state)
         self.unsure.add(self.next)
         self.next += 1

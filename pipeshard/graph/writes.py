@@ -26,9 +26,10 @@ class Noted(NamedTuple):
     reads: int
 
 
-def count_reads(tensor: Tensor) -> None:
-    """Count the uses of this tensor's `data` from now on."""
-    vars(tensor).setdefault(READS, 0)
+def count_reads(tensor: Tensor) -> int:
+    """Count the uses of this tensor's `data` from now on. Returns the number of uses since the first such call."""
+    number: int = vars(tensor).setdefault(READS, 0)
+    return number
 
 
 def reads(tensor: Tensor) -> int:
@@ -39,9 +40,8 @@ def reads(tensor: Tensor) -> int:
 
 def note(tensor: Tensor) -> Noted:
     """The state of a tensor, for `is_written`."""
-    attributes = vars(tensor)
-    number: int = attributes.setdefault(READS, 0)
-    sums: dict[int, Tensor | None] = attributes.setdefault(SUMS, {})
+    number = count_reads(tensor)
+    sums: dict[int, Tensor | None] = vars(tensor).setdefault(SUMS, {})
     if number not in sums:
         sums[number] = None
         if len(sums) > KEPT:

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -252,8 +252,7 @@ def build(
     cuts, and TraceError for a model that cannot be split.
     """
     chosen = find_target(target, options)
-    hints = getattr(model, "pipeline_hints", None) or PipelineHints()
-    criterion = hints.criterion if criterion is None else criterion
+    criterion = _hints(model).criterion if criterion is None else criterion
     became = tie_on_meta(model)
     sample = read_batch(model, dummy_inputs(model) if batch is None else batch)
     flow, policy = partition(model, cuts, sample, criterion, chosen, torch.device(device))
@@ -262,9 +261,13 @@ def build(
         consolidate(model, policy, torch.device(device))
     whole = chosen.whole_output or flow.loss is None
     live = liveness(flow, policy, whole)
-    names = () if isinstance(sample.data, Mapping) else as_keywords(model, sample.data)
+    names = () if isinstance(sample.data, Mapping) else tuple(as_keywords(model, sample.data))
     stages = {} if chosen.shards_itself else construct(model, policy, criterion, whole, names)
     return chosen.take(Split(model, sample, criterion, flow, policy, ties, live, stages, became))
+
+
+def _hints(model: nn.Module) -> PipelineHints:
+    return getattr(model, "pipeline_hints", None) or PipelineHints()
 
 
 def partition(
@@ -287,8 +290,7 @@ def partition(
     refuse_recomputed(model, containers(model, find_units(model, paths_of(model, names))), is_boosted=False)
     flow = trace(model, sample, criterion, cuts=names)
     placement, rank = target.placed(parts)
-    hints = getattr(model, "pipeline_hints", None) or PipelineHints()
-    by = hints.partition if isinstance(cuts, int) or not cuts else cuts
+    by = _hints(model).partition if isinstance(cuts, int) or not cuts else cuts
     processes = max(placement) + 1
     return flow, find_policy(model)(model, flow, rank, processes, by, device=device, placement=placement)
 
@@ -312,7 +314,7 @@ def liveness(flow: Dataflow, policy: Policy, whole: bool) -> list[Boundary]:
 
 
 def construct(
-    model: nn.Module, policy: Policy, criterion: Criterion | None, whole: bool, names: Iterable[str] = ()
+    model: nn.Module, policy: Policy, criterion: Criterion | None, whole: bool, names: Sequence[str] = ()
 ) -> dict[int, StageModule]:
     """The StageModules of this process, by index. `names` are the keywords of a batch that is a tuple."""
-    return {index: StageModule(model, policy, index, criterion, whole, tuple(names)) for index in policy.chunks}
+    return {index: StageModule(model, policy, index, criterion, whole, names) for index in policy.chunks}

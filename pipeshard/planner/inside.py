@@ -144,7 +144,7 @@ Sizes = dict[Hashable, tuple[int, int]]  # the bytes of each value, and of its g
 
 def _crossing(whole: Dataflow, fine: Dataflow, edges: Sequence[int]) -> list[Sizes]:
     """The values that cross a cut before each call of `fine`, if only the layer that contains the cut is divided:
-    those that enter the layer, and those of its children."""
+    the values that enter the layer, and the results of its children."""
     of_layers = [{("layer", value): size for value, size in each.items()} for each in _live(whole)]
     of_children = _live(fine)
     return [

@@ -31,6 +31,7 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.hf import is_of_peft
 from pipeshard.plugin import PipelinePlugin
+from pipeshard.replaced import replaced
 from pipeshard.split.adapters import adding, is_blank, put_adapters
 from pipeshard.trainer.checkpoint import (
     Stamps,
@@ -148,12 +149,9 @@ class Loop(Trainer):
         if args.torch_compile and not config.compile:
             given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             changes["compile"] = {name: value for name, value in given.items() if value} or True
-        self.pipeline.config = replace(config, **changes)
-        try:
+        with replaced(self.pipeline, config=replace(config, **changes)):
             window = args.gradient_accumulation_steps
             boosted, *_ = self.pipeline.configure(model, None, objective, num_batches=window)
-        finally:
-            self.pipeline.config = config
         boosted.pipeline.criterion = None  # the criterion is only for training
         if folder := getattr(model, "_pretrained", None):
             io_of(boosted).load_model(boosted, folder)
@@ -338,16 +336,8 @@ class Loop(Trainer):
         if not hasattr(stages.module, "generate"):
             yield
             return
-        own = vars(stages.module)
-        before = own.get("generate")
-        own["generate"] = stages.boosted.generation
-        try:
+        with replaced(stages.module, generate=stages.boosted.generation):
             yield
-        finally:
-            if before is None:
-                del own["generate"]
-            else:
-                own["generate"] = before
 
     @contextmanager
     def _evaluated_together(self) -> Iterator[None]:
@@ -356,29 +346,21 @@ class Loop(Trainer):
         if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
             yield
             return
-        before = vars(self).get("compute_loss")
         compute_loss: Callable[..., Any] = self.compute_loss
 
         @wraps(compute_loss)
         def together(*args: Any, **kwargs: Any) -> Any:
             return evaluated_together(self, self._own_stages().boosted.pipeline, compute_loss, args, kwargs)
 
-        self.__dict__["compute_loss"] = together
-        try:
+        with replaced(self, compute_loss=together):
             yield
-        finally:
-            del self.__dict__["compute_loss"]
-            if before is not None:
-                self.__dict__["compute_loss"] = before
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()
         self._count_last(inputs)
-        stages.loss_only = prediction_loss_only and not self._makes_loss() and "labels" in inputs
-        try:
+        loss_only = prediction_loss_only and not self._makes_loss() and "labels" in inputs
+        with replaced(stages, loss_only=loss_only):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            stages.loss_only = False
 
     def _count_last(self, inputs: Any) -> None:
         """Set accelerate's `remainder` to the number of samples in the last batch of a stream.

@@ -127,7 +127,7 @@ def prove(
             kind, reason, cause = UNPROVEN, str(error), error.__cause__
         except Unproven as error:
             kind, reason = UNPROVEN, str(error)
-        except PipeshardError as error:  # booster.boost, or the first step, raises the same error, unless of a copy
+        except PipeshardError as error:  # for the model itself, boost or the first step also raises it
             kind, reason, refused = UNPROVEN, summary(error), not proving.smaller
         except Exception as error:  # the user's code, or copying it, may raise anything
             logger.debug("the proof failed", exc_info=True)

@@ -127,6 +127,10 @@ def replace_data_of_head(step: int, model: Any) -> None:
         model.head.weight.data = WEIGHTS.clone()
 
 
+def of_head(story: str, between: Any) -> Case:
+    return Case(WithHead, story, batches=labelled(), options=TWO, between=between, refused=UNPROVEN)
+
+
 class Flooding(Body):
     def __init__(self) -> None:
         super().__init__()
@@ -221,30 +225,13 @@ CASES = {
         between=flood,
         refused=UNPROVEN,
     ),
-    "class weights of a head": Case(
-        WithHead,
-        "The class weights are in the unit that computes the loss, whose tensors nobody looked at.",
-        batches=labelled(),
-        options=TWO,
-        between=weigh_head,
-        refused=UNPROVEN,
+    "class weights of a head": of_head(
+        "The class weights are in the unit that computes the loss, whose tensors nobody looked at.", weigh_head
     ),
-    "class weights of a head, by data": Case(
-        WithHead,
-        "The same through `weight.data`, which does not change the version of a tensor.",
-        batches=labelled(),
-        options=TWO,
-        between=weigh_head_by_data,
-        refused=UNPROVEN,
+    "class weights of a head, by data": of_head(
+        "The same through `weight.data`, which does not change the version of a tensor.", weigh_head_by_data
     ),
-    "class weights of a head, other data": Case(
-        WithHead,
-        "The same by `weight.data = weights`.",
-        batches=labelled(),
-        options=TWO,
-        between=replace_data_of_head,
-        refused=UNPROVEN,
-    ),
+    "class weights of a head, other data": of_head("The same by `weight.data = weights`.", replace_data_of_head),
     "class weights of a criterion, by data": Case(
         Body,
         "The same of a criterion's weights.",
