@@ -32,6 +32,7 @@ logger = logging.getLogger("pipeshard")
 
 # A lost agent is detected after 5 seconds. Once the minimum number of agents is present, they wait 5 seconds for more.
 RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
+LOOPBACK, PORT = "127.0.0.1", 29400  # torch's defaults of --master-addr, and of the port of a rendezvous
 RESTARTS = 100
 LOOK_PERIOD = 0.5  # seconds between two checks of the workers
 STUCK = 10  # checks
@@ -58,6 +59,7 @@ flags (torchrun's; torchrun --help lists all):
   --nproc-per-node N       processes on this machine (default 1; gpu: one per GPU)
   --nnodes N or MIN:MAX    number of machines (default 1:1)
   --rdzv-endpoint H:P      rendezvous address, on one of the machines: the same on every machine
+  --master-addr HOST       the same, with --master-port (default {PORT}), if there is no --rdzv-endpoint
   --rdzv-id NAME           name of the job, if several jobs share a rendezvous address (default pipeshard)
   --max-restarts N         maximum number of restarts (default {RESTARTS})
   --local-addr ADDRESS     address at which other machines reach this one
@@ -137,14 +139,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         args.rdzv_conf = ",".join([*ours, *filter(None, [args.rdzv_conf])])  # of several values, the last applies
         try:
             _, most = parse_min_max_nnodes(args.nnodes)
+            if most > 1 and not args.rdzv_endpoint and args.master_addr != LOOPBACK:
+                _meet_at_master(args)
             host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
         except (ValueError, RuntimeError) as error:
             parser.error(f"argument --nnodes or --rdzv-endpoint: {error}")
         if not args.rdzv_endpoint:
-            args.rdzv_endpoint = "localhost:0" if most == 1 else "localhost:29400"  # torch's default port
-        if args.local_addr is None and host in ("localhost", "127.0.0.1", "::1"):
+            args.rdzv_endpoint = "localhost:0" if most == 1 else f"localhost:{PORT}"
+        if args.local_addr is None and host in ("localhost", LOOPBACK, "::1"):
             args.local_addr = "localhost"  # all agents are on this machine, whose name may not resolve
     return args
+
+
+def _meet_at_master(args: argparse.Namespace) -> None:
+    """Use --master-addr and --master-port, flags of torchrun's static rendezvous, as the rendezvous address."""
+    args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or PORT}"
+    if args.node_rank:  # torch warns of a rank that it does not use
+        args.rdzv_conf, args.node_rank = f"is_host=0,{args.rdzv_conf}", 0
 
 
 def count(text: str) -> int:

@@ -72,7 +72,8 @@ def main(kind: str, arguments: Sequence[str]) -> int:
 
 def refuse_no_rendezvous(settings: Namespace) -> None:
     """Raise ConfigurationError if each of several machines would wait for the others at its own localhost."""
-    is_given = settings.rdzv_endpoint or {"PET_RDZV_ENDPOINT", "PET_RDZV_BACKEND"} & os.environ.keys()
+    variables = {"PET_RDZV_ENDPOINT", "PET_RDZV_BACKEND", "PET_MASTER_ADDR"}
+    is_given = settings.rdzv_endpoint or variables & os.environ.keys()
     if settings.nnodes > 1 and not is_given:
         raise ConfigurationError(
             f"nnodes={settings.nnodes} requires rdzv_endpoint=HOST:PORT, where HOST is one of the machines: set the "

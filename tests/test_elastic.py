@@ -275,6 +275,20 @@ def test_what_is_said_counts() -> None:
     assert (args.rdzv_backend, args.max_restarts, args.rdzv_conf) == ("etcd-v2", 7, "")
 
 
+def test_the_address_of_a_static_rendezvous_is_used() -> None:
+    """With torchrun's --master-addr, or Kubeflow's PET_MASTER_ADDR, each machine waited ten minutes at its own
+    localhost."""
+    flags = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "host1", "--master-port", "29500", "script.py"]
+    args = launch.parse(flags)
+    assert (args.rdzv_backend, args.rdzv_endpoint, args.local_addr) == ("c10d", "host1:29500", None)
+    assert args.rdzv_conf.startswith("is_host=0,keep_alive") and args.node_rank == 0
+    with mock.patch.dict(os.environ, {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "host1"}):
+        args = launch.parse(["script.py"])
+        assert args.rdzv_endpoint == "host1:29400" and "is_host" not in args.rdzv_conf
+        assert launch.parse(["--rdzv-endpoint", "host2:1", "script.py"]).rdzv_endpoint == "host2:1"
+        assert launch.parse(["--nnodes", "1", "script.py"]).rdzv_endpoint == "localhost:0"
+
+
 def test_wrong_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (["--nnodes", "two"], ["--rdzv-endpoint", "host:port"]):
         with pytest.raises(SystemExit, match="2"):
