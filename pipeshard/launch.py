@@ -59,7 +59,7 @@ flags (torchrun's; torchrun --help lists all):
   --nproc-per-node N       processes on this machine (default 1; gpu: one per GPU)
   --nnodes N or MIN:MAX    number of machines (default 1:1)
   --rdzv-endpoint H:P      rendezvous address, on one of the machines: the same on every machine
-  --master-addr HOST       the same, with --master-port (default {PORT}), if there is no --rdzv-endpoint
+  --master-addr HOST       the same, with --master-port (default {PORT}), without --rdzv-endpoint
   --rdzv-id NAME           name of the job, if several jobs share a rendezvous address (default pipeshard)
   --max-restarts N         maximum number of restarts (default {RESTARTS})
   --local-addr ADDRESS     address at which other machines reach this one

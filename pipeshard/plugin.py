@@ -139,6 +139,7 @@ class PipelinePlugin:
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
         self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)
         self._boosted: list[weakref.ref[PipelineModel]] = []
+        self._grid: tuple[dist.ProcessGroup, Grid] | None = None  # and the world for which it was created
 
     def __getattr__(self, name: str) -> Any:
         name = "schedule" if name == "pp_style" else name
@@ -148,13 +149,17 @@ class PipelinePlugin:
             return getattr(self.grid, ONE_GRID[name])
         raise missing_attribute(name)
 
-    @cached_property
+    @property
     def grid(self) -> Grid:
-        """This process's Grid. The first use is a collective that compares the arguments of all ranks."""
+        """This process's Grid. The first use in a world is a collective that compares the arguments of all ranks."""
         world = dist.group.WORLD
-        assert world is not None
-        compare_ranks(versions() | texts_of(self.config.of_all_ranks), world, named)
-        return shared_grid(*self._sizes)
+        if self._grid is None or (world is not None and self._grid[0] is not world):
+            assert world is not None
+            compare_ranks(versions() | texts_of(self.config.of_all_ranks), world, named)
+            self._grid = world, shared_grid(*self._sizes)
+            self.dp_size = self._grid[1].dp_size
+            vars(self).pop("stage_manager", None)
+        return self._grid[1]
 
     @cached_property
     def stage_manager(self) -> PipelineStageManager:

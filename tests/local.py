@@ -129,8 +129,8 @@ def in_place_of_processes() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())  # ranks that end out of turn would leave each other's filters
         stack.enter_context(mock.patch.object(dist.distributed_c10d, "_world", Groups(dist.distributed_c10d._world)))
         stack.enter_context(mock.patch("pipeshard.plugin.shared_grid", OwnGrid))
-        for name in ("grid", "stage_manager"):  # Python 3.11 has a lock around them, while ranks wait for each other
-            stack.enter_context(mock.patch.object(vars(PipelinePlugin)[name], "lock", nullcontext(), create=True))
+        cached: Any = vars(PipelinePlugin)["stage_manager"]  # Python 3.11 has a lock around it: ranks wait in it
+        stack.enter_context(mock.patch.object(cached, "lock", nullcontext(), create=True))
         stack.enter_context(mock.patch.object(ProcessGroupMesh, "along", needs_processes))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", needs_processes))
         stack.enter_context(mock.patch.object(dist.distributed_c10d, "_new_group_with_tag", needs_processes))

@@ -23,6 +23,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, PartitionError, PipeshardError, TraceError
 from pipeshard.split.policy import find_policy
 from tests import zoo
+from tests.hunt import nets
 from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
@@ -521,3 +522,27 @@ def boosting_again() -> list[str]:
 def test_a_model_that_is_boosted_by_another_plugin_is_refused_and_the_remedy_works(pool: Pool) -> None:
     """The second plugin's microbatches and schedule were ignored. The inner model was said to differ between ranks."""
     assert pool.run(boosting_again, 2) == [[], []]
+
+
+def losses_in_two_worlds() -> list[float]:
+    """The loss of a step in this world, and of the same step in the next world, with the same plugin."""
+    data, found = nets.data(), []
+    plugin = PipelinePlugin(pp_size=1, num_microbatches=2, dry_run_input=data)
+    for is_first in (True, False):
+        if not is_first:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        torch.manual_seed(0)
+        model = nets.Net()
+        engine = pipeshard.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plugin=plugin)
+        found.append(float(engine.execute_pipeline(iter([data]))["loss"]))
+        assert plugin.grid.world is dist.group.WORLD
+    return found
+
+
+@pytest.mark.processes
+def test_a_plugin_is_used_in_a_second_world(pool: Pool) -> None:
+    """A script trained one model per fold, each in a process group of its own, with one plugin. The error of the
+    second fold advised what the script had done: a new process group, and a new model."""
+    [(first, second)] = pool.run(losses_in_two_worlds, 1)
+    assert first == second
