@@ -272,10 +272,13 @@ class _Search:
         return losses is None or not math.isfinite(losses[0].value) or rule.holds(*losses, parts)
 
     def _refuse_least_count(self) -> None:
-        """Raise ConfigurationError if the criterion returns a count for samples without labels, since these counts are
-        added up."""
-        for path in targets(self.samples.integers) if self.sizes is not None else ():
-            losses, _ = self._without_valid(self.samples.draw(self.level, 0), path, IGNORED)
+        """Raise ConfigurationError if the criterion returns a count for samples without labels, or with a mask of
+        zeros, since these counts are added up."""
+        samples = self.samples
+        labels = [(path, mark) for path in targets(samples.integers) for mark in self._ignored(path)]
+        masks = [(path, 0) for path in (*samples.floats, *samples.integers) if path in self.read]
+        for path, mark in dict.fromkeys([*labels, *masks]) if self.sizes is not None else ():
+            losses, _ = self._without_valid(samples.draw(self.level, 0), path, mark)
             whole, parts = losses or (None, [])
             counts = [part.denominator for part in parts if part.denominator is not None]
             if whole is not None and whole.denominator and abs(sum(counts) - whole.denominator) > 1e-5 * sum(counts):

@@ -1,5 +1,6 @@
 """Loss shares: the factor of each microbatch's loss in the batch's loss, computed with proven rules."""
 
+import math
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -61,11 +62,18 @@ class LossShares:
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None, rule: LossRule
     ) -> list[float]:
         """The share of each microbatch of one batch. Stages other than the last do not need shares: there, each share
-        is 1.0."""
+        is 1.0. If a criterion turns a mean into a sum, the sum is NaN for a microbatch without valid labels; its share
+        is 0."""
         if not self.is_last:
             return [1.0] * len(batches)
-        counts = self._counts(batches, ways, criterion) if rule.counted else ()
-        return rule.shares(batches, lambda count: self._total(count, rule), counts)
+        if not rule.counted:
+            return rule.shares(batches, lambda count: self._total(count, rule))
+        counts = self._counts(batches, ways, criterion)
+        shares = rule.shares(batches, lambda count: self._total(count, rule), [count for count, _ in counts])
+        return [
+            0.0 if is_nan and not math.isnan(share) else share
+            for share, (_, is_nan) in zip(shares, counts, strict=True)
+        ]
 
     def _unproven(self, batch: Batch, parts: Sequence[Batch], criterion: Criterion | None) -> bool:
         """Whether the loss of this batch requires a rule, and none is proven for it yet."""
@@ -145,9 +153,11 @@ class LossShares:
         beside = () if self._seen is None else (self._seen, of_batch(batch))
         return key_of(criterion), self.state, batch.paths, others, beside
 
-    def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
-        """The count that the criterion returns for each microbatch. The counts are computed before the first backward,
-        which needs their sum."""
+    def _counts(
+        self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None
+    ) -> list[tuple[float, bool]]:
+        """The count that the criterion returns for each microbatch, and whether the sum of nothing is NaN. The counts
+        are computed before the first backward, which needs their sum."""
         glue = Glue(self.model, criterion, self.device)
         return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
 

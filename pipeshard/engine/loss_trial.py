@@ -325,16 +325,17 @@ class Glue:
             return None
         return Measured(float(value.detach()), None if count is None else float(count), value.dtype, slopes)
 
-    def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
-        """The count that the criterion returns. The count does not depend on unit results, so they are replaced with
-        expanded zeros."""
+    def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> tuple[float, bool]:
+        """The count that the criterion returns, and whether the count is 0 and the sum is NaN (a mean over nothing,
+        times 0). The count does not depend on unit results, so they are replaced with one expanded value."""
 
-        def zeros(key: LeafKey, spec: TensorSpec) -> Tensor:
-            return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)
+        def constant(key: LeafKey, spec: TensorSpec) -> Tensor:
+            value = 0.5 if spec.dtype.is_floating_point else 0
+            return torch.full((), value, dtype=spec.dtype, device=self.device).expand(spec.shape)
 
-        measured = self.run(batch, flow, deltas, zeros)
+        measured = self.run(batch, flow, deltas, constant)
         assert measured is not None and measured.denominator is not None
-        return measured.denominator
+        return measured.denominator, measured.denominator == 0 and math.isnan(measured.value)
 
 
 class LossTrial:

@@ -368,3 +368,52 @@ def test_a_count_with_a_lower_bound_is_refused() -> None:
         rule(at_least_one, tokens())  # type: ignore[arg-type]
     counted = rule(lambda out, batch: (at_least_one(out, batch)[0], (batch["labels"] != -100).sum()), tokens())  # type: ignore[arg-type, return-value]
     assert counted.counted
+
+
+def masked_at_least_one(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    losses = cross_entropy(out["logits"].transpose(1, 2), batch["labels"], reduction="none")
+    return (losses * batch["mask"]).sum(), batch["mask"].sum().clamp(min=1)
+
+
+def at_least_one_word(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return tagging(reduction="sum", ignore_index=0)(out, batch), (batch["labels"] != 0).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("criterion", [masked_at_least_one, at_least_one_word])
+def test_a_lower_bound_of_a_count_by_mask_or_mark_is_refused(criterion: Criterion) -> None:
+    """A count of a mask, or of labels that are not padding, had a lower bound: each microbatch without a position to
+    count added 1 to the count, since only labels of -100 were tried."""
+    with pytest.raises(ConfigurationError, match=r"without valid labels is 1.*remove the lower bound"):
+        rule(criterion, tokens(mask=ONES[:4]))
+
+
+def mean_times_count(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """A mean, turned into a sum."""
+    count = (batch["labels"] != -100).sum()
+    return tagging()(out, batch) * count, count
+
+
+def mean_by_mask(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    mask = (batch["labels"] != -100).float()
+    losses = cross_entropy(out["logits"].transpose(1, 2), batch["labels"], reduction="none")
+    return (losses * mask).sum() / mask.sum() * mask.sum(), mask.sum()
+
+
+def with_an_empty_sample() -> None:
+    data = tokens(seed=1)
+    for criterion in (mean_times_count, mean_by_mask):
+        torch.manual_seed(0)
+        model = Tagger()
+        split = Split(copy.deepcopy(model), dist.get_world_size(), tokens(), microbatch_size=1)
+        data["labels"][3] = -100
+        expected = tagging()(model(data["ids"]), data)
+        expected.backward()
+        result = split.booster.execute_pipeline(iter([data]), split.model, criterion, split.optimizer)
+        torch.testing.assert_close(result["loss"], expected.detach())
+        assert gradient_error(split, model) < 1e-5
+
+
+def test_a_sum_of_nothing_is_zero(pool: Pool) -> None:
+    """A mean was turned into a sum by its count, as an error advised: a sample without a valid label made the sum
+    NaN * 0, and all weights NaN."""
+    pool.run(with_an_empty_sample, 2)
