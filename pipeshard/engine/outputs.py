@@ -6,6 +6,8 @@ batch (a scalar, a samples-by-samples matrix), every rank raises UsageError befo
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import MISSING, is_dataclass
+from dataclasses import fields as fields_of
 from operator import eq
 from typing import Any
 
@@ -78,6 +80,7 @@ class Outputs:
         self._text = "a function" if self.function else repr(sorted(fields) or asked)
         self.kept: list[Any] = []
         self._batches: list[Batch] = []
+        self._class: type | None = None  # of the output, if only some of its fields are kept
         self._failure: UsageError | None = None
 
     def __str__(self) -> str:
@@ -127,8 +130,9 @@ class Outputs:
             assert loss is not None
             self.kept.append(loss.detach())
         elif self.needed:
-            if isinstance(self.needed, frozenset):  # an output of the same class with these fields only
-                output = type(output)(**{name: output[name] for name in output if name in self.needed})
+            if isinstance(self.needed, frozenset):  # the class is restored at the end, since it may require a field
+                self._class = type(output)
+                output = {name: output[name] for name in output if name in self.needed}
             self._losses = {k for k, leaf in enumerate(tree_flatten(output)[0]) if leaf is loss}
             self.kept.append(_detached(output))
 
@@ -165,7 +169,8 @@ class Outputs:
         if self.function is not None or not self.needed:
             return self.kept if self.function else None
         try:
-            return self._merge(flow, loss)
+            merged = self._merge(flow, loss)
+            return merged if self._class is None else _of_class(self._class, merged)
         except UsageError as error:
             self._failure = error
 
@@ -291,6 +296,13 @@ def _names(asked: Any) -> list[str]:
             f"microbatch), got {asked!r}"
         )
     return names
+
+
+def _of_class(kind: type, content: dict[str, Any]) -> Any:
+    """An output of class `kind` with only the fields in `content`. Other fields that a dataclass requires are None."""
+    declared = fields_of(kind) if is_dataclass(kind) else ()
+    required = [f.name for f in declared if f.init and f.default is MISSING and f.default_factory is MISSING]
+    return kind(**(dict.fromkeys(required) | content))
 
 
 def _detached(output: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import PipeshardError, UsageError
@@ -236,3 +237,36 @@ def test_an_output_of_an_unknown_class_is_refused(pool: Pool) -> None:
     for p in (1, 2):
         for text in pool.run_expecting(UsageError, bundled, p):
             assert "return_outputs=True requests the model's output, a Bundle" in text
+
+
+@dataclass
+class Strict(ModelOutput):
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class Stricts(Bundles):
+    def forward(self, x: Tensor) -> Strict:  # type: ignore[override]
+        output = super().forward(x)
+        return Strict(output.logits, output.hidden)
+
+
+def of_strict() -> None:
+    data = {"x": torch.randn(8, 8)}
+    model = Stricts()
+    with torch.no_grad():
+        expected = model(**data)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    hidden = split.evaluate(data, return_loss=False, return_outputs="hidden")["outputs"]
+    both = split.evaluate(data, return_loss=False, return_outputs=["logits", "hidden"])["outputs"]
+    if hidden is not None:
+        assert type(hidden) is type(both) is Strict and list(hidden) == ["hidden"] and hidden.logits is None
+        torch.testing.assert_close(hidden.hidden, expected.hidden)
+        torch.testing.assert_close(both.logits, expected.logits)
+
+
+def test_a_field_of_an_output_that_requires_another(pool: Pool) -> None:
+    """A ModelOutput of a user's own requires its logits: a request for its other field ended in a TypeError of the
+    class, amid the step."""
+    for p in (1, 2):
+        pool.run(of_strict, p)
