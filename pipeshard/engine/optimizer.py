@@ -201,6 +201,7 @@ class PipelineOptimizer(Optimizer):
                 weight.is_double and not weight.is_blank
             ):  # a loop may have written to the parameter before an optimizer had it
                 weight.follow(is_written=True, is_master_written=False, adopts=True)
+        move_overrides(self.optim, {p: weight.master for p, weight in updated.items()})
         for group in self.optim.param_groups:
             kept = [p for p in group["params"] if p in self.names or p in updated]
             group["params"] = [updated[p].master if p in updated else p for p in kept]
@@ -247,6 +248,7 @@ class PipelineOptimizer(Optimizer):
                 weight.complete()
                 became[before] = weight.master
                 self.names[weight.master] = self.names.pop(before)
+        move_overrides(self.optim, became)
         for group in self.optim.param_groups if became else ():
             group["params"] = [became.get(parameter, parameter) for parameter in group["params"]]
         if became:
@@ -466,6 +468,24 @@ def _moved(value: Any, parameter: Tensor, master: Tensor) -> Any:
     """A state value of `parameter`, moved to the device of `master`. A tensor that is not on the parameter's device,
     such as the step count in most optimizers, is returned unchanged."""
     return value.to(master.device) if isinstance(value, Tensor) and value.device == parameter.device else value
+
+
+def move_overrides(optimizer: Optimizer, became: Mapping[Tensor, Tensor]) -> None:
+    """Give each tensor that will replace a parameter in the groups the options that bitsandbytes' GlobalOptimManager
+    has for this parameter: by module, by index in the groups, or by id. Only ids remain, since indices change."""
+    manager: Any = getattr(optimizer, "mng", None)
+    if not became or not hasattr(manager, "pid2config"):
+        return
+    of_modules = {id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple}
+    for k, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            options = manager.index2config.get((k, j), {}) | manager.pid2config.get(id(parameter), {})
+            if options := of_modules.pop(id(parameter), options):
+                manager.pid2config[id(became.get(parameter, parameter))] = options
+    manager.index2config.clear()
+    manager.module_weight_config_triple = [
+        entry for entry in manager.module_weight_config_triple if id(getattr(entry[0], entry[1])) in of_modules
+    ]
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:

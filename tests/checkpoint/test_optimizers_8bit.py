@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,3 +142,43 @@ def test_what_looks_at_whole_parameters_is_not_sliced(kind: str) -> None:
     with pytest.raises(ConfigurationError, match=r"needs whole parameters.*use zero_stage=1 instead"):
         check_separable(OPTIMIZERS[kind](model.parameters()), model, config, grid)
     check_separable(OPTIMIZERS["adam in 32 bits"](model.parameters()), model, config, grid)
+
+
+def in_32_bits(of: Any, is_module: bool) -> list[str]:
+    """The names of the parameters whose states are in 32 bits, after a step. The config of the embedding overrides the
+    optimizer's, as transformers' Trainer registers it, or as users of bitsandbytes do."""
+    manager, model = bitsandbytes.optim.GlobalOptimManager.get_instance(), zoo.build("llama")
+    manager.initialize()  # the rank may have run the test before
+    if is_module:
+        manager.register_module_override(model.model.embed_tokens, "weight", {"optim_bits": 32})
+    else:
+        manager.override_config(model.model.embed_tokens.weight, "optim_bits", 32)
+        manager.register_parameters(model.parameters())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if of is None:
+        model(**zoo.batch("llama")).loss.backward()
+        optimizer.step()
+    else:
+        plugin = PipelinePlugin(dist.get_world_size(), num_microbatches=2, dry_run_input=zoo.batch("llama"), **of)
+        booster = Booster(plugin=plugin)
+        boosted, wrapped, *_ = booster.boost(model, optimizer)
+        booster.execute_pipeline(iter([zoo.batch("llama")]), boosted, None, wrapped)
+        wrapped.step()
+        names = wrapped.names
+    states = {names[parameter]: state["state1"] for parameter, state in optimizer.state.items()}
+    return sorted(name for name, state in states.items() if state.dtype != torch.uint8 and state.numel() > 16)
+
+
+@pytest.mark.processes  # the manager is one per process
+@pytest.mark.parametrize(("precision", "is_module"), [("bf16", True), ("fp32", False)])
+def test_overridden_configs_follow_their_parameters(pool: Pool, precision: str, is_module: bool) -> None:
+    """transformers keeps the states of embeddings in 32 bits. With master weights, the override named another tensor
+    and was lost; an override by index named another parameter on every stage but the first."""
+    try:
+        expected = in_32_bits(None, is_module)
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+        of_ranks = pool.run(in_32_bits, 2, {"precision": precision}, is_module)
+    finally:
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+    assert "model.embed_tokens.weight" in expected and sorted(chain(*of_ranks)) == expected
