@@ -9,6 +9,7 @@ the updates are compared.
 import copy
 import inspect
 import logging
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -175,12 +176,12 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
     trial = _copy(optimizer, model, parameters)
     torch.manual_seed(0)
     seen = [_values(parameters)]
-    for scale in SCALES:
+    for step in range(len(SCALES)):
 
-        def closure(scale: float = scale) -> Tensor:
+        def closure(step: int = step) -> Tensor:
             """Set a gradient that depends only on the parameter's own elements, element by element, and return a
             constant loss."""
-            _give_gradients(parameters, scale)
+            _give_gradients(parameters, step)
             return torch.ones((), requires_grad=True)
 
         closure()
@@ -199,7 +200,7 @@ def _called(
     torch.manual_seed(0)
     seen = [_values(parameters)]
     for name in methods:
-        _give_gradients(parameters, 1.0)
+        _give_gradients(parameters, 0)
         with suppress(Exception):  # the method may need something that only a training loop provides
             getattr(type(trial), name)(trial)
         seen.append(_values(parameters))
@@ -214,10 +215,13 @@ def _parameters(optimizer: Optimizer, values: dict[Place, Tensor]) -> dict[Place
     return parameters
 
 
-def _give_gradients(parameters: dict[Place, nn.Parameter], scale: float) -> None:
+def _give_gradients(parameters: dict[Place, nn.Parameter], step: int) -> None:
+    """Set gradients whose sizes are different in each step, and for each parameter. If the gradients of all parameters
+    had the same size, an estimate over all of them (Prodigy's) would be the same over a half of them."""
     with torch.no_grad():
-        for parameter in parameters.values():
-            parameter.grad = scale * torch.cos(40.0 * parameter)
+        for (k, j), parameter in parameters.items():
+            size = 10 ** math.sin(1 + 7 * step + 3 * j + 5 * k)  # between 0.1 and 10
+            parameter.grad = SCALES[step] * size * torch.cos(40.0 * parameter)
 
 
 def _values(parameters: dict[Place, nn.Parameter]) -> dict[Place, Tensor]:

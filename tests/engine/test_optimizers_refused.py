@@ -68,6 +68,31 @@ class Signed(torch.optim.Optimizer):
                     p.sub_(group["lr"] * p.grad.sign() / p.grad.abs().mean())
 
 
+class Estimating(torch.optim.Optimizer):
+    """As Prodigy and D-Adaptation: all parameters have one step size, which is estimated from all gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"d": 1e-6, "over": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        graded = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        d, over, under = self.param_groups[0]["d"], self.param_groups[0]["over"], 0.0
+        for p in graded:
+            state = self.state[p]
+            if not state:
+                state |= {"p0": p.clone(), "s": torch.zeros_like(p), "mean": torch.zeros_like(p), "square": 0.0}
+            over += d / 1e-6 * d * float((p.grad * (state["p0"] - p)).sum())
+            state["mean"] = 0.9 * state["mean"] + 0.1 * d * p.grad
+            state["square"] = 0.999 * state["square"] + 0.001 * d * d * p.grad.square()
+            state["s"] += d / 1e-6 * d * p.grad
+            under += float(state["s"].abs().sum())
+        for group in self.param_groups:
+            group |= {"over": over, "d": max(d, over / under if under else 0.0)}
+        for p in graded:
+            p.sub_(d * self.state[p]["mean"] / (self.state[p]["square"].sqrt() + d * 1e-8))
+
+
 class Broken(SGD):
     def step(self, closure: Any = None) -> Any:
         raise NotImplementedError("call first_step and second_step")
@@ -97,6 +122,14 @@ def test_a_trial_tells_what_couples_parameters() -> None:
         assert (gap(optimizer, model, True) > SPARED) == divides, name
     assert all(torch.equal(p, value) and p.grad is None for p, value in zip(model.parameters(), values, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_estimate_over_all_parameters_is_told() -> None:
+    """Prodigy passed the trial, whose gradients were alike in all parameters: each stage trained with its own step
+    size, or ended after two updates with an error about an option that no user had set."""
+    model = Net()
+    assert gap(Estimating(model.parameters()), model, False) > SPARED
+    assert gap(Estimating([{"params": [p]} for p in model.parameters()]), model, False) > SPARED
 
 
 def boosted(make: Callable[[nn.Module], Any], model: nn.Module | None = None, **options: Any) -> tuple[Any, Any, Any]:
