@@ -266,6 +266,8 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
     for k, group in enumerate(trial.param_groups):
         _speed_up(group)
         group["params"][:] = [parameter for (of, _), parameter in parameters.items() if of == k]
+    if callable(train := getattr(trial, "train", None)):
+        train()  # schedule-free optimizers step only after it
     return trial
 
 

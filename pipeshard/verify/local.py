@@ -188,6 +188,8 @@ def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
 
 
 def stepped(optimizer: Any) -> None:
+    if callable(train := getattr(optimizer, "train", None)):
+        train()  # schedule-free optimizers step only after it
     try:
         optimizer.step()
     except TypeError:  # optimizers such as LBFGS require a closure

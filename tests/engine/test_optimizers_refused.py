@@ -17,8 +17,10 @@ from pipeshard import PipelinePlugin
 from pipeshard.engine.optimizer_trial import SPARED, gap
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
+from pipeshard.verify.proof import EXACT, Proof
 from tests.engine.test_gradients_hooks import Net, data
 from tests.pool import Pool
+from tests.verify.test_verify import proof_of
 
 pytestmark = pytest.mark.local
 
@@ -93,6 +95,19 @@ class Estimating(torch.optim.Optimizer):
             p.sub_(d * self.state[p]["mean"] / (self.state[p]["square"].sqrt() + d * 1e-8))
 
 
+class ScheduleFree(SGD):
+    """As those of the package schedulefree: it steps only after `train`, which users call after boost."""
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.param_groups[0].get("train_mode"):
+            raise RuntimeError("Optimizer was not in train mode when step is called")
+        return super().step(closure)
+
+
 class Broken(SGD):
     def step(self, closure: Any = None) -> Any:
         raise NotImplementedError("call first_step and second_step")
@@ -113,6 +128,7 @@ def test_a_trial_tells_what_couples_parameters() -> None:
         (lambda: Signed(two_groups(model), model), False, True),
         (lambda: Sam(two_groups(model), lr=0.1), True, True),
         (lambda: Clipping(two_groups(model), lr=0.1), True, True),
+        (lambda: ScheduleFree(two_groups(model), lr=0.1), False, False),
         (lambda: torch.optim.LBFGS(model.parameters()), True, True),
     ]
     for make, couples, divides in cases:
@@ -130,6 +146,17 @@ def test_an_estimate_over_all_parameters_is_told() -> None:
     model = Net()
     assert gap(Estimating(model.parameters()), model, False) > SPARED
     assert gap(Estimating([{"params": [p]} for p in model.parameters()]), model, False) > SPARED
+
+
+def schedule_free() -> Proof:
+    model = Net()
+    return proof_of(model, data(), optimizer=ScheduleFree(model.parameters(), lr=0.1))
+
+
+def test_a_schedule_free_optimizer_is_proven(pool: Pool) -> None:
+    """The trial at boost and the proof stepped an optimizer before a loop could call its train: nothing was proven."""
+    (proof,) = pool.run(schedule_free, 1)
+    assert proof.kind == EXACT, str(proof)
 
 
 def boosted(make: Callable[[nn.Module], Any], model: nn.Module | None = None, **options: Any) -> tuple[Any, Any, Any]:
