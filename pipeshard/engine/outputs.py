@@ -96,13 +96,15 @@ class Outputs:
                 "return_outputs='loss' requests a loss, but this batch has none: add labels to the batch, or pass a "
                 "criterion"
             )
-        if flow.opaque and self.needed and (is_split or (is_cut and self.function is None)):
-            raise UsageError(
-                f"return_outputs={self} requests the model's output, a {flow.opaque}, whose tensors cannot be "
-                "collected from stages and microbatches. Return a dict, a tuple, a named tuple or a ModelOutput of "
-                "transformers from forward, register the class with torch.utils._pytree.register_pytree_node, or pass "
-                "return_outputs='loss' or False"
-            )
+        for name, kind in flow.opaque if self.needed else ():
+            is_wanted = not name or (self.function is None and self._takes(name))  # a function may not read this part
+            if is_wanted and (is_split or (is_cut and self.function is None)):
+                raise UsageError(
+                    f"return_outputs={self} requests the model's output{name and ' '}{name}, a {kind}, whose tensors "
+                    "cannot be collected from stages and microbatches. Return a dict, a tuple, a named tuple or a "
+                    "ModelOutput of transformers from forward, register the class with "
+                    "torch.utils._pytree.register_pytree_node, or pass return_outputs='loss' or False"
+                )
         if is_cut and self.function is None:
             for path, use, spec in flow.outputs if self.needed else ():
                 if self._takes(path) and not (use == flow.loss and not spec.shape):

@@ -144,7 +144,8 @@ class Dataflow:
     that were visited with values, since they do not run on meta. `deciders` are the modules outside units that were
     running when glue branched, and that could be units. `differentiated` are the values that receive a gradient of the
     loss through glue. `counts_results` is True if the criterion returns a count that depends on unit results.
-    `opaque` is the class of the model's output if it contains tensors, but torch's pytree takes it for a leaf.
+    `opaque` has the name and the class of each object in the model's output that contains tensors, but that torch's
+    pytree takes for a leaf; the name of the output itself is "".
     """
 
     calls: tuple[Call, ...]
@@ -171,7 +172,7 @@ class Dataflow:
     deciders: frozenset[str] = frozenset()
     differentiated: frozenset[Value] = frozenset()
     counts_results: bool = False
-    opaque: str = ""
+    opaque: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:

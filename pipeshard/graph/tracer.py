@@ -187,7 +187,7 @@ class Tracer:
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
         taint.read_shape(leaf for _, leaf in tensors)
-        is_opaque = len(named) == 1 and named[0][1] is output and not tensors and tree_tensors(opened(output))
+        others = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
         outputs = tuple((name, self._use([leaf]).joined(late), TensorSpec.of(leaf)) for name, leaf in tensors)
         used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # all later calls belong to the same autograd function
@@ -217,7 +217,7 @@ class Tracer:
             together=tuple(self.groups.spans),
             valued=frozenset(self.kinds.valued),
             counts_results=self.counts_results,
-            opaque=type(output).__name__ if is_opaque else "",
+            opaque=tuple((name, type(leaf).__name__) for name, leaf in others if tree_tensors(opened(leaf))),
         )
 
     def _answer(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

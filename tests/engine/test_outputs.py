@@ -239,6 +239,28 @@ def test_an_output_of_an_unknown_class_is_refused(pool: Pool) -> None:
             assert "return_outputs=True requests the model's output, a Bundle" in text
 
 
+class Nests(Bundles):
+    def forward(self, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        output = super().forward(x)
+        return {"logits": output.logits, "beside": output, "loss": output.loss}
+
+
+def nested(refused: Any) -> None:
+    data = {"x": torch.randn(8, 8)}
+    split = Split(Nests(), dist.get_world_size(), data, num_microbatches=2)
+    for request in ("logits", lambda output, batch: output["logits"].sum()):
+        split.evaluate(data, return_outputs=request)
+    split.evaluate(data, return_outputs=refused)
+
+
+def test_an_object_of_an_unknown_class_in_an_output_is_refused(pool: Pool) -> None:
+    """A dataclass in a dict was returned of the first microbatch alone, with NaN in the place of what other stages
+    have."""
+    for p, refused in ((1, True), (2, ["logits", "beside"])):
+        for text in pool.run_expecting(UsageError, nested, p, refused):
+            assert "requests the model's output ['beside'], a Bundle" in text
+
+
 @dataclass
 class Strict(ModelOutput):
     logits: Tensor
