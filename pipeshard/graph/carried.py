@@ -84,6 +84,8 @@ class Place:
     def has(self, held: Held) -> bool:
         """Whether the place still has this value, or a new list or tuple of the same items, and the content is
         unchanged."""
+        if self.has_hooks:
+            return bool(self.value.keys() == held.value.keys())
         is_there = is_same(self.value, held.value) or _has_same_items(self.value, held.value)
         return is_there and not (held.content and any(held.content.changes()))
 

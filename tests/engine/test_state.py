@@ -21,6 +21,7 @@ from pipeshard.batch.read import read_batch
 from pipeshard.engine.running_state import deferred
 from pipeshard.errors import TraceError
 from pipeshard.graph.snapshot import Flags
+from pipeshard.graph.trace import trace
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.pool import Pool
@@ -642,3 +643,28 @@ def test_an_attribute_inside_layers_is_put_back_where_a_forward_is_left_early(po
     """A forward switched all layers to another adapter and back, and the first stage left it in between: the next
     evaluation used the other adapter there, silently."""
     assert pool.run(wrong, 2, Switches, partition=[6, 7]) == [[], []]
+
+
+class Capturing(Net):
+    """Installs hooks in its first forward, as transformers does to collect router logits."""
+
+    installed = False
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if not self.installed:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda *call: self.feats.append(call[-1]))
+            self.installed = True
+        self.feats: list[Tensor] = []
+        super().forward(ids, labels)
+        logits = self.head(torch.stack(self.feats).mean(0))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_hooks_of_the_first_forward_change_only_at_its_start() -> None:
+    """Hooks that a forward registers once, at its start, were taken for changed after each call, as a record of them is
+    a copy: stages in front removed them again, and a Mixtral with `output_router_logits` failed in slices."""
+    model = Capturing()
+    flow = trace(model, read_batch(model, batch(0)), None)
+    hooks = [place for place in flow.carried if "_hooks" in place.name]
+    assert len(hooks) == len(model.layers) and {place.until for place in hooks} == {0}
