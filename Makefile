@@ -6,7 +6,8 @@
 #               tests that take turns, by commit (SAMPLE_SEED=N runs others, TURNS=1 all)
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one:
-#               the whole products of which make test takes few cases, all tests that take turns, and ranks that are processes
+#               the whole products of which make test takes few cases, all tests that take turns, and ranks that are processes;
+#               make exact SHARE=2/8 runs the second of eight shares
 # make selftest tests the tests: the pool, the fuzzer, the soak, the benchmarks, and faults whose detection is taken out
 # make torchao  runs the tests of base weights that torchao quantizes, with torchao in a folder of its own
 # make hunt     trains models that people write themselves, each of which was trained wrong without a word once, and

@@ -14,7 +14,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on wh
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # which is read once, when the hub is imported
 
-from tests.covering import ALL, SEED, drawn, one_in, waiting
+from tests.covering import ALL, SEED, SHARE, drawn, is_of_share, one_in, waiting
 
 if TYPE_CHECKING:
     from tests.pool import Pool  # which imports torch, and the process that gives out the tests does without
@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = {item for of_test in cases.values() for item in of_test if item not in kept}
     if not ALL and not any("::" in argument for argument in config.args):
         left.update(waiting_of([item for item in items if item not in left]))
+    left.update(item for item in items if not is_of_share(item.nodeid))
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
 
@@ -70,7 +71,9 @@ def waiting_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_report_header() -> str:
-    return "every case of every test" if ALL else f"tests and cases of seed {SEED} (SAMPLE_SEED=N draws others)"
+    if ALL:
+        return f"every case of every test, share {SHARE}"
+    return f"tests and cases of seed {SEED} (SAMPLE_SEED=N draws others)"
 
 
 def is_local(item: pytest.Item) -> bool:

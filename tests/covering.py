@@ -27,12 +27,18 @@ def seed_of_commit() -> int:
 ALL = os.environ.get("EXACT") == "all"  # as in `make exact`
 SEED = int(os.environ.get("SAMPLE_SEED") or seed_of_commit())
 os.environ["SAMPLE_SEED"] = str(SEED)  # for the processes of this run
+SHARE = os.environ.get("SHARE", "1/1")  # of `make exact`: 2/8 is the second of eight shares of the tests
 FILES = 3  # of the files all of whose tests take turns, one in so many has a test with each seed
 
 
 def one_in(count: int, name: str) -> bool:
     """Whether this is one of the few names, one in `count`, that the seed draws."""
     return zlib.crc32(f"{SEED} {name}".encode()) % count == 0
+
+
+def is_of_share(name: str) -> bool:
+    number, count = map(int, SHARE.split("/"))
+    return zlib.crc32(name.encode()) % count == number - 1
 
 
 def waiting(tests: Mapping[str, str], others: Collection[str], turns: int) -> set[str]:
