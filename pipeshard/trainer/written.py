@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from pipeshard.graph.writes import Noted, is_written, note
+from pipeshard.graph.writes import is_written, note
 
 
 class Written:
@@ -12,17 +12,10 @@ class Written:
     created."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._of = [(parameter, note(parameter), *_noted(parameter.grad)) for parameter in parameters]
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        self._noted = [(tensor, note(tensor)) for pair in self._gradients for tensor in pair if tensor is not None]
 
     @property
     def is_changed(self) -> bool:
-        return any(
-            parameter.grad is not gradient
-            or is_written(parameter, noted)
-            or (gradient is not None and is_written(gradient, of_gradient))
-            for parameter, noted, gradient, of_gradient in self._of
-        )
-
-
-def _noted(gradient: Tensor | None) -> tuple[Tensor | None, Noted]:
-    return gradient, Noted(0, 0) if gradient is None else note(gradient)
+        are_replaced = (parameter.grad is not gradient for parameter, gradient in self._gradients)
+        return any(are_replaced) or any(is_written(tensor, noted) for tensor, noted in self._noted)
