@@ -87,7 +87,7 @@ class Order:
             try:
                 yield
             finally:
-                if not _equal(state, self.state()):
+                if not is_equal(state, self.state()):
                     self.load_state(state)
 
     @property
@@ -109,7 +109,7 @@ class Order:
                 state[_key(number, member)] = {"state_dict": copied_value(member.state_dict())}
         now = self._plain_values()
         for (key, name), value in now.items():
-            if (key, name) not in self._first or not _equal(value, self._first[key, name]):
+            if (key, name) not in self._first or not is_equal(value, self._first[key, name]):
                 state.setdefault(key, {}).setdefault("attributes", {})[name] = saved(value)
         return state
 
@@ -255,7 +255,8 @@ def _give_back(member: Any, name: str, value: Any) -> None:
         object.__setattr__(member, name, value)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal, which may be nested, and may contain tensors and arrays."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -263,7 +264,7 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return bool(np.array_equal(a, b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(is_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple | deque) and not (_has_scalars(a) and _has_scalars(b)):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(is_equal, a, b))
     return bool(a == b)

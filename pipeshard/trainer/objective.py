@@ -26,6 +26,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from pipeshard.batch.batch import FOR_CRITERION
 from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.training_state import random_state, set_random_state
+from pipeshard.data.order import is_equal
 from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import TraceError, UsageError
@@ -91,10 +92,6 @@ class Objective:
         assert trainer is not None
         return trainer
 
-    def begin(self) -> None:
-        """Start a window."""
-        self._random, self._failure = random_state(), None
-
     @contextmanager
     def stepping(self, pipeline: Pipeline) -> Iterator[None]:
         """Context manager for the step of a window. On exit, all ranks receive the changes that compute_loss has made.
@@ -103,6 +100,7 @@ class Objective:
         process.
         """
         accelerator = self.trainer.accelerator
+        self._random, self._failure = random_state(), None
         self._pipeline, self._calls = pipeline, 0
         try:
             yield
@@ -114,15 +112,17 @@ class Objective:
         """Call compute_loss until it calls the model. Returns the inputs of this call, and the rest of the batch under
         names with the prefix FOR_CRITERION."""
         trainer, before = self.trainer, random_state()
+        if self._kept is None or any(self._kept.changes()):
+            self._kept = KeptState(trainer)
         try:
-            with self._undone():
-                trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
+            trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
         except Called as called:
             self.added = frozenset(called.inputs.keys() - inputs.keys())
             beside = {FOR_CRITERION + name: inputs[name] for name in inputs.keys() - called.inputs.keys()}
             return {**called.inputs, **{name: beside[name] for name in sorted(beside)}}
         finally:
             set_random_state(before)
+            self._kept.restore()
         raise UsageError(
             f"compute_loss of {type(trainer).__name__} did not call the model that it received: call model(**inputs), "
             "and compute the loss from the model's outputs"
@@ -134,14 +134,16 @@ class Objective:
         If compute_loss builds the model's inputs from several tensors of the batch, a trace that varies sizes may
         have inputs with inconsistent sizes. In that case, a sum of outputs replaces the loss.
         """
-        leaves = tree_tensors(outputs)
+        leaves, kept = tree_tensors(outputs), KeptState(self.trainer, copies=True)
         try:
-            with replaced(self.trainer.accelerator, is_muted=True), self._undone(KeptState(self.trainer, copies=True)):
+            with replaced(self.trainer.accelerator, is_muted=True):
                 loss = self._loss(outputs, inputs, is_trial=True)
         except Resized:
             if not self._is_near(inputs):
                 raise
             return torch.stack([leaves[place].float().sum() for place in self._reached]).sum()
+        finally:
+            kept.restore()
         if self.added and loss.requires_grad:
             edges = _edges_of(loss)
             self._reached = tuple(k for k, leaf in enumerate(leaves) if leaf.requires_grad and _edge(leaf) in edges)
@@ -192,10 +194,6 @@ class Objective:
         finally:
             set_random_state(before)
 
-    def note(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
-        """Does nothing. If this function is passed to a step, the last stage receives the whole batch and all
-        outputs."""
-
     def _share(self, pipeline: Pipeline) -> None:
         """Send to all ranks the changes that compute_loss has made on the last stage. If compute_loss failed, every
         rank raises UsageError."""
@@ -213,7 +211,7 @@ class Objective:
         if self._failure is not None:
             raise self._failure
         if pipeline.group.size() > 1:
-            random = self._random if is_last and not _is_same_state(self._random, random_state()) else None
+            random = self._random if is_last and not is_equal(self._random, random_state()) else None
             said, random = share_value((said, random), pipeline.last_rank, pipeline.group)
             if not is_last:
                 KeptState.learn(self.trainer, said, pipeline.device)
@@ -225,24 +223,12 @@ class Objective:
     def _loss(self, outputs: Any, inputs: Mapping[str, Any], is_trial: bool = False) -> Tensor:
         trainer = self.trainer
         answer = Answer(trainer.model, outputs, inputs, self.added, is_trial)
-        given = {name: value for name, value in inputs.items() if name not in self.added and name != ITEMS}
-        given = {name.removeprefix(FOR_CRITERION): value for name, value in given.items()}
+        left_out = {*self.added, ITEMS}
+        given = {name.removeprefix(FOR_CRITERION): inputs[name] for name in inputs if name not in left_out}
         loss = trainer.compute_loss(answer, given, num_items_in_batch=self.num_items)
         if not isinstance(loss, Tensor):
             raise UsageError(f"compute_loss of {type(trainer).__name__} returned a {type(loss).__name__}, not a tensor")
         return loss
-
-    @contextmanager
-    def _undone(self, kept: KeptState | None = None) -> Iterator[None]:
-        """Context manager that discards the changes that compute_loss makes to the trainer."""
-        if kept is None:
-            if self._kept is None or any(self._kept.changes()):
-                self._kept = KeptState(self.trainer)
-            kept = self._kept
-        try:
-            yield
-        finally:
-            kept.restore()
 
 
 def evaluated_together(
@@ -352,13 +338,6 @@ def _edges_of(loss: Tensor) -> set[tuple[Node, int]]:
     root = _edge(loss)
     nodes = nodes_from([root[0]])
     return {root, *((node, number) for each in nodes for node, number in each.next_functions if node is not None)}
-
-
-def _is_same_state(one: Any, other: Any) -> bool:
-    """Whether two random states (nested dicts of tensors and values) are equal."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    return all(map(_is_same_state, one.values(), other.values())) if isinstance(one, dict) else bool(one == other)
 
 
 CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  # for B pairs, and for 2B rows

@@ -204,6 +204,10 @@ def _ones(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def _drop(outputs: Any, inputs: Any) -> None:
+    """The function of `return_outputs` that needs all outputs, and keeps none."""
+
+
 class StandIn:
     """Delegates attributes to `module`, and is called in its place."""
 
@@ -225,26 +229,21 @@ class Stages(StandIn):
         self.optimizer: PipelineOptimizer | None = None
         self.loss_only = False  # whether an evaluation needs only the loss
 
-    def optimize(self, optimizer: Any) -> PipelineOptimizer:
-        """Boost an optimizer of the full model, and return the optimizer of this rank's part of the model."""
-        _, made, *_ = self.plugin.configure(self.boosted, optimizer)
-        assert made is not None
-        self.optimizer = made
-        return made
+    def optimize(self, optimizer: Any) -> None:
+        """Boost an optimizer of the full model: it becomes the optimizer of this rank's part of the model."""
+        _, self.optimizer, *_ = self.plugin.configure(self.boosted, optimizer)
 
-    def step(
-        self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float, note: Any = False
-    ) -> Tensor:
+    def step(self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float) -> Tensor:
         """Accumulate the gradients of several batches, and return the sum of their losses, each multiplied by `weight`.
 
-        `note(output, batch)` is called on the last stage, after each batch.
+        The last stage receives the full batches and all outputs if a `criterion` reads them.
         """
         out = self.plugin.execute_pipeline(
             iter(window),
             self.boosted,
             criterion,
             self.optimizer,
-            return_outputs=note,
+            return_outputs=False if criterion is None else _drop,
             num_batches=len(window),
             weight=weight,
         )

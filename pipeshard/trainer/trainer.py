@@ -275,19 +275,12 @@ class Loop(Trainer):
 
     def step_held(self) -> Tensor:
         """Run one step on the batches that were kept."""
-        assert self._stages is not None
-        num_items_in_batch = self._num_items
+        stages, objective = self._own_stages(), self._objective
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         window, self._held = self._held, ()
-        weight = self._weight(num_items_in_batch)
-        if self._objective is None:
-            return self._stages.step(window, None, weight).to(self.args.device)
-        self._objective.begin()
-        pipeline = self._stages.boosted.pipeline
-        with self._objective.stepping(pipeline):
-            loss = self._stages.step(window, self._objective, weight, self._objective.note)
-        return loss.to(self.args.device)
+        with nullcontext() if objective is None else objective.stepping(stages.boosted.pipeline):
+            return stages.step(window, objective, self._weight(self._num_items)).to(self.args.device)
 
     def _given(self, inputs: Any, num_items: Any, is_sample: bool = False) -> dict[str, Any]:
         """The inputs of the model for a batch."""
