@@ -334,6 +334,7 @@ def test_private_names_of_trainer_mean_what_is_assumed() -> None:
     """They are methods with these arguments, and Trainer itself calls them where it is assumed to."""
     source = inspect.getsource(Trainer)
     calls = {
+        "_has_mixed_mesh_grads": ("model", ["if self._has_mixed_mesh_grads(model):"]),
         "_wrap_model": ("model, training, dataloader", ["self._wrap_model(self.model_wrapped)"]),
         "_load_from_checkpoint": (
             "resume_from_checkpoint, model",
@@ -346,7 +347,7 @@ def test_private_names_of_trainer_mean_what_is_assumed() -> None:
         "_prepare_inputs": ("inputs", ["inputs = self._prepare_inputs(inputs)"]),
     }
     calls["_wrap_model"][1].append("model = self._wrap_model(self.model, training=False")
-    assert sorted(calls) == sorted(PRIVATE) and len(PRIVATE) <= 7
+    assert sorted(calls) == sorted(PRIVATE) and len(PRIVATE) <= 8
     for name, (parameters, uses) in calls.items():
         assert ", ".join([*inspect.signature(getattr(Trainer, name)).parameters][1:]) == parameters
         assert all(use in source for use in uses), name
@@ -361,13 +362,6 @@ def test_private_names_of_trainer_mean_what_is_assumed() -> None:
         "__module__",
     }
     assert {name for name in own | overridden if not name.startswith("__")} == set(PRIVATE)
-
-
-def test_gradients_that_are_dtensors_are_clipped_by_the_accelerator() -> None:
-    """transformers 5.23 asks whether some gradients are DTensors, and then clips without the accelerator: with tp_size,
-    each step was refused."""
-    asked = inspect.getsource(Trainer._has_mixed_mesh_grads)
-    assert "if self._mixed_mesh_grads is None:" in asked and "return self._mixed_mesh_grads" in asked
 
 
 @pytest.mark.turns

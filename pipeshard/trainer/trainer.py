@@ -10,8 +10,8 @@ loop, callbacks, logs, schedules and files are still Trainer's. A gradient accum
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -24,11 +24,12 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
-from pipeshard.checkpoint.training_state import random_state, set_random_state
+from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.graph.rng import Draws
 from pipeshard.hf import is_of_peft
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.replaced import replaced
@@ -58,6 +59,7 @@ from pipeshard.trainer.written import Written
 # The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. All other
 # names of Trainer that this module uses are documented.
 PRIVATE = (
+    "_has_mixed_mesh_grads",
     "_wrap_model",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
@@ -100,15 +102,10 @@ class Loop(Trainer):
     def place_model_on_device(self, _: bool) -> None:
         pass
 
-    @property
-    def _mixed_mesh_grads(self) -> bool:
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
         """False, so that Trainer clips with the accelerator's method. With tp_size, some gradients are DTensors; if
-        this property were true, Trainer would clip the gradients of each rank by their own norm."""
+        this method returned True, Trainer would clip the gradients of each rank by their own norm."""
         return False
-
-    @_mixed_mesh_grads.setter
-    def _mixed_mesh_grads(self, _: bool | None) -> None:
-        pass
 
     # models and optimizers become stages
 
@@ -160,11 +157,8 @@ class Loop(Trainer):
     def _sample(self) -> Any:
         """The first samples, in the form in which the training loop will pass samples to the model, or None if there
         are no samples. Random generators are not advanced."""
-        before = random_state()
-        try:
+        with Draws.from_here(self.pipeline.grid.device):
             sample = None if self._loader is None else first_samples(self._loader)
-        finally:
-            set_random_state(before)
         return self._as_given(sample)
 
     def _as_given(self, sample: Any) -> Any:
@@ -227,14 +221,14 @@ class Loop(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the batch until its gradient accumulation window is complete, then run one step on the full window."""
-        assert self._stages is not None
         if self._held:
             self.refuse_written("between the batches of a window")
         try:
             return self._kept_or_stepped(inputs, num_items_in_batch)
         finally:
             is_watched = self.current_gradient_accumulation_steps > 1 and self._may_write
-            self._left = Written(self._stages.boosted.pipeline.gradients.trainables()) if is_watched else None
+            gradients = self._own_stages().boosted.pipeline.gradients
+            self._left = Written(gradients.trainables()) if is_watched else None
 
     @property
     def _may_write(self) -> bool:
@@ -258,14 +252,13 @@ class Loop(Trainer):
             )
 
     def _kept_or_stepped(self, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        assert self._stages is not None
         if self._makes_loss() != (self._objective is not None):
             raise UsageError(
                 f"{type(self).__name__} was given another loss after its model was split, so training would still use "
                 "the earlier one: set compute_loss, compute_loss_func and label_smoother before the first train(), "
                 "evaluate() or predict()"
             )
-        self._stages.train()
+        self._own_stages().train()
         inputs = self._prepare_inputs(inputs)
         if self._objective is not None:
             self._objective.num_items = num_items_in_batch
@@ -321,32 +314,25 @@ class Loop(Trainer):
         with self.accelerator.alone(), self._evaluated_together(), self._generated_together():
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
-    @contextmanager
-    def _generated_together(self) -> Iterator[None]:
+    def _generated_together(self) -> AbstractContextManager[None]:
         """Context manager in which the model's own `generate` uses the stages, since a Seq2SeqTrainer calls this
         method."""
         stages = self._own_stages()
-        if not hasattr(stages.module, "generate"):
-            yield
-            return
-        with replaced(stages.module, generate=stages.boosted.generation):
-            yield
+        has_own = hasattr(stages.module, "generate")
+        return replaced(stages.module, generate=stages.boosted.generation) if has_own else nullcontext()
 
-    @contextmanager
-    def _evaluated_together(self) -> Iterator[None]:
+    def _evaluated_together(self) -> AbstractContextManager[None]:
         """Context manager in which every rank calls compute_loss. If compute_loss reads parameters that some ranks
         lack, all ranks use the result of the last stage, which holds all parameters that the loss reads."""
         if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
-            yield
-            return
+            return nullcontext()
         compute_loss: Callable[..., Any] = self.compute_loss
 
         @wraps(compute_loss)
         def together(*args: Any, **kwargs: Any) -> Any:
             return evaluated_together(self, self._own_stages().boosted.pipeline, compute_loss, args, kwargs)
 
-        with replaced(self, compute_loss=together):
-            yield
+        return replaced(self, compute_loss=together)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()
@@ -398,20 +384,17 @@ class Loop(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        stages = self._own_stages()
-        assert stages.optimizer is not None
+        boosted, optimizer = self._own_stages().boosted, self.boosted_optimizer(None)
         step = self.state.global_step
-        save_state(Path(output_dir), stages.boosted, stages.optimizer, self.lr_scheduler, step, self._before or {})
+        save_state(Path(output_dir), boosted, optimizer, self.lr_scheduler, step, self._before or {})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Does nothing: `_load_optimizer_and_scheduler` loads the checkpoint later, when the stages exist."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        stages = self._own_stages()
-        assert stages.optimizer is not None
-        self._random = load_state(Path(checkpoint), stages.boosted, stages.optimizer, self.lr_scheduler)
+        if checkpoint is not None:
+            boosted, optimizer = self._own_stages().boosted, self.boosted_optimizer(None)
+            self._random = load_state(Path(checkpoint), boosted, optimizer, self.lr_scheduler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random state that `load_state` returned, instead of the state in Trainer's file for this rank."""
