@@ -46,7 +46,7 @@ NOT_KEPT = frozenset(
     | {"accelerator", "processing_class", "data_collator", "pipeline", "_stages", "_objective", "_loader", "_held"}
     | {"reward_funcs", "reward_processing_classes", "_buffered_inputs", "_num_items"}
 )
-TRAINER_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers", "transformers")
+TRAINER_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers")
 DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
 LONG = 1000  # entries: in a longer list or dict, the entries' identities are compared, not their content
 MANY = 64  # entries: in a longer container, only torch's version counters detect writes to tensors
@@ -103,8 +103,9 @@ class KeptState(Snapshot):
                 continue
             mark = marks.get(id(change.now))
             if not isinstance(mark, Tensor):
+                size = change.now.nbytes / 2**20
                 raise UsageError(
-                    f"compute_loss modifies {_place_name(change.path)} ({_size(change.now)} MB) in place before it "
+                    f"compute_loss modifies {_place_name(change.path)} ({size:.1f} MB) in place before it "
                     "calls the model, and every rank would have to undo this change: make the change after the call of "
                     "the model"
                 )
@@ -141,7 +142,7 @@ class KeptState(Snapshot):
         for change in changes:
             where = _place_name(change.path)
             if change.before is change.now:
-                said.append(("write", writer.place(change.path, where), writer.array(change.now)))
+                said.append(("write", writer.place(change.path, where), writer.of(change.now, "", anew=True)))
             elif change.is_of_list:
                 content = [writer.of(entry, where) for entry in change.now]
                 said.append(("content", writer.place(change.path, where), content))
@@ -168,7 +169,8 @@ class KeptState(Snapshot):
     def learn(trainer: Any, said: list[Any], device: torch.device) -> None:
         """Apply the changes received from another rank to this rank's state."""
         reader = ValueReader(_roots(trainer), device)
-        found = [reader.holder(how, path) for how, path, _ in said]  # found before anything is changed
+        # found before anything is changed: for `put`, the parent of the path's last step
+        found = [reader.at(path[:-1] if how == "put" else path) for how, path, _ in said]
         values = [
             [reader.of(entry) for entry in content] if how == "content" else reader.of(content)
             for how, _, content in said
@@ -198,9 +200,6 @@ class ValueWriter:
         if unknown := [step.key for step in path if not isinstance(step.key, PLAIN)]:
             raise _not_sent(where, unknown[0])
         return [tuple(step) for step in path]
-
-    def array(self, value: Any) -> Any:
-        return self.of(value, "", anew=True)
 
     def of(self, value: Any, where: str, anew: bool = False) -> Any:
         """Convert a value to plain data. Raises UsageError for a value that cannot be sent. The error names the value's
@@ -259,11 +258,8 @@ class ValueReader:
         self.roots, self.device = roots, device
         self.made: list[Any] = []
 
-    def holder(self, how: str, path: Any) -> Any:
-        """The object that a change modifies: for `put`, the parent of the path's last step."""
-        return self._at(path[:-1] if how == "put" else path)
-
-    def _at(self, path: Any) -> Any:
+    def at(self, path: Any) -> Any:
+        """This rank's object at a path. Raises UsageError if it has none."""
         (_, root), *steps = path
         try:
             return resolve(self.roots[root], (PathStep(*step) for step in steps))
@@ -281,7 +277,7 @@ class ValueReader:
         if how == "plain":
             return content[0]
         if how == "known":
-            return self._at(content[0])
+            return self.at(content[0])
         if how == "again":
             return self.made[content[0]]
         number = len(self.made)
@@ -371,7 +367,7 @@ def _is_apart(value: Any) -> bool:
         return True
     if isinstance(value, type | FunctionType):
         return not _is_own(value.__module__)
-    return type(value).__module__.partition(".")[0] in TRAINER_LIBRARIES[:-1]
+    return type(value).__module__.partition(".")[0] in TRAINER_LIBRARIES
 
 
 def _mark(tensor: Tensor, copies: bool) -> Any:
@@ -408,10 +404,6 @@ def _position(file: Any) -> int:
         return int(file.tell())
     except (OSError, ValueError):  # a pipe, or closed
         return -1
-
-
-def _size(value: Any) -> str:
-    return f"{value.nbytes / 2**20:.1f}"
 
 
 def _place_name(path: Path) -> str:
