@@ -3,7 +3,6 @@
 import copy
 import itertools
 import logging
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from pipeshard.batch.tree import is_keyed
 from pipeshard.data.reach import generators_kept, reachable
 from pipeshard.errors import BatchError, ConfigurationError
 from pipeshard.graph.places import is_generator
+from pipeshard.graph.rng import Draws
 from pipeshard.hf import IDS
 
 logger = logging.getLogger("pipeshard")
@@ -92,15 +92,12 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
 def _generators_kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
     """Context manager that restores the generators of the process, the dataset and the collator on exit. It also
     removes a generator that a collator creates in its first call, as transformers' collators with a seed do."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
     objects = list(reachable(dataset, collate_fn))
     without = [one for one in objects if getattr(one, "__dict__", {}).get("generator", one) is None]
     try:
-        with torch.random.fork_rng(devices=[]), generators_kept(filter(is_generator, objects)):
+        with Draws.from_here(torch.device("cpu")), generators_kept(filter(is_generator, objects)):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
         for one in without:
             one.generator = None
 

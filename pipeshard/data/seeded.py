@@ -34,40 +34,41 @@ class KeyedSampler:
         return len(self.sampler)
 
 
-class SeededSamples(Dataset[Any]):
-    """A dataset that seeds the random numbers of `samples` and of the collator with the key of each entry, so that the
-    random numbers are the same in any process. Other attributes are delegated to `samples`."""
+class Delegate:
+    """Delegates attributes to the object in its attribute `of`, except those that are in its own `__dict__`."""
 
-    samples: Any
-    collate_fn: Any
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "of" not in self.__dict__:  # during unpickling
+            raise AttributeError(name)
+        return getattr(self.of, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.of, name, value)  # a worker_init_fn may configure each copy of a stream
+
+
+class SeededSamples(Delegate, Dataset[Any]):
+    """A dataset that seeds the random numbers of its samples and of the collator with the key of each entry, so that
+    they are the same in any process."""
 
     def __init__(self, samples: Any, collate_fn: Any) -> None:
-        self.__dict__.update(samples=samples, collate_fn=collate_fn, generators=None)
+        self.__dict__.update(of=samples, collate_fn=collate_fn, generators=None)
 
     def __getitem__(self, keyed: Keyed) -> Any:
         self._seed(keyed)
-        return self.samples[keyed.entry]
+        return self.of[keyed.entry]
 
     def __getitems__(self, keyed: Keyed) -> Any:
         self._seed(keyed)
-        if getattr(self.samples, "__getitems__", None):
-            return self.samples.__getitems__(keyed.entry)
-        return [self.samples[entry] for entry in keyed.entry]
+        if getattr(self.of, "__getitems__", None):
+            return self.of.__getitems__(keyed.entry)
+        return [self.of[entry] for entry in keyed.entry]
 
     def _seed(self, keyed: Keyed) -> None:
         seed_process(*keyed.key)
         if self.generators is None:
-            self.__dict__["generators"] = generators_of(self.samples, self.collate_fn)
+            self.__dict__["generators"] = generators_of(self.of, self.collate_fn)
         for number, generator in enumerate(self.generators):
             seed_generator(generator, *keyed.key, number)
 
     def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "samples" not in self.__dict__:  # during unpickling
-            raise AttributeError(name)
-        return getattr(self.samples, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.samples, name, value)
+        return len(self.of)
