@@ -97,8 +97,7 @@ def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], N
     # a remaining agent keeps using the first address, even if that agent is gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _forward(signal.SIGUSR1)
-    _end_if_stuck(args.rdzv_endpoint)
-    in_vain = _end_if_in_vain(folder)
+    in_vain = _watch_workers(folder, args.rdzv_endpoint)
     try:
         run(args)
     except SignalException as stop:
@@ -209,25 +208,6 @@ def _leave_process(folder: Path, status: int) -> NoReturn:
     os._exit(status)
 
 
-def _end_if_in_vain(folder: Path) -> list[str]:
-    """Start a thread that terminates this agent if attempts keep ending with the same error. Returns a list. The thread
-    adds the class of the error to this list before it terminates the agent."""
-    found: list[str] = []
-
-    def look() -> None:
-        while not found:
-            time.sleep(LOOK_PERIOD)
-            with contextlib.suppress(OSError):  # the folder is gone: this agent is done
-                if kind := endless(folder, ALIKE, WITHIN):
-                    found.append(kind)
-                    os.kill(os.getpid(), signal.SIGTERM)
-                continue
-            return
-
-    threading.Thread(target=look, daemon=True).start()
-    return found
-
-
 def _forward(number: signal.Signals) -> None:
     """Start a thread that forwards a signal to each worker, once the worker has installed a handler: without a handler,
     the signal would kill the worker. Workers do not inherit this process's own handler, as they would inherit a mask.
@@ -256,24 +236,31 @@ def _send(worker: psutil.Process, number: signal.Signals) -> bool:
     return True
 
 
-def _end_if_stuck(endpoint: str) -> None:
-    """Start a thread that ends this agent if all of its workers have exited and the agent does not detect this for a
-    while.
+def _watch_workers(folder: Path, endpoint: str) -> list[str]:
+    """Start a thread that terminates this agent if attempts keep ending with the same error. Returns a list. The thread
+    adds the class of the error to this list before it terminates the agent.
 
-    The agent polls the rendezvous store. If its machine has lost the connection, the agent waits for an answer until
-    the kernel closes the connection, after a quarter of an hour.
+    The thread also ends this process if all workers have exited and the agent does not detect this for a while. The
+    agent polls the rendezvous store. If its machine has lost the connection, the agent waits for an answer until the
+    kernel closes the connection, after a quarter of an hour.
     """
+    found: list[str] = []
 
     def look() -> None:
         looks = 0
         while looks < STUCK:
             time.sleep(LOOK_PERIOD)
+            with contextlib.suppress(OSError):  # the folder is gone: this agent is done
+                if not found and (kind := endless(folder, ALIKE, WITHIN)):
+                    found.append(kind)
+                    os.kill(os.getpid(), signal.SIGTERM)
             workers = psutil.Process().children()
             looks = looks + 1 if workers and all(_has_ended(worker) for worker in workers) else 0
         logger.error("all workers have exited, and the rendezvous store at %s does not respond: exiting", endpoint)
         os._exit(1)
 
     threading.Thread(target=look, daemon=True).start()
+    return found
 
 
 def _has_ended(worker: psutil.Process) -> bool:

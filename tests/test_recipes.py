@@ -535,7 +535,7 @@ def test_a_stopped_run_names_its_checkpoint(tmp_path: Path) -> None:
     by itself."""
     arguments = ["--config", toy(tmp_path)]
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
-    threads = {name: mock.Mock(return_value=[]) for name in ("_forward", "_end_if_stuck", "_end_if_in_vain")}
+    threads = {name: mock.Mock(return_value=[]) for name in ("_forward", "_watch_workers")}
     stopped = {"run": mock.Mock(side_effect=SignalException("", signal.SIGTERM)), "_clean_up": mock.Mock()}
     with (
         mock.patch.multiple("pipeshard.launch", **threads, **stopped, _leave_process=mock.Mock(side_effect=SystemExit)),
