@@ -93,20 +93,13 @@ def _loss_called(criterion: Criterion, output: Any, inputs: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The model's own loss: the entry `loss` of its output, or the first entry of a tuple `(loss, logits, ...)`."""
-    if is_tuple_with_loss(output):
-        return output[0]
+    """The model's own loss: the entry `loss` of its output, or the first entry of a plain tuple or list `(loss, logits,
+    ...)`, if this entry is a floating-point tensor without dimensions."""
+    first = output[0] if type(output) in (tuple, list) and output else None
+    if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
+        return first
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
-
-
-def is_tuple_with_loss(output: Any) -> bool:
-    """Whether the output is a plain tuple or list that starts with a loss, a floating-point tensor without
-    dimensions."""
-    if type(output) not in (tuple, list) or not output:
-        return False
-    first = output[0]
-    return isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point()
 
 
 def key_of(criterion: Any) -> Hashable:

@@ -39,14 +39,14 @@ class Order:
     def __init__(self, root: Any, dataset: Any = None) -> None:
         self.root, self.dataset = root, None if dataset is root else dataset
         found = reachable(root, skip=lambda one: self._is_data(one) or not _may_order(one))
+        members = (one for one in found if one is root or not isinstance(one, CONTAINERS))
         # the samplers and streams, and the plain objects in which they may keep state
-        self.members = [one for one in found if one is root or not isinstance(one, CONTAINERS)]
+        self.members = {f"{number} {type(one).__name__}": one for number, one in enumerate(members)}
+        streams = {key for key, member in self.members.items() if isinstance(member, IterableDataset)}
         # the data that streams read, such as a memory-mapped file of tokens
-        self._data = {
-            place: value for place, value in self._values().items() if self._is_stream(place) and is_large(value)
-        }
+        self._data = {at: value for at, value in self._values().items() if at[0] in streams and is_large(value)}
         self._first = {place: copied_value(value) for place, value in self._plain_values().items()}
-        self._told = list(map(_epoch, self.members))
+        self._told = list(map(_epoch, self.members.values()))
 
     def generators(self) -> list[Any]:
         return [one for one in reachable(self.root, skip=self._is_data) if is_generator(one)]
@@ -69,7 +69,7 @@ class Order:
     def set_epoch(self, epoch: int, force: bool = False) -> None:
         """Call `set_epoch` on every member that defines it. Unless `force`, skip members whose epoch the user has
         set."""
-        for number, member in enumerate(self.members):
+        for number, member in enumerate(self.members.values()):
             if not hasattr(member, "set_epoch"):
                 continue
             if force or _epoch(member) == self._told[number]:
@@ -79,7 +79,7 @@ class Order:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context manager that restores states and generators on exit, since some samplers iterate to count batches."""
-        if all(type(member).__module__.startswith("torch.") for member in self.members):
+        if all(type(member).__module__.startswith("torch.") for member in self.members.values()):
             yield
             return
         state = self.state()
@@ -97,16 +97,17 @@ class Order:
 
     def shares(self) -> list[Any]:
         """The samplers that already select one of several shares, such as a DistributedSampler."""
-        counts = [(one, getattr(one, "num_replicas", 1)) for one in self.members if isinstance(one, Sampler)]
+        samplers = (one for one in self.members.values() if isinstance(one, Sampler))
+        counts = [(one, getattr(one, "num_replicas", 1)) for one in samplers]
         return [one for one, count in counts if _is_whole_number(count) and count > 1]
 
     def state(self) -> dict[str, Any]:
         """The state that members keep from one epoch to the next: their `state_dict()` or, without one, their
         attributes with plain values that have changed since the loader was created."""
         state: dict[str, Any] = {}
-        for number, member in enumerate(self.members):
+        for key, member in self.members.items():
             if _has_state_dict(member):
-                state[_key(number, member)] = {"state_dict": copied_value(member.state_dict())}
+                state[key] = {"state_dict": copied_value(member.state_dict())}
         now = self._plain_values()
         for (key, name), value in now.items():
             if (key, name) not in self._first or not is_equal(value, self._first[key, name]):
@@ -115,7 +116,7 @@ class Order:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state` returned. Raises CheckpointError for the state of a different sampler."""
-        members = {_key(number, member): member for number, member in enumerate(self.members)}
+        members = self.members
         for key in state:
             if key not in members:
                 raise CheckpointError(
@@ -131,7 +132,7 @@ class Order:
                 members[key].load_state_dict(entry["state_dict"])
             for name, value in entry.get("attributes", {}).items():
                 _give_back(members[key], name, value)
-        self._told = list(map(_epoch, self.members))
+        self._told = list(map(_epoch, self.members.values()))
 
     def _plain_values(self) -> dict[Attribute, Any]:
         """The attributes with plain values. The data of streams is omitted, since it is not part of their state."""
@@ -141,19 +142,15 @@ class Order:
     def _values(self) -> dict[Attribute, Any]:
         """The attributes of members without a `state_dict`."""
         values: dict[Attribute, Any] = {}
-        for number, member in enumerate(self.members):
+        for key, member in self.members.items():
             if _has_state_dict(member) or is_of_datasets(member):
                 continue
             held = dict(getattr(member, "__dict__", {}))
             held |= {name: getattr(member, name) for name in slots(member) if hasattr(member, name)}
             if hasattr(member, "set_epoch"):
                 held.pop("epoch", None)
-            values |= {(_key(number, member), name): value for name, value in held.items()}
+            values |= {(key, name): value for name, value in held.items()}
         return values
-
-    def _is_stream(self, place: Attribute) -> bool:
-        number, _, _ = place[0].partition(" ")
-        return isinstance(self.members[int(number)], IterableDataset)
 
 
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
@@ -166,10 +163,6 @@ def _may_order(value: Any) -> bool:
     if isinstance(value, (Sampler, IterableDataset, SimpleNamespace, *CONTAINERS)) or is_dataclass(value):
         return True
     return hasattr(type(value), "__iter__") and is_entered(value) and not isinstance(value, nn.Module)
-
-
-def _key(number: int, member: Any) -> str:
-    return f"{number} {type(member).__name__}"
 
 
 def _epoch(member: Any) -> Any:
