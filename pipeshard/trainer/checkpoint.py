@@ -43,19 +43,17 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
     grid = model.pipeline.grid
     refuse_unwrapped_adapters(model.unwrap())
     before: Stamps = {}
+    made = folder / ".adapter"  # the folder itself may hold checkpoints
     with together(grid.world):
         if grid.first:
             folder.mkdir(parents=True, exist_ok=True)
+            remove(made)  # of a save that was killed
             before = stamps(folder)
             (folder / MANIFEST).unlink(missing_ok=True)  # the manifest of the checkpoint that this save replaces
     if not is_of_peft(model.unwrap(), "PeftModel"):
         refuse_packed(model.unwrap())
         io_of(model).save_folder(model, folder)
         return before
-    made = folder / ".adapter"  # the folder itself may hold checkpoints
-    with together(grid.world):
-        if grid.first:
-            remove(made)  # of a save that was killed
     save_lora(model, str(made))
     with together(grid.world):
         if grid.first:

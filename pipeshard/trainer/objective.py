@@ -231,16 +231,14 @@ class Objective:
         return loss
 
 
-def evaluated_together(
-    trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[[], Any]) -> Any:
     """Call compute_loss on every rank, and return its result. If a rank lacks parameters that compute_loss reads, all
     ranks use the last stage's result and state changes. Raises UsageError, on every rank, if the last stage also
     fails."""
     world, failure, result = pipeline.grid.world, None, None
     is_last, kept = dist.get_rank() == pipeline.last_rank, KeptState(trainer)
     try:
-        result = compute_loss(*args, **kwargs)
+        result = compute_loss()
     except UsageError as error:
         failure = error
     if not bool(gather(torch.tensor(int(failure is not None)), world).any()):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -330,7 +330,7 @@ class Loop(Trainer):
 
         @wraps(compute_loss)
         def together(*args: Any, **kwargs: Any) -> Any:
-            return evaluated_together(self, self._own_stages().boosted.pipeline, compute_loss, args, kwargs)
+            return evaluated_together(self, self._own_stages().boosted.pipeline, partial(compute_loss, *args, **kwargs))
 
         return replaced(self, compute_loss=together)
 
