@@ -7,9 +7,7 @@ among the operators' arguments may depend on the sizes of the batch (`mask.sum()
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import combinations
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeshard.batch.batch import Batch
+from pipeshard.graph.shapes import Count, is_count
 from pipeshard.private import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -36,23 +35,6 @@ class _Result(NamedTuple):
     kwargs: Any
 
 
-@dataclass(frozen=True)
-class Number:
-    """An integer that depends on the sizes of the batch: an affine function of these sizes, or (`is_product`) their
-    product. `slopes[g]` is its growth per unit of axis group g while all other groups have their traced sizes."""
-
-    value: int
-    slopes: tuple[int, ...]
-    is_product: bool
-
-    def at(self, deltas: Sequence[int]) -> int:
-        """The number for a batch whose groups' sizes differ from the traced sizes by `deltas`."""
-        grown = [slope * delta for slope, delta in zip(self.slopes, deltas)]  # pinned groups have no delta
-        if not self.is_product:
-            return self.value + sum(grown)
-        return int(prod((1 + Fraction(more, self.value) for more in grown), start=Fraction(self.value)))
-
-
 class Operator(NamedTuple):
     """One operator of a Question; `leaves` and `tree` are its flattened (args, kwargs)."""
 
@@ -69,8 +51,7 @@ class Operator(NamedTuple):
 def _are_alike(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):  # constants; their shapes may depend on the batch
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    kinds = {type(a), type(b)}
-    return kinds <= {int, Number} or (len(kinds) == 1 and a == b)
+    return (is_count(a) and is_count(b)) or (type(a) is type(b) and a == b)
 
 
 @dataclass(frozen=True)
@@ -97,7 +78,7 @@ class Question:
         results: list[Any] = []
 
         def filled(leaf: Any) -> Any:
-            if isinstance(leaf, Number):
+            if isinstance(leaf, Count):
                 return leaf.at(deltas)
             if not isinstance(leaf, _Slot):
                 return leaf
@@ -121,13 +102,13 @@ class Question:
     @property
     def numbers(self) -> Iterator[Any]:
         """The integers among the arguments of the operators, in order."""
-        return (leaf for step in self.steps or () for leaf in step.leaves if type(leaf) in (int, Number))
+        return (leaf for step in self.steps or () for leaf in step.leaves if is_count(leaf))
 
     def with_numbers(self, numbers: Iterator[Any]) -> "Question":
         """The same question with its integers replaced by the next items of the iterator, in the order of
         `self.numbers`."""
         steps = [
-            Operator(func, tuple(next(numbers) if type(leaf) in (int, Number) else leaf for leaf in leaves), tree)
+            Operator(func, tuple(next(numbers) if is_count(leaf) else leaf for leaf in leaves), tree)
             for func, leaves, tree in self.steps or ()
         ]
         return replace(self, steps=None if self.steps is None else tuple(steps))
@@ -209,7 +190,7 @@ def _products(batch: Batch, real: Batch) -> dict[int, int]:
 def general_questions(
     questions: Sequence[Question], others: Sequence[tuple[int, Sequence[Question]]], sizes: Sequence[int]
 ) -> tuple[Question, ...]:
-    """Return `questions` with each integer that depends on the sizes of the batch replaced by a Number. For each group
+    """Return `questions` with each integer that depends on the sizes of the batch replaced by a Count. For each group
     of axes, `others` contains (delta, questions of a run in which the group was larger by delta). `sizes` are the
     traced sizes of the groups."""
     runs = [(delta, [number for question in asked for number in question.numbers]) for delta, asked in others]
@@ -218,7 +199,7 @@ def general_questions(
         for k, value in enumerate(number for question in questions for number in question.numbers):
             slopes = tuple((of_run[k] - value) * delta for delta, of_run in runs)
             is_product = all(slope * size == value for slope, size in zip(slopes, sizes, strict=True) if slope)
-            yield Number(value, slopes, is_product) if any(slopes) else value
+            yield Count(value, slopes, is_product) if any(slopes) else value
 
     general = numbers()
     return tuple(question.with_numbers(general) for question in questions)

@@ -5,6 +5,7 @@ import mmap
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Self
 
 import numpy as np
@@ -46,14 +47,24 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Count:
-    """An integer that a unit returns, as an affine function of the batch's sizes; `slopes[g]` is its growth per unit of
-    axis group g."""
+    """An integer that depends on the batch's sizes: an affine function of these sizes, or (`is_product`) their product.
+    `slopes[g]` is its growth per unit of axis group g while all other groups have their traced sizes."""
 
     value: int
     slopes: tuple[int, ...]
+    is_product: bool = False
 
     def at(self, deltas: Sequence[int]) -> int:
-        return self.value + sum(slope * delta for slope, delta in zip(self.slopes, deltas))
+        """The integer for a batch whose groups' sizes differ from the traced sizes by `deltas`."""
+        grown = [slope * delta for slope, delta in zip(self.slopes, deltas)]  # pinned groups have no delta
+        if not self.is_product:
+            return self.value + sum(grown)
+        return int(math.prod((1 + Fraction(more, self.value) for more in grown), start=Fraction(self.value)))
+
+
+def is_count(leaf: Any) -> bool:
+    """Whether the leaf is an integer that may depend on the batch's sizes."""
+    return type(leaf) in (int, Count)
 
 
 @dataclass(frozen=True)

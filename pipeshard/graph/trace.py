@@ -20,7 +20,7 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.places import is_comparable
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.question import Question, general_questions
-from pipeshard.graph.shapes import Axes, Count, TensorSpec
+from pipeshard.graph.shapes import Axes, Count, TensorSpec, is_count
 from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
 from pipeshard.hf import is_encoder_decoder
@@ -203,11 +203,7 @@ def _constant(leaf: Any) -> Any:
     """The properties of a leaf that must be the same for all sizes."""
     if isinstance(leaf, TensorSpec):
         return leaf.dtype, leaf.requires_grad
-    return type(leaf), leaf if is_comparable(leaf) and not _is_count(leaf) else None
-
-
-def _is_count(leaf: Any) -> bool:
-    return type(leaf) in (int, Count)
+    return type(leaf), leaf if is_comparable(leaf) and not is_count(leaf) else None
 
 
 def _sizes(spec: Any, deltas: Sequence[int] = ()) -> tuple[int, ...]:
@@ -219,7 +215,7 @@ def _sizes(spec: Any, deltas: Sequence[int] = ()) -> tuple[int, ...]:
 
 def _specs(flow: Dataflow) -> Iterator[Any]:
     for call in flow.calls:
-        yield from (leaf for leaf in call.leaves if isinstance(leaf, TensorSpec) or _is_count(leaf))
+        yield from (leaf for leaf in call.leaves if isinstance(leaf, TensorSpec) or is_count(leaf))
     yield from (spec for _, _, spec in flow.outputs)
 
 
@@ -229,7 +225,7 @@ def _with_slopes(flow: Dataflow, slopes: list[Any]) -> Dataflow:
     def with_slopes(leaf: Any) -> Any:
         if isinstance(leaf, TensorSpec):
             return replace(leaf, slopes=next(found, ()))
-        if not _is_count(leaf):
+        if not is_count(leaf):
             return leaf
         (slopes,) = next(found, None) or ((),)
         return Count(leaf, slopes) if any(slopes) else leaf
