@@ -7,7 +7,7 @@ are read.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pipeshard.errors import UsageError
-from pipeshard.private import DisableTorchFunctionSubclass
+from pipeshard.private import DisableTorchFunctionSubclass, tree_tensors
 
 # Functions and attributes that neither read nor write values, in addition to all functions whose names start with
 # `is_`.
@@ -113,7 +113,7 @@ class Ghost(nn.Parameter):
             if sets and name == "data" and (args[1] is args[0] or _inside):
                 return None
             if not _inside:
-                raise unheld(next(_ghosts((args, kwargs))), name, LOOP)
+                raise unheld(_ghosts((args, kwargs))[0], name, LOOP)
             if name in ("data", "detach"):  # writes to the result count as writes to the ghost
                 return args[0]
             if name in WRITING or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
@@ -195,14 +195,8 @@ def _blank(shape: torch.Size, dtype: torch.dtype | None, device: torch.device) -
     return torch.full((), float("nan") if has_nan else 0, dtype=dtype, device=device).expand(shape)
 
 
-def _ghosts(values: Iterable[Any]) -> Iterator[Ghost]:
-    for value in values:
-        if isinstance(value, Ghost):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _ghosts(value)
-        elif isinstance(value, dict):
-            yield from _ghosts(value.values())
+def _ghosts(values: Any) -> list[Ghost]:
+    return [tensor for tensor in tree_tensors(values) if isinstance(tensor, Ghost)]
 
 
 def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
@@ -217,7 +211,7 @@ def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any
         return None
     if len(held) < len(targets):  # a _foreach function, whose lists have the same length
         args = tuple([arg[k] for k in held] if isinstance(arg, list | tuple) else arg for arg in args)
-    lost = next(_ghosts((args, kwargs)), None)
-    if lost is not None and any(isinstance(targets[k], nn.Parameter) for k in held):
-        raise unheld(lost, f"{name} of a parameter that this rank holds")
+    lost = _ghosts((args, kwargs))
+    if lost and any(isinstance(targets[k], nn.Parameter) for k in held):
+        raise unheld(lost[0], f"{name} of a parameter that this rank holds")
     return func(*args, **kwargs)
