@@ -1,7 +1,6 @@
 """Quantized: a model on meta whose linear layers are quantized by a `quantization_config`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,23 +18,10 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class Method:
-    """A library that quantizes weights.
-
-    Attributes:
-        extra: the optional dependency of pipeshard that installs the library.
-        skips: the argument of the quantization config that names the layers to leave unquantized.
-    """
-
-    extra: str
-    skips: str
-
-
-METHODS = {
-    "bitsandbytes": Method("quantized", "llm_int8_skip_modules"),
-    "torchao": Method("torchao", "modules_to_not_convert"),
-}
+# For each library that quantizes weights: the optional dependency of pipeshard that installs the library, and the
+# argument of the quantization config that names the layers to leave unquantized.
+EXTRAS = {"bitsandbytes": "quantized", "torchao": "torchao"}
+SKIPS = {"bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert"}
 
 
 def quantize_blank(model: Any, config: Any) -> None:
@@ -79,7 +65,7 @@ def kinds_of(method: str) -> tuple[type[PackedLinear], ...]:
     except ImportError as error:
         raise ConfigurationError(
             f"quantization_config needs {method}, which cannot be imported ({error}): "
-            f"pip install 'pipeshard[{METHODS[method].extra}]'"
+            f"pip install 'pipeshard[{EXTRAS[method]}]'"
         ) from error
 
 
@@ -94,7 +80,7 @@ def refuse_other_ways(config: Any) -> None:
     if not isinstance(config, QuantizationConfigMixin):
         raise ConfigurationError(f"quantization_config has the unsupported type {type(config).__name__}. {ADVICE}")
     method = method_of(config)
-    if method not in METHODS:
+    if method not in EXTRAS:
         raise ConfigurationError(f"quantization_config: the method {method} is not supported. {ADVICE}")
     if method != "bitsandbytes":
         return
@@ -138,7 +124,7 @@ def refuse_other_layer(path: str, module: nn.Module, method: str) -> None:
         every = f".*{path.rpartition('.')[2]}"
         raise ConfigurationError(
             f"quantization_config quantizes {path}, a {type(module).__name__}, but only layers of the class nn.Linear "
-            f"itself can be quantized. Add {every!r} to {METHODS[method].skips}, or omit quantization_config"
+            f"itself can be quantized. Add {every!r} to {SKIPS[method]}, or omit quantization_config"
         )
 
 
@@ -150,7 +136,7 @@ def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str], method
             layer = name.rpartition(".")[0]
             raise ConfigurationError(
                 f"quantization_config quantizes {layer}, but {name} is tied to {first}, and tied parameters "
-                f"cannot be quantized. Add {layer!r} to {METHODS[method].skips}, or omit quantization_config"
+                f"cannot be quantized. Add {layer!r} to {SKIPS[method]}, or omit quantization_config"
             )
 
 

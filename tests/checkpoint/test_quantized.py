@@ -30,7 +30,7 @@ from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.split.initialize import give
 from pipeshard.split.materialize import is_released, trim
 from pipeshard.split.packed import packed_layers
-from pipeshard.split.quantized import METHODS, quantization_of, refuse_other_ways
+from pipeshard.split.quantized import EXTRAS, quantization_of, refuse_other_ways
 from pipeshard.verify.decide import Proven, alone, is_known
 from pipeshard.verify.proof import EXACT
 from tests.covering import covering
@@ -445,12 +445,12 @@ def test_bytes_packed_in_a_floating_dtype_are_refused(tmp_path: Path) -> None:
 
 def test_every_other_method_of_transformers_is_refused_by_name() -> None:
     """In a config, and in a folder with weights that were quantized with it."""
-    others = {method.value for method in QuantizationMethod} - METHODS.keys()
+    others = {method.value for method in QuantizationMethod} - EXTRAS.keys()
     assert others >= {"gptq", "awq", "hqq", "fp8"}
     for method in others:
         with pytest.raises(ConfigurationError, match=f"the method {re.escape(method)} is not supported. Pass Bits"):
             refuse_other_ways(QuantizationConfigMixin(method))
-    for method in (others | METHODS.keys()) - {"bitsandbytes"}:
+    for method in (others | EXTRAS.keys()) - {"bitsandbytes"}:
         saved = LlamaConfig(quantization_config={"quant_method": method})
         with pytest.raises(
             ConfigurationError, match=rf"are quantized \(with {re.escape(method)}\), .* Use the original"
