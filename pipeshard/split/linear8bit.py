@@ -1,7 +1,6 @@
 """Linear8bit: the linear layer of LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339). Imports bitsandbytes."""
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import bitsandbytes
@@ -35,7 +34,12 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
 
     @torch.no_grad()
     def pack(self, value: Rows) -> None:
-        self.state.SCB = quantize_8bit(self.parts(value), self.weight.data)
+        # Bit for bit as bitsandbytes, which would copy all of its input in higher precision.
+        self.state.SCB = quantize_rows(
+            self.parts(value),
+            self.weight.data,
+            lambda part: functional.int8_vectorwise_quant(part.to(torch.float16))[:2],
+        )
 
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
         rows, way = scales["SCB"], scales.get("weight_format")
@@ -50,9 +54,3 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
             state.SCB = torch.ones(len(self.weight), device=self.weight.device)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return bitsandbytes.matmul(x, self.weight, bias=bias, state=state)
-
-
-def quantize_8bit(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
-    """Quantize the rows in `parts` into `packed`, and return the scales of the rows. The result is bit for bit that of
-    bitsandbytes, which would copy all of its input in higher precision."""
-    return quantize_rows(parts, packed, lambda part: functional.int8_vectorwise_quant(part.to(torch.float16))[:2])

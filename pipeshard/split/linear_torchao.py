@@ -1,6 +1,5 @@
 """LinearTorchao: a linear layer with the weight of torchao's Int8WeightOnlyConfig. Imports torchao."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,7 +41,12 @@ class LinearTorchao(PackedLinear, nn.Linear):
 
     @torch.no_grad()
     def pack(self, value: Rows) -> None:
-        self.scale = quantize_int8(self.parts(value), self.weight.data)
+        def quantize(part: Tensor) -> tuple[Tensor, Tensor]:
+            quantized = Int8Tensor.from_hp(part, PerRow())
+            return quantized.qdata, quantized.scale
+
+        # Bit for bit as torchao, which would copy all of its input in higher precision.
+        self.scale = quantize_rows(self.parts(value), self.weight.data, quantize)
 
     def restore(self, value: Tensor, scales: dict[str, Tensor]) -> None:
         raise ValueError("its scales are in the format of bitsandbytes, but the layer is a torchao layer")
@@ -69,14 +73,3 @@ class _Product(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         (gradient,) = gradients
         return gradient.mm(weight.to(gradient.dtype)), None
-
-
-def quantize_int8(parts: Iterable[Tensor], packed: Tensor) -> Tensor:
-    """Quantize the rows in `parts` into `packed`, and return the scales of the rows. The result is bit for bit that of
-    torchao, which would copy all of its input in higher precision."""
-
-    def quantize(part: Tensor) -> tuple[Tensor, Tensor]:
-        quantized = Int8Tensor.from_hp(part, PerRow())
-        return quantized.qdata, quantized.scale
-
-    return quantize_rows(parts, packed, quantize)
