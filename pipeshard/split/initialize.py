@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.taint import mutated, storage_of
-from pipeshard.private import DispatchMode
+from pipeshard.private import DispatchMode, restore_meta_kernels
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import kept_tied
 
@@ -203,6 +203,7 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     `build` later calls `make()` for the values. These depend on the seed and on `place`, the layer's number. Raises
     ConfigurationError if the constructor does not run on meta, or does not return a module.
     """
+    restore_meta_kernels()
     refusal = explained(
         lambda error: ConfigurationError(
             f"layer {place}, {name}, cannot be built on meta, where pipeshard reads the layer's shapes: "
@@ -210,7 +211,7 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
             "itself into the list"
         )
     )
-    with refusal, Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"), _Unread():
+    with refusal, Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"):
         module = construct()
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"layer {place}, {name}, builds a {type(module).__name__}, not an nn.Module")
@@ -256,16 +257,6 @@ def build(module: nn.Module, seed: int) -> None:
             built = blueprint.make()
         _take(module, built, blueprint)
     del module.__dict__[BLUEPRINT]
-
-
-class _Unread(DispatchMode):
-    """Dispatch mode in which reading the value of a meta tensor raises an error: ColossalAI patches torch to return
-    0."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            raise RuntimeError("a tensor on meta has no value to read")
-        return func(*args, **(kwargs or {}))
 
 
 def blank_buffers(module: nn.Module) -> None:
