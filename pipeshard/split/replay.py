@@ -308,15 +308,11 @@ class Replay:
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
         """The leaves of a held unit's result. Raises TraceError if their structure, dtypes or constants differ from the
         trace."""
-        kind = step.tensor
-        if kind is not None and isinstance(result, Tensor) and result.dtype is kind.dtype:
-            is_alike = kind.requires_grad or not result.requires_grad
-            if is_alike:
-                return [result]  # the most frequent case
-        is_tuple = step.tensors and type(result) is tuple and len(result) == len(step.tensors)
-        if is_tuple and all(map(_is_like, result, step.tensors)):
-            return list(result)
         tree = step.parts[0].tree
+        if step.tensors:  # the most frequent case
+            leaves = [result] if tree.is_leaf() else list(result) if type(result) is tuple else []
+            if len(leaves) == len(step.tensors) and all(map(_is_like, leaves, step.tensors)):
+                return leaves
         if tree.is_leaf() and isinstance(result, Tensor):
             leaves = [result]
         else:

@@ -199,7 +199,7 @@ class Step:
     leaves of the call; `plain` means that the only entry is the result. For a held unit, an entry is a spec or a
     constant. `keeps` are the values that leave the stage; `modules` (inside the unit) compute some of these values, and
     the unit leaves some at `places`. `again`: the call is recomputed in the backward pass. `alone`: no other stage's
-    forward reaches the call. `tensor` or `tensors`: the specs of a result that is a tensor, or a tuple of tensors.
+    forward reaches the call. `tensors`: the specs of a result that is a tensor, or a tuple of tensors.
     """
 
     unit: str
@@ -213,7 +213,6 @@ class Step:
     places: tuple[Source, ...] = ()
     again: bool = False
     alone: bool = False
-    tensor: TensorSpec | None = None
     tensors: tuple[TensorSpec, ...] = ()
 
     @property
@@ -325,17 +324,16 @@ def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: boo
         places=tuple(source for source in sources if source.place),
         again=again,
         alone=alone,
-        tensor=call.leaves[0] if call.parts[0].tree.is_leaf() and isinstance(call.leaves[0], TensorSpec) else None,
-        tensors=_in_a_tuple(call),
+        tensors=_result_tensors(call),
     )
 
 
-def _in_a_tuple(call: Call) -> tuple[TensorSpec, ...]:
-    """The specs of a result that is a tuple of tensors; otherwise ()."""
+def _result_tensors(call: Call) -> tuple[TensorSpec, ...]:
+    """The specs of a result that is a tensor, or a tuple of tensors; otherwise ()."""
     tree = call.parts[0].tree
     leaves = call.leaves[: tree.num_leaves]
-    is_tuple = tree.type is tuple and tree.num_children == tree.num_leaves
-    return leaves if is_tuple and all(isinstance(leaf, TensorSpec) for leaf in leaves) else ()
+    is_plain = tree.is_leaf() or (tree.type is tuple and tree.num_children == tree.num_leaves)
+    return leaves if is_plain and all(isinstance(leaf, TensorSpec) for leaf in leaves) else ()
 
 
 def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> Step:
