@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
-from pipeshard.graph.nodes import nodes_from
+from pipeshard.graph.nodes import reached
 from pipeshard.graph.places import HOOKS, PLAIN, REGISTERED, Path, entries_of
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
@@ -253,8 +253,9 @@ class Kinds:
                 taint.mark(state[name], tags)
                 of_buffers |= {tag for tag in tags if isinstance(tag, Value)}
         arguments = tree_unflatten(inputs, call.tree)
-        nodes = {t.grad_fn: k for k, t in enumerate(inputs) if isinstance(t, Tensor) and t.grad_fn is not None}
-        positions = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
+        tensors = [(k, t) for k, t in enumerate(inputs) if isinstance(t, Tensor)]
+        nodes = {t.grad_fn: frozenset({k}) for k, t in tensors if t.grad_fn is not None}
+        positions = {storage_of(t): k for k, t in tensors}
         read: set[Place] = set()
 
         def note(module: nn.Module, name: str) -> None:
@@ -284,7 +285,7 @@ class Kinds:
             read=frozenset(read),
             parts=tuple(Part(source, tree) for source, _, tree in results),
             leaves=tuple(self._spec(leaf) for leaf in flat),
-            reached=tuple(_reached(leaf, nodes) for leaf in flat),
+            reached=tuple(reached(leaf, nodes) for leaf in flat),
             reached_aside=tuple(_reached_aside(leaf, taint, of_buffers) for leaf in flat),
             shares=tuple((k, positions[storage_of(t)]) for k, t in tensors if storage_of(t) in positions),
             twins=tuple((k, n) for k, t in tensors if (n := first.setdefault(storage_of(t), k)) != k),
@@ -388,11 +389,3 @@ def _reached_aside(leaf: Any, taint: Taint, of_buffers: Set[Value]) -> frozenset
     """The values other than inputs that receive a gradient from a leaf of the result. Values in the unit's buffers
     (`of_buffers`) are assumed to receive a gradient from every tensor."""
     return frozenset(taint.reached(leaf) | of_buffers) if isinstance(leaf, Tensor) else frozenset()
-
-
-def _reached(leaf: Any, nodes: Mapping[Any, int]) -> frozenset[int]:
-    """The inputs that receive a gradient from a leaf of the result. `nodes` maps the grad_fn of each input to the
-    input's position."""
-    if not isinstance(leaf, Tensor):
-        return frozenset()
-    return frozenset(nodes[node] for node in nodes_from([leaf.grad_fn], until=nodes) if node in nodes)

@@ -1,8 +1,11 @@
 """Nodes: the nodes of autograd's graph."""
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch.autograd.graph import Node
+
+T = TypeVar("T")
 
 
 def nodes_from(roots: Iterable[Node | None], until: Container[Node] = ()) -> Iterator[Node]:
@@ -17,3 +20,10 @@ def nodes_from(roots: Iterable[Node | None], until: Container[Node] = ()) -> Ite
         yield node
         if node not in until:
             stack += [following for following, _ in node.next_functions if following is not None]
+
+
+def reached(leaf: Any, nodes: Mapping[Node, frozenset[T]]) -> frozenset[T]:
+    """The union of the sets of those `nodes` that receive a gradient if `leaf` receives one, according to autograd's
+    graph. This graph ends at a detach or a comparison. Empty if `leaf` is not a tensor."""
+    found = nodes_from([getattr(leaf, "grad_fn", None)], until=nodes)
+    return frozenset[T]().union(*(nodes[node] for node in found if node in nodes))

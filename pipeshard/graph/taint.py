@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pipeshard.errors import TraceError
 from pipeshard.graph.indices import check_indices
-from pipeshard.graph.nodes import nodes_from
+from pipeshard.graph.nodes import reached
 from pipeshard.graph.question import Recipes
 from pipeshard.private import DispatchMode, functorch_unwrapped, tree_map_only
 
@@ -134,10 +134,8 @@ class Taint(DispatchMode):
         return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
 
     def reached(self, tensor: Tensor) -> frozenset[Value]:
-        """The values that receive a gradient if `tensor` receives one, according to autograd's graph. This graph ends
-        at a detach or a comparison."""
-        nodes = nodes_from([tensor.grad_fn], until=self.nodes)
-        return frozenset[Value]().union(*(self.nodes[node] for node in nodes if node in self.nodes))
+        """The values that receive a gradient if `tensor` receives one."""
+        return reached(tensor, self.nodes)
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
         """Replace the tags of a tensor's storage. `home` is the Value that the storage contains, if any."""
