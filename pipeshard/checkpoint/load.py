@@ -230,7 +230,7 @@ class _Plan:
         layers = {names[full]: full for full in self.packed if full in names}
         self.makes: dict[str, Piece] = {}  # by first name, the piece that yields the tensor
         self.doubled: list[tuple[str, Piece, Piece]] = []
-        tied = tied_patterns(self.model)
+        is_tied = ties_name(self.model)
         for piece in self.conversion.pieces.values():
             for name, shape in self._shapes_made(piece).items():
                 if name not in self.shapes:
@@ -249,7 +249,7 @@ class _Plan:
                     self.problems.append(f"{name} has shape {shape}, but {expected} in the model{remedy}")
                 first = self.first[name]
                 other = self.makes.get(first)
-                if other and any(pattern.search(each) for pattern in tied for each in (name, other.target)):
+                if other and (is_tied(name) or is_tied(other.target)):
                     self.doubled.append((first, other, piece))
                 if first not in self.makes or name == first:  # of several tied names, the first is used
                     self.makes[first] = piece
@@ -418,8 +418,9 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
             )
 
 
-def tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
-    """Patterns for the names that the architecture ties to other names."""
+def ties_name(model: nn.Module) -> Callable[[str], bool]:
+    """Return a function that returns whether the architecture ties a name to another name."""
     tied = getattr(model, "all_tied_weights_keys", None)
     tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()
-    return [re.compile(key) for key in tied]
+    patterns = [re.compile(key) for key in tied]
+    return lambda name: any(pattern.search(name) for pattern in patterns)

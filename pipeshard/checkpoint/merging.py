@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.load import tied_patterns
+from pipeshard.checkpoint.load import ties_name
 from pipeshard.errors import CheckpointError, explained, summary
 from pipeshard.hf import is_of_peft
 from pipeshard.split.adapters import base_names
@@ -45,7 +45,7 @@ def _under_plain_names(module: Any, tensors: dict[str, Tensor]) -> dict[str, Ten
     """Return a stage's `tensors` under all of their names in the base model, except names that the architecture ties to
     another name of the same tensor. A trained copy takes the name of its original, and the original keeps only its
     other names: for example, the original embedding may still be the weight of the head."""
-    first, patterns = first_names(module), tied_patterns(module)
+    first, is_tied = first_names(module), ties_name(module)
     current = {plain: full for full, plain in base_names(module, active=True).items()}
     names = dict[str, list[str]]()
     for plain, full in current.items():
@@ -53,7 +53,7 @@ def _under_plain_names(module: Any, tensors: dict[str, Tensor]) -> dict[str, Ten
     made = dict[str, Tensor]()
     for full, tensor in tensors.items():
         of_tensor = names.get(first.get(full, full), [])
-        untied = [name for name in of_tensor if not any(pattern.search(name) for pattern in patterns)]
+        untied = [name for name in of_tensor if not is_tied(name)]
         made |= {name: tensor.clone() if k else tensor for k, name in enumerate(untied or of_tensor)}
     return made
 

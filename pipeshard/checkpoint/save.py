@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from pipeshard.checkpoint.files import Save, remove, sync, together, writes
-from pipeshard.checkpoint.load import revert, tied_patterns
+from pipeshard.checkpoint.load import revert, ties_name
 from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, joined_file, write_file
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
@@ -293,10 +293,9 @@ def _generation(folder: Path) -> str:
 def saved_names(model: nn.Module) -> dict[str, str]:
     """By first name, the name under which each parameter is saved. For tied parameters, this is the name to which the
     architecture ties the other names."""
-    patterns = tied_patterns(model)
+    is_tied = ties_name(model)
     return {
-        first: next((name for name in names if not any(pattern.search(name) for pattern in patterns)), first)
-        for first, names in names_of(model).items()
+        first: next((name for name in names if not is_tied(name)), first) for first, names in names_of(model).items()
     }
 
 
@@ -305,10 +304,10 @@ def copied_names(model: nn.Module) -> dict[str, str]:
     names (`shared_weights`), so transformers would not tie the names when it loads the checkpoint."""
     if not isinstance(model, PreTrainedModel):
         return {}
-    patterns, saved = tied_patterns(model), saved_names(model)
+    is_tied, saved = ties_name(model), saved_names(model)
     return {
         name: first
         for first, names in names_of(model).items()
         for name in names
-        if name != saved[first] and not any(pattern.search(name) for pattern in patterns)
+        if name != saved[first] and not is_tied(name)
     }
