@@ -68,7 +68,7 @@ def _layers(module: nn.Module) -> dict[str, Any]:
 def _of_base(layer: Any, path: str) -> dict[str, nn.Parameter]:
     """By full name, the parameters of the base layer of the adapter layer `layer`."""
     while is_of_peft(layer, "BaseTunerLayer"):
-        layer, path = _inside(layer), f"{path}base_layer."
+        layer, path = layer.base_layer, f"{path}base_layer."
     return {f"{path}{name}": parameter for name, parameter in layer.named_parameters()}
 
 
@@ -78,9 +78,5 @@ def _merged(layer: Any, path: str) -> dict[str, Tensor]:
         inner = made = copy.deepcopy(layer)
         while is_of_peft(inner, "BaseTunerLayer"):
             inner.merge(safe_merge=True)
-            inner = _inside(inner)
+            inner = inner.base_layer
     return {name: parameter.detach() for name, parameter in _of_base(made, path).items()}
-
-
-def _inside(layer: Any) -> Any:
-    return layer.base_layer
