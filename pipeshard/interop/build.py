@@ -4,7 +4,6 @@ import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from pipeshard.config import PipelineHints
 from pipeshard.engine.refusals import refuse_recomputed
 from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.traces import Traces
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError, UsageError, hint
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
@@ -50,9 +49,9 @@ class StageModule(nn.Module):
         model: nn.Module,
         policy: Policy,
         index: int,
-        criterion: Criterion | None = None,
-        whole: bool = False,
-        names: Sequence[str] = (),
+        criterion: Criterion | None,
+        whole: bool,
+        names: Sequence[str],
     ) -> None:
         super().__init__()
         self.index, self.num_stages, self.whole, self.names = index, len(policy.placement), whole, tuple(names)
@@ -213,9 +212,8 @@ def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
     importlib.import_module(SHIPPED_TARGETS)
     if name not in _KINDS:
         names = sorted(known for known in _KINDS if known is not None)
-        close = get_close_matches(str(name), names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"use {', '.join(map(repr, names))} or None"
-        raise ConfigurationError(f"target={name!r} is unknown: {hint} (add others with pipeshard.register_target)")
+        known = hint(str(name), [*names, "None"])
+        raise ConfigurationError(f"target={name!r} is unknown: {known} (add others with pipeshard.register_target)")
     kind = _KINDS[name]
     try:
         inspect.signature(kind).bind(**options)
@@ -256,13 +254,15 @@ def build(
     became = tie_on_meta(model)
     sample = read_batch(model, dummy_inputs(model) if batch is None else batch)
     flow, policy = partition(model, cuts, sample, criterion, chosen, torch.device(device))
-    ties = analyze_ties(model, policy)
+    calls = zip(policy.flow.calls, policy.stages, strict=True)
+    ties = analyze_tied_weights(model, {call.unit: stage for call, stage in calls})  # before parameters are released
     if not chosen.shards_itself:
-        consolidate(model, policy, torch.device(device))
+        shard(model, policy, torch.device(device), seed=torch.initial_seed() % 2**63)
     whole = chosen.whole_output or flow.loss is None
-    live = liveness(flow, policy, whole)
+    live = boundaries(flow, policy.stages, len(policy.placement), whole)
     names = () if isinstance(sample.data, Mapping) else tuple(as_keywords(model, sample.data))
-    stages = {} if chosen.shards_itself else construct(model, policy, criterion, whole, names)
+    own = () if chosen.shards_itself else policy.chunks
+    stages = {index: StageModule(model, policy, index, criterion, whole, names) for index in own}
     return chosen.take(Split(model, sample, criterion, flow, policy, ties, live, stages, became))
 
 
@@ -293,28 +293,3 @@ def partition(
     by = _hints(model).partition if isinstance(cuts, int) or not cuts else cuts
     processes = max(placement) + 1
     return flow, find_policy(model)(model, flow, rank, processes, by, device=device, placement=placement)
-
-
-def analyze_ties(model: nn.Module, policy: Policy) -> list[tuple[tuple[str, int], ...]]:
-    """The groups of tied names with their stages. Call before parameters are released."""
-    calls = zip(policy.flow.calls, policy.stages, strict=True)
-    return analyze_tied_weights(model, {call.unit: stage for call, stage in calls})
-
-
-def consolidate(model: nn.Module, policy: Policy, device: torch.device) -> None:
-    """Release the parameters of other processes, move this process's parameters to the device, and initialize meta
-    tensors."""
-    shard(model, policy, device, seed=torch.initial_seed() % 2**63)
-
-
-def liveness(flow: Dataflow, policy: Policy, whole: bool) -> list[Boundary]:
-    """The values that enter each stage: values of earlier stages that this or a later stage needs for the loss or, with
-    `whole`, for all outputs."""
-    return boundaries(flow, policy.stages, len(policy.placement), whole)
-
-
-def construct(
-    model: nn.Module, policy: Policy, criterion: Criterion | None, whole: bool, names: Sequence[str] = ()
-) -> dict[int, StageModule]:
-    """The StageModules of this process, by index. `names` are the keywords of a batch that is a tuple."""
-    return {index: StageModule(model, policy, index, criterion, whole, names) for index in policy.chunks}
