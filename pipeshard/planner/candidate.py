@@ -3,7 +3,7 @@
 import copy
 import heapq
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from operator import itemgetter
@@ -297,19 +297,23 @@ class Candidate:
             peak |= dict(max(moments, key=lambda moment: sum(self.working(*each).backward for each in moment)))
         self.alive = {stage: part.alive for stage, part in peak.items()}
         self.at_peak = {stage: self.working(stage, part) for stage, part in peak.items()}
-        self.memory = []
-        for rank, held in enumerate(self.policy.ownership.held):
-            memory = subject.takes([subject.parameters[name] for name in held])
-            parts = [self.at_peak[s] for s, at in enumerate(placement) if at == rank]
-            self.memory.append(
-                replace(
-                    memory,
-                    activations=sum(part.activations for part in parts),
-                    temporary=sum(part.temporary for part in parts),
-                    absent=min(sum(part.absent for part in parts), memory.gradients),  # stages may share gradients
-                    host=memory.host + subject.training.on_host(self.program.ranks[rank], self.kept),
-                )
-            )
+        self.memory = [
+            self._memory(rank, [s for s, at in enumerate(placement) if at == rank], held)
+            for rank, held in enumerate(self.policy.ownership.held)
+        ]
+
+    def _memory(self, rank: int, stages: Collection[int], names: Iterable[str]) -> Memory:
+        """The memory of these stages of a rank at the rank's peak, with these parameters."""
+        memory = self.subject.takes([self.subject.parameters[name] for name in names])
+        parts = [self.at_peak[stage] for stage in stages]
+        kept = [size * (stage in stages) for stage, size in enumerate(self.kept)]
+        return replace(
+            memory,
+            activations=sum(part.activations for part in parts),
+            temporary=sum(part.temporary for part in parts),
+            absent=min(sum(part.absent for part in parts), memory.gradients),  # stages may share gradients
+            host=memory.host + self.subject.training.on_host(self.program.ranks[rank], kept),
+        )
 
     def working(self, stage: int, part: Part) -> Memory:
         """The memory of a stage during `part` in addition to its permanent memory."""
@@ -376,11 +380,7 @@ class Candidate:
         stages = []
         for s, rank in enumerate(placement):
             earlier = set().union(*(held[other] for other in range(s) if placement[other] == rank))
-            own = [subject.parameters[name] for name in held[s] - earlier]
             received, returned = self.sent(s)
-            memory, working = subject.takes(own), self.at_peak[s]
-            alone = [size * (s == other) for other, size in enumerate(self.kept)]
-            host = subject.training.on_host(self.program.ranks[rank], alone)
             stages.append(
                 StagePlan(
                     stage=s,
@@ -391,13 +391,7 @@ class Candidate:
                     forward=costs[s].forward,
                     backward=costs[s].backward,
                     weight=costs[s].weight,
-                    memory=replace(
-                        memory,
-                        activations=working.activations,
-                        temporary=working.temporary,
-                        absent=min(working.absent, memory.gradients),
-                        host=memory.host + host,
-                    ),
+                    memory=self._memory(rank, [s], held[s] - earlier),
                     alive=self.alive[s],
                     kept=self.kept[s],
                     enters=self.enters[s],
