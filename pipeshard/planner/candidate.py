@@ -32,7 +32,7 @@ from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
 from pipeshard.split.balance import balance
 from pipeshard.split.boundary import Boundary, boundaries, forbidden_cuts
-from pipeshard.split.partition import Cost, Cuts, cost_of, is_profile, named_modules_of
+from pipeshard.split.partition import Cost, Cuts, by_cost, cost_of, named_modules_of
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import held_parameters
 
@@ -253,8 +253,8 @@ class Subject:
 
     def on(self, devices: Devices) -> "Subject":
         """A copy for these devices. If their speeds differ, a partition by cost takes the speeds into account."""
-        by_cost = self.partition == "auto" or is_profile(self.partition)
-        partition = devices.partition if by_cost and len({*devices.speeds}) > 1 else self.partition
+        is_unequal = by_cost(self.partition) and len({*devices.speeds}) > 1
+        partition = devices.partition if is_unequal else self.partition
         return replace(self, devices=devices, partition=partition)
 
     def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:

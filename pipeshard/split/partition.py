@@ -152,7 +152,7 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
     fewer unit calls than stages.
     """
     check_partition(by)
-    if by == "auto" or is_profile(by) or speeds_of(by):
+    if by_cost(by) or speeds_of(by):
         return costs()
     if by == "uniform":
         return [float(not isinstance(unit, CutPoint)) for unit in units]
