@@ -173,13 +173,7 @@ class Training:
             num_microbatches=num_microbatches,
             schedule=schedule,
             num_model_chunks=num_model_chunks,
-            precision=self.precision,
-            dp_size=self.dp_size,
-            zero_stage=self.zero_stage,
-            fsdp=self.fsdp,
-            tp_size=self.tp_size,
-            ep_size=self.ep_size,
-            offload=self.offload,
+            **{name: value for name, value in vars(self).items() if name != "optimizer"},
         )
 
     def moments(self, actions: Sequence[Action]) -> list["Moment"]:
@@ -338,13 +332,12 @@ class Footprint:
         `part` is None."""
         key = start, end, part
         if key not in self._totals:
-            of_part = self._update(start, end) if part is None else self.working(start, end, part).backward
+            if part is None:
+                of_part = self.training.update(self.gradients(start, end))
+            else:
+                of_part = self.working(start, end, part).backward
             self._totals[key] = self._static.total(start, self._end(end)) + of_part
         return self._totals[key]
-
-    def _update(self, start: int, end: int) -> int:
-        """The temporary bytes of a stage at the end of a step."""
-        return self.training.update(self.gradients(start, end))
 
     def working(self, start: int, end: int, part: Part) -> Memory:
         """The memory of a stage during `part` in addition to its permanent memory."""
