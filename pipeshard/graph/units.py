@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -270,14 +270,10 @@ def _recomputed(module: nn.Module, forward: Callable[..., Any], checkpoint: Call
 @contextmanager
 def unrecomputed(module: nn.Module) -> Iterator[None]:
     """Context manager in which the module and its submodules do not recompute their activations."""
-    recomputing = [each for each in module.modules() if recomputes(each)]
-    try:
-        for each in recomputing:
-            each.gradient_checkpointing = False  # type: ignore[assignment]
+    with ExitStack() as stack:
+        for each in filter(recomputes, module.modules()):
+            stack.enter_context(replaced(each, gradient_checkpointing=False))
         yield
-    finally:
-        for each in recomputing:
-            each.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 class Recomputation:
