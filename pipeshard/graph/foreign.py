@@ -31,14 +31,14 @@ def refuse_foreign(
     criterion (`is_made`)."""
     known = {id(tensor) for tensor in own}
     foreign = [leaf for leaf in leaves_of(loss) if id(leaf) not in known and not is_made(leaf)]
-    if not foreign:
-        return
-    raise foreign_error(foreign, criterion)
+    if foreign:
+        raise foreign_error(foreign, criterion)
 
 
 def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> ConfigurationError:
     """The error for a loss that trains the tensors `foreign`."""
-    names = _foreign_names(foreign, criterion)
+    places = _places(criterion)
+    names = sorted(places.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}") for leaf in foreign)
     return ConfigurationError(
         f"the loss trains {len(foreign)} parameters that the model does not contain (the first is {names[0]}). Only "
         "the last stage computes the loss, so the other ranks would have no gradients for these parameters. Make the "
@@ -57,12 +57,6 @@ def kept(leaves: Iterable[Tensor], criterion: Callable[..., Any]) -> list[Tensor
 def _places(criterion: Callable[..., Any] | None) -> dict[int, str]:
     """The place of each tensor that the criterion reaches, by the tensor's id."""
     return {id(tensor): format_path(path) for path, *_, tensor, _ in Snapshot({"the criterion": criterion}).tensors}
-
-
-def _foreign_names(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> list[str]:
-    """The places of these tensors in the criterion, sorted; for a tensor without a known place, its shape."""
-    places = _places(criterion)
-    return sorted(places.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}") for leaf in foreign)
 
 
 @contextmanager
