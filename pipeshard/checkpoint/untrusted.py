@@ -13,7 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeGuard
 
@@ -139,12 +139,9 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
         _match(patterns, [name for name, _ in model.named_modules()])
 
 
-@contextmanager
-def _explaining(what: str) -> Iterator[None]:
-    with explained(  # transformers and peft may raise anything for unexpected content
-        lambda error: CheckpointError(f"{what}: {summary(error)}")
-    ):
-        yield
+def _explaining(what: str) -> AbstractContextManager[None]:
+    # transformers and peft may raise anything for unexpected content
+    return explained(lambda error: CheckpointError(f"{what}: {summary(error)}"))
 
 
 @contextmanager
