@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeshard.distributed.collectives import broadcast_bytes, gather_objects
-from pipeshard.distributed.groups import ranks_of
+from pipeshard.distributed.collectives import gather_objects, share_tensor
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.schedule.program import Program
 
@@ -95,9 +94,7 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
             different, named(other), named(0), named(0),
         )  # fmt: skip
     for name in shared:
-        values = tensors[name].detach().contiguous()
-        broadcast_bytes(values, ranks_of(group)[0], group)
-        tensors[name].detach().copy_(values)
+        share_tensor(tensors[name], group)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
