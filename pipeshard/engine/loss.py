@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeshard.batch.batch import Batch
 from pipeshard.engine.loss_sizes import Sizes, Tried
 from pipeshard.engine.loss_state import of_entries
-from pipeshard.engine.loss_trial import Measured
+from pipeshard.engine.loss_trial import Losses, Measured
 from pipeshard.engine.loss_values import Range, ranges_of
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import IGNORED
@@ -77,23 +77,19 @@ class LossRule:
         counts = [leaf.double().sum() if self.adds else is_valid(leaf, self.ignore).sum() for leaf in leaves]
         return [float(count) for count in torch.stack(counts).tolist()]
 
-    def holds(
-        self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch], looser: float = 1.0
-    ) -> bool:
-        """Whether this rule gives the loss of `whole` from the losses of `parts`, within `looser` times the tolerance
-        for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole."""
-        shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
+    def holds(self, losses: Losses, looser: float = 1.0) -> bool:
+        """Whether this rule gives the loss of the whole from the losses of the parts, within `looser` times the
+        tolerance for the loss's dtype. With `counted`, the parts' counts must also sum to the count of the whole. If
+        the losses have gradients with respect to unit results, the rule must also give those of the whole; non-finite
+        gradients are ignored."""
+        whole, parts, batches = losses
+        shares = [1.0] * len(parts) if self.counted else self.shares(batches)
         terms = [share * part.value if share else 0.0 for share, part in zip(shares, parts, strict=True)]
         tolerance = looser * tolerance_of(whole.dtype)
         if not abs(sum(terms) - whole.value) <= tolerance * max(abs(whole.value), *map(abs, terms)):
             return False
-        counts = [part.denominator for part in (whole, *parts) if part.denominator is not None]
-        return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
-
-    def holds_for_slopes(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
-        """Like `holds`, but for the gradients of the losses with respect to unit results. Non-finite gradients are
-        ignored."""
-        shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
+        if self.counted and not losses.counts_add_up:
+            return False
         close = max(CLOSE_SLOPES, 8 * torch.finfo(whole.dtype).eps)
         for k, slope in enumerate(whole.slopes):
             made = _summed(parts, shares, k)

@@ -7,9 +7,8 @@ holds in every trial, and a loss that follows no rule is refused.
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-import torch
 from torch import nn
 
 from pipeshard.batch.batch import Batch
@@ -24,8 +23,8 @@ from pipeshard.engine.loss_trial import (
     ROWS,
     SHORT,
     UNLABELLED,
+    Losses,
     LossTrial,
-    Measured,
     Samples,
     without_valid,
 )
@@ -198,10 +197,10 @@ class _Search:
             self.failure = error
             return False
         for self.kind, self.level in itertools.product((NORMAL, PROBABILITIES), range(NOTHING + 1)):
-            if (losses := self._losses(LossRule(), 0)) is not None:
+            if (losses := self._losses(LossRule(), 0)) is not None and losses.is_finite:
                 if precise and self.trial.rounds(self._drawn(LossRule(), 0), self.kind):
                     return False
-                self.counted, self.failure = losses[0].denominator is not None, None
+                self.counted, self.failure = losses.whole.denominator is not None, None
                 return True
         self.failure = failure = self.trial.failure
         if isinstance(failure, TraceError) and isinstance(failure.__cause__, Exception):
@@ -247,29 +246,22 @@ class _Search:
     def _is_proven(self, rule: LossRule) -> bool:
         """Whether a rule holds in every trial (of losses, of gradients, and at the batch's sizes), and enough of the
         trials could have distinguished this rule from other rules."""
-        telling = 0
-        for number in range(2 * self.samples.draws):
-            losses = self._losses(rule, number)
-            if losses is None and number and not telling:
-                return False  # the loss rejects such labels
-            if losses is None:
-                continue
-            if not self._holds_of(rule, number, losses):
-                return False
-            telling += _tells(*losses)
-            if telling >= self.samples.draws:
-                break
+        draws = self.samples.draws
+        telling = _telling(rule, (self._losses(rule, number) for number in range(2 * draws)), draws)
+        if telling is None or telling < TELLING:
+            return False
         fits = FITS if self.sizes is None else (*FITS, MISFIT)
-        is_of_few = telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in fits))
-        return is_of_few and self._slopes_hold(rule) and self._holds_without_valid(rule) and self._holds_at_sizes(rule)
+        if self.kind == NORMAL and not all(self._holds(rule, 0, fit) for fit in fits):
+            return False
+        return self._slopes_hold(rule) and self._holds_without_valid(rule) and self._holds_at_sizes(rule)
 
     def _holds_without_valid(self, rule: LossRule) -> bool:
         """Whether a rule that counts entries of a leaf also holds if one part has no entry to count. This part's loss
         then adds nothing, but a focal loss divided by the number of objects also sums over the background."""
         if self.sizes is None or rule.path is None:
             return True
-        losses, parts = self._without_valid(self._drawn(rule, 0), rule.path, 0 if rule.adds else rule.ignore)
-        return losses is None or not math.isfinite(losses[0].value) or rule.holds(*losses, parts)
+        losses = self._without_valid(self._drawn(rule, 0), rule.path, 0 if rule.adds else rule.ignore)
+        return losses is None or not math.isfinite(losses.whole.value) or rule.holds(losses)
 
     def _refuse_least_count(self) -> None:
         """Raise ConfigurationError if the criterion returns a count for samples without labels, or with a mask of
@@ -278,35 +270,24 @@ class _Search:
         labels = [(path, mark) for path in targets(samples.integers) for mark in self._ignored(path)]
         masks = [(path, 0) for path in (*samples.floats, *samples.integers) if path in self.read]
         for path, mark in dict.fromkeys([*labels, *masks]) if self.sizes is not None else ():
-            losses, _ = self._without_valid(samples.draw(self.level, 0), path, mark)
-            whole, parts = losses or (None, [])
-            counts = [part.denominator for part in parts if part.denominator is not None]
-            if whole is not None and whole.denominator and abs(sum(counts) - whole.denominator) > 1e-5 * sum(counts):
+            losses = self._without_valid(samples.draw(self.level, 0), path, mark)
+            if losses is not None and losses.whole.denominator and not losses.counts_add_up:
+                count = losses.parts[-1].denominator
                 raise ConfigurationError(
-                    f"the criterion returns a pair (sum, count), but the count of samples without valid labels is "
-                    f"{counts[-1]:g}, and counts of microbatches are added up: remove the lower bound of the count "
+                    "the criterion returns a pair (sum, count), but the count of samples without valid labels is "
+                    f"{count:g}, and counts of microbatches are added up: remove the lower bound of the count "
                     "(clamp(min=1)). pipeshard divides the sums by the total count"
                 )
 
-    def _without_valid(
-        self, batch: Batch, path: str, ignore: float
-    ) -> tuple[tuple[Measured, list[Measured]] | None, list[Batch]]:
-        """The losses of `batch` and of its two parts, and the parts. The second part has no valid entry in `path`."""
+    def _without_valid(self, batch: Batch, path: str, ignore: float) -> Losses | None:
+        """The losses of `batch` and of its two parts, of which the second has no valid entry in `path`."""
         at = self.cuts[0]
-        batch = without_valid(batch, path, ignore, at)
-        return self.trial.measure(batch, at, 0, self.kind), _cut(batch, at)
+        return self.trial.measure(without_valid(batch, path, ignore, at), at, 0, self.kind)
 
     def _slopes_hold(self, rule: LossRule) -> bool:
         """Whether the rule also holds for gradients. A rule that holds for losses may not hold for gradients: a loss
         divided by its own detached value is always 1, but its gradient is divided by a mean over the whole batch."""
-        if self.sizes is None:
-            return True
-        for number in range(len(self.cuts)):
-            batch, at = self._drawn(rule, number), self.cuts[number % len(self.cuts)]
-            losses = self.trial.measure(batch, at, number, self.kind, sloping=True)
-            if losses is not None and not rule.holds_for_slopes(*losses, _cut(batch, at)):
-                return False
-        return True
+        return self.sizes is None or all(self._holds(rule, k, sloping=True) for k in range(len(self.cuts)))
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
         """Whether a rule that holds on a few samples also holds at the batch's sizes. The upper ends of the sizes'
@@ -392,34 +373,19 @@ class _Search:
             logger.debug("the loss could not be tried on %d samples: %s", rows, error)
             return None
         _, samples, trial = self._sized[key]
-        telling = 0
-        for number in range(2 * AT_SIZES):
-            batch, at = self._drawn(rule, number, samples), rows - part if number % 2 else part
-            losses = trial.measure(batch, at, number, self.kind)
-            if losses is None or not all(math.isfinite(loss.value) for loss in (losses[0], *losses[1])):
-                continue
-            if not rule.holds(*losses, _cut(batch, at), LOOSER):
-                return False
-            telling += _tells(*losses)
-            if telling >= AT_SIZES:
-                return True
-        return True if telling else None
+        cuts = enumerate((part, rows - part) * AT_SIZES)
+        trials = (trial.measure(self._drawn(rule, number, samples), at, number, self.kind) for number, at in cuts)
+        telling = _telling(rule, trials, AT_SIZES, LOOSER)
+        return None if telling == 0 else telling is not None
 
-    def _holds(self, rule: LossRule, number: int, fit: float) -> bool:
-        """Whether a rule holds after unit results of the first part are moved by `fit` to reduce this part's loss. Also
-        returns True if the loss of the moved results is not finite."""
-        losses = self._losses(rule, number, fit)
-        return losses is None or self._holds_of(rule, number, losses)
+    def _holds(self, rule: LossRule, number: int, fit: float = 0.0, sloping: bool = False) -> bool:
+        """Whether a rule holds in one trial. Also returns True if the trial has no finite losses."""
+        losses = self._losses(rule, number, fit, sloping)
+        return losses is None or not losses.is_finite or rule.holds(losses)
 
-    def _holds_of(self, rule: LossRule, number: int, losses: tuple[Measured, list[Measured]]) -> bool:
-        batch, at = self._drawn(rule, number), self.cuts[number % len(self.cuts)]
-        return rule.holds(*losses, _cut(batch, at))
-
-    def _losses(self, rule: LossRule, number: int, fit: float = 0.0) -> tuple[Measured, list[Measured]] | None:
+    def _losses(self, rule: LossRule, number: int, fit: float = 0.0, sloping: bool = False) -> Losses | None:
         at = self.cuts[number % len(self.cuts)]
-        losses = self.trial.measure(self._drawn(rule, number), at, number, self.kind, fit)
-        is_finite = losses is not None and all(math.isfinite(loss.value) for loss in (losses[0], *losses[1]))
-        return losses if is_finite else None
+        return self.trial.measure(self._drawn(rule, number), at, number, self.kind, fit, sloping)
 
     def _drawn(self, rule: LossRule, number: int, samples: Samples | None = None) -> Batch:
         samples = samples or self.samples
@@ -431,11 +397,7 @@ class _Search:
         """Whether the criterion returns the same count for different unit results."""
         batch = self.samples.draw(self.level, 0)
         losses = [self.trial.measure(batch, self.cuts[0], seed, self.kind) for seed in range(TELLING)]
-        return len({None if loss is None else loss[0].denominator for loss in losses}) == 1
-
-
-def _cut(batch: Batch, at: int) -> list[Batch]:
-    return [batch.take(torch.arange(at)), batch.take(torch.arange(at, batch.rows))]
+        return len({None if loss is None else loss.whole.denominator for loss in losses}) == 1
 
 
 def _has_views(flow: Dataflow) -> bool:
@@ -451,9 +413,26 @@ def _longest(batch: Batch) -> int:
     return max((size for leaf in batch.tensors.values() for size in leaf.shape), default=1)
 
 
-def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:
+def _telling(rule: LossRule, trials: Iterable[Losses | None], enough: int, looser: float = 1.0) -> int | None:
+    """Count the trials, up to `enough`, that could have distinguished this rule from other rules. Returns None if the
+    rule does not hold in one of the trials. Ends at the first failed trial after the first trial if none has counted so
+    far: the loss rejects such labels."""
+    telling = 0
+    for number, losses in enumerate(trials):
+        if losses is not None and losses.is_finite:
+            if not rule.holds(losses, looser):
+                return None
+            telling += _tells(losses)
+        elif number and not telling:
+            return 0
+        if telling >= enough:
+            break
+    return telling
+
+
+def _tells(losses: Losses) -> bool:
     """Whether these losses can distinguish one rule from another. Zeros and equal losses fit too many rules."""
-    values = [part.value for part in parts]
-    scale = max(map(abs, values))
-    far = max(LEAST_DIFFERENCE, 4 * tolerance_of(whole.dtype))
-    return min(abs(whole.value), scale) > 1e-6 and abs(values[0] - values[1]) > far * scale
+    one, other = (part.value for part in losses.parts)
+    scale = max(abs(one), abs(other))
+    far = max(LEAST_DIFFERENCE, 4 * tolerance_of(losses.whole.dtype))
+    return min(abs(losses.whole.value), scale) > 1e-6 and abs(one - other) > far * scale

@@ -238,6 +238,24 @@ class Measured(NamedTuple):
     slopes: tuple[Tensor | None, ...] = ()
 
 
+class Losses(NamedTuple):
+    """The loss of some samples (`whole`), the losses of the two `parts` of these samples, and the two parts."""
+
+    whole: Measured
+    parts: list[Measured]
+    batches: list[Batch]
+
+    @property
+    def is_finite(self) -> bool:
+        return all(math.isfinite(loss.value) for loss in (self.whole, *self.parts))
+
+    @property
+    def counts_add_up(self) -> bool:
+        """Whether the counts of the parts sum to the count of the whole."""
+        whole, *parts = (loss.denominator or 0.0 for loss in (self.whole, *self.parts))
+        return abs(whole - sum(parts)) <= 1e-5 * max(map(abs, (whole, *parts)))
+
+
 @contextmanager
 def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
     """Context manager that replaces released parameters of `unit` with fixed random values: the rule of the unit's loss
@@ -384,17 +402,19 @@ class LossTrial:
 
     def measure(
         self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
-    ) -> tuple[Measured, list[Measured]] | None:
+    ) -> Losses | None:
         """Measure the loss of `batch` (the samples with random values), of its first `at` samples, and of its other
         samples. Returns None if one of the three has no loss, or if the model rejects these values. With `fit`, unit
         results of the first `at` samples are moved by at most `abs(fit)`, to reduce these samples' loss or, if `fit` is
         negative, to increase it. With `sloping`, the losses have gradients with respect to all random unit results."""
         rows, draws = range(batch.rows), SharedDraws()
+        halves = rows[:at], rows[at:]
+        batches = [batch.take(torch.tensor(half)) for half in halves]
         results = self._random_results(seed, kind)
         try:
             if fit:
                 by = {key: t.requires_grad_() for key, t in results.items() if t.is_floating_point()}
-                first = self._measure(batch, rows[:at], results, draws, by=[*by.values()])
+                first = self._measure(batches[0], halves[0], results, draws, by=[*by.values()])
                 pairs = zip(by, first.slopes if first is not None else ())
                 slopes = {key: slope for key, slope in pairs if slope is not None}
                 steepest = max([float(slope.abs().max()) for slope in slopes.values()], default=0.0) or 1.0
@@ -402,13 +422,13 @@ class LossTrial:
                 results |= {key: results[key] - fit / steepest * slope for key, slope in slopes.items()}
             leaves = [t.requires_grad_() for t in results.values() if sloping and t.is_floating_point()]
             whole = self._measure(batch, rows, results, draws, by=leaves)
-            parts = [self._measure(batch, part, results, draws, by=leaves) for part in (rows[:at], rows[at:])]
+            parts = [self._measure(*half, results, draws, by=leaves) for half in zip(batches, halves)]
         except Exception as error:  # raised by the model or the criterion, which may reject such labels
             logger.debug("a trial of the loss failed: %s: %s", type(error).__name__, error)
             self.failure = error
             return None
         losses = [part for part in parts if part is not None]
-        return None if whole is None or len(losses) != len(parts) else (whole, losses)
+        return None if whole is None or len(losses) != len(parts) else Losses(whole, losses, batches)
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
         """Whether the criterion returns the same loss when it is called again with the same output. Also True without a
@@ -421,8 +441,7 @@ class LossTrial:
         self, batch: Batch, rows: range, results: Any, draws: SharedDraws, times: int = 1, by: Sequence[Tensor] = ()
     ) -> Measured | None:
         flow, deltas = self._flow(rows)
-        part = batch if len(rows) == batch.rows else batch.take(torch.tensor(rows))
-        part = part.map(lambda path, tensor, dim: tensor.to(self._dtype(tensor.dtype)))
+        typed = batch.map(lambda path, tensor, dim: tensor.to(self._dtype(tensor.dtype)))
 
         def result(key: LeafKey, spec: TensorSpec) -> Tensor:
             full = results.get(key)
@@ -431,7 +450,7 @@ class LossTrial:
             return part_of(full, spec.shape, rows).clone()
 
         with draws.of(rows):
-            return self.glue.run(part, flow, deltas, result, self.running, times, by)
+            return self.glue.run(typed, flow, deltas, result, self.running, times, by)
 
     def _flow(self, rows: range) -> tuple[Dataflow, tuple[int, ...]]:
         """The Dataflow of these samples, and the differences of their sizes from the traced sizes."""
