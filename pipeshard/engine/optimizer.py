@@ -26,29 +26,6 @@ from pipeshard.engine.updates import UNCOMPARED
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
 
-# The instance attributes of a PipelineOptimizer. Attributes that are neither here nor in its class belong to `optim`.
-OWN = frozenset(
-    {
-        "optim",
-        "gradients",
-        "finite",
-        "sync",
-        "grid",
-        "zero",
-        "names",
-        "weights",
-        "given",
-        "options",
-        "is_stepping",
-        "_backward",
-        "_last_hook",
-        "_first_hook",
-        "_copies",
-        "_depth",
-        "_is_updated",
-    }
-)
-
 
 class PipelineOptimizer(Optimizer):
     """Restricts the groups of `optim`, including groups that are added later, to the parameters that this rank trains.
@@ -67,6 +44,8 @@ class PipelineOptimizer(Optimizer):
         given: for each group, the names of all parameters that the user passed, including those of other stages.
         options: for each group, the names of its options when it was added.
     """
+
+    _is_made = False  # whether this object has all of its own attributes
 
     def __init__(
         self,
@@ -94,6 +73,7 @@ class PipelineOptimizer(Optimizer):
         GUARD.boosted(self)
         gradients.updates.boosted(self)
         optim.add_param_group, optim.zero_grad = self.add_param_group, self.zero_grad  # type: ignore[method-assign]
+        self._is_made = True
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim" or name.startswith("__"):
@@ -103,7 +83,7 @@ class PipelineOptimizer(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this object (schedulers replace its `step`), or of `optim` if this object has no such
         attribute."""
-        if name in OWN or hasattr(type(self), name):
+        if not self._is_made or name in vars(self) or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.optim, name, value)
