@@ -7,7 +7,7 @@ and broadcasts the updated values to the other replicas. torch's ZeroRedundancyO
 a single process group.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -181,20 +181,22 @@ class PipelineOptimizer(Optimizer):
                 weight.is_double and not weight.is_blank
             ):  # a loop may have written to the parameter before an optimizer had it
                 weight.follow(is_written=True, is_master_written=False, adopts=True)
-        move_overrides(self.optim, {p: weight.master for p, weight in updated.items()})
+        self._replace(updated, fresh.keys() - updated.keys())
+
+    def _replace(self, became: Mapping[Tensor, MasterWeight], left: Collection[Tensor] = ()) -> None:
+        """Replace tensors in the groups with the `master` of a MasterWeight, together with their options and their
+        state, and remove the tensors in `left`."""
+        move_overrides(self.optim, {before: weight.master for before, weight in became.items()})
         for group in self.optim.param_groups:
-            kept = [p for p in group["params"] if p in self.names or p in updated]
-            group["params"] = [updated[p].master if p in updated else p for p in kept]
-        for parameter in [p for p in self.optim.state if p in fresh]:  # state from before boost, not sharded
-            state = self.optim.state.pop(parameter)
-            if parameter in updated:
-                weight, shape = updated[parameter], parameter.shape
-                state = {key: _moved(value, parameter, weight.master) for key, value in state.items()}
-                self.optim.state[weight.master] = {
-                    key: slice_like(value, weight.parameter) if shape == _shape(value) else value
-                    for key, value in state.items()
-                }
-        self.names |= {weight.master: weight.name for weight in updated.values()}
+            kept = [p for p in group["params"] if p not in left]
+            group["params"] = [became[p].master if p in became else p for p in kept]
+        for before in [p for p in self.optim.state if p in became or p in left]:
+            state = self.optim.state.pop(before)
+            if (weight := became.get(before)) is not None:
+                self.optim.state[weight.master] = {k: _converted(value, before, weight) for k, value in state.items()}
+        for before, weight in became.items():
+            self.names.pop(before, None)
+            self.names[weight.master] = weight.name
         self._copies.watch()
 
     def follow(self, adopts: bool) -> bool:
@@ -221,25 +223,11 @@ class PipelineOptimizer(Optimizer):
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
         """Create the missing values of the `weights` that this rank updates."""
-        became: dict[Tensor, nn.Parameter] = {}
-        for weight in weights:
-            if weight.lacks_values and self._updates(weight):
-                before: Tensor = weight.master
-                weight.complete()
-                became[before] = weight.master
-                self.names[weight.master] = self.names.pop(before)
-        move_overrides(self.optim, became)
-        for group in self.optim.param_groups if became else ():
-            group["params"] = [became.get(parameter, parameter) for parameter in group["params"]]
+        became: dict[Tensor, MasterWeight] = {w.master: w for w in weights if w.lacks_values and self._updates(w)}
+        for weight in became.values():
+            weight.complete()
         if became:
-            self._copies.watch()
-        for before, master in became.items():
-            if before in self.optim.state:
-                state = {key: _moved(value, before, master) for key, value in self.optim.state.pop(before).items()}
-                self.optim.state[master] = {
-                    key: value.to(master) if _shape(value) == master.shape and value.dtype is before.dtype else value
-                    for key, value in state.items()
-                }
+            self._replace(became)
 
     def _fresh(self) -> dict[Tensor, str]:
         """Return the parameters, with their names, that were added to the groups since the last `_narrow`. Raises
@@ -440,14 +428,16 @@ class PipelineOptimizer(Optimizer):
         self._backward(loss)
 
 
-def _shape(value: Any) -> Any:
-    return getattr(value, "shape", None)
-
-
-def _moved(value: Any, parameter: Tensor, master: Tensor) -> Any:
-    """A state value of `parameter`, moved to the device of `master`. A tensor that is not on the parameter's device,
-    such as the step count in most optimizers, is returned unchanged."""
-    return value.to(master.device) if isinstance(value, Tensor) and value.device == parameter.device else value
+def _converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:
+    """A state value of the tensor `before`, converted for the `master` of `weight`, which replaces this tensor. A value
+    on the same device is moved (not the step count, which most optimizers keep on the host). A value for each element
+    is cast if it had the tensor's dtype, and sharded if the tensor was a whole parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    is_like = value.shape == before.shape
+    dtype = weight.master.dtype if is_like and value.dtype is before.dtype else value.dtype
+    value = value.to(weight.master.device if value.device == before.device else value.device, dtype)
+    return slice_like(value, weight.parameter) if is_like and before.shape == weight.parameter.shape else value
 
 
 def move_overrides(optimizer: Optimizer, became: Mapping[Tensor, Tensor]) -> None:
