@@ -11,8 +11,9 @@ import inspect
 import logging
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -32,6 +33,7 @@ SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can
 KNOWN = "torch.optim.", "bitsandbytes.optim."  # modules whose optimizers do not couple parameters
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
 Place = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
+Closure = Callable[[], Tensor]
 
 
 def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
@@ -162,32 +164,17 @@ def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Te
 def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor]) -> dict[Place, Tensor]:
     """Run the steps of a copy of the optimizer that has only these parameters, and return the change of each parameter
     in each step."""
+    alone, closed = (
+        (lambda trial, _: type(trial).step(trial)),
+        (lambda trial, closure: type(trial).step(trial, closure)),
+    )
     try:
-        return _trial(optimizer, model, values, closes=False)
+        return _moves(optimizer, model, values, enumerate([alone] * len(SCALES)))
     except Exception as error:  # the optimizer may need a closure
         try:
-            return _trial(optimizer, model, values, closes=True)
+            return _moves(optimizer, model, values, enumerate([closed] * len(SCALES)))
         except Exception:  # the first error is more informative
             raise error from None
-
-
-def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], closes: bool) -> dict[Place, Tensor]:
-    parameters = _parameters(optimizer, values)
-    trial = _copy(optimizer, model, parameters)
-    torch.manual_seed(0)
-    seen = [_values(parameters)]
-    for step in range(len(SCALES)):
-
-        def closure(step: int = step) -> Tensor:
-            """Set a gradient that depends only on the parameter's own elements, element by element, and return a
-            constant loss."""
-            _give_gradients(parameters, step)
-            return torch.ones((), requires_grad=True)
-
-        closure()
-        type(trial).step(trial, *([closure] if closes else []))
-        seen.append(_values(parameters))
-    return _moves(parameters, seen)
 
 
 def _called(
@@ -195,41 +182,49 @@ def _called(
 ) -> dict[Place, Tensor]:
     """Call these methods of a copy of the optimizer in order, each with new gradients, and return the change of each
     parameter in each call."""
-    parameters = _parameters(optimizer, values)
-    trial = _copy(optimizer, model, parameters)
-    torch.manual_seed(0)
-    seen = [_values(parameters)]
-    for name in methods:
-        _give_gradients(parameters, 0)
+
+    def call(trial: Any, _: Closure, name: str) -> None:
         with suppress(Exception):  # the method may need something that only a training loop provides
             getattr(type(trial), name)(trial)
-        seen.append(_values(parameters))
-    return _moves(parameters, seen)
+
+    return _moves(optimizer, model, values, [(0, partial(call, name=name)) for name in methods])
 
 
-def _parameters(optimizer: Optimizer, values: dict[Place, Tensor]) -> dict[Place, nn.Parameter]:
-    parameters = {}
+def _moves(
+    optimizer: Optimizer,
+    model: nn.Module,
+    values: dict[Place, Tensor],
+    calls: Iterable[tuple[int, Callable[[Any, Closure], object]]],
+) -> dict[Place, Tensor]:
+    """Call functions of a copy of the optimizer and of a closure, each with new gradients, and return the change of
+    each parameter in each call. `calls` contains the functions, each with the number of its gradients.
+
+    The sizes of gradients are different for each number, and for each parameter. If the gradients of all parameters had
+    the same size, an estimate over all of them (Prodigy's) would be the same over a half of them.
+    """
+    parameters: dict[Place, nn.Parameter] = {}
     for (k, j), value in values.items():
         original = optimizer.param_groups[k]["params"][j]
         parameters[k, j] = nn.Parameter(value.to("cpu" if original.is_meta else original.device).clone())
-    return parameters
+    trial = _copy(optimizer, model, parameters)
+    torch.manual_seed(0)
+    seen = {place: [parameter.detach().cpu().clone()] for place, parameter in parameters.items()}
+    for number, call in calls:
 
+        def closure(number: int = number) -> Tensor:
+            """Set a gradient that depends only on the parameter's own elements, element by element, and return a
+            constant loss."""
+            with torch.no_grad():
+                for (k, j), parameter in parameters.items():
+                    size = 10 ** math.sin(1 + 7 * number + 3 * j + 5 * k)  # between 0.1 and 10
+                    parameter.grad = SCALES[number] * size * torch.cos(40.0 * parameter)
+            return torch.ones((), requires_grad=True)
 
-def _give_gradients(parameters: dict[Place, nn.Parameter], step: int) -> None:
-    """Set gradients whose sizes are different in each step, and for each parameter. If the gradients of all parameters
-    had the same size, an estimate over all of them (Prodigy's) would be the same over a half of them."""
-    with torch.no_grad():
-        for (k, j), parameter in parameters.items():
-            size = 10 ** math.sin(1 + 7 * step + 3 * j + 5 * k)  # between 0.1 and 10
-            parameter.grad = SCALES[step] * size * torch.cos(40.0 * parameter)
-
-
-def _values(parameters: dict[Place, nn.Parameter]) -> dict[Place, Tensor]:
-    return {place: parameter.detach().cpu().clone() for place, parameter in parameters.items()}
-
-
-def _moves(parameters: dict[Place, nn.Parameter], seen: Sequence[dict[Place, Tensor]]) -> dict[Place, Tensor]:
-    return {place: torch.stack([values[place] for values in seen]).diff(dim=0) for place in parameters}
+        closure()
+        call(trial, closure)
+        for place, parameter in parameters.items():
+            seen[place].append(parameter.detach().cpu().clone())
+    return {place: torch.stack(of_place).diff(dim=0) for place, of_place in seen.items()}
 
 
 def _corner(tensor: Tensor) -> Tensor:
