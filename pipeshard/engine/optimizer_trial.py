@@ -11,7 +11,7 @@ import inspect
 import logging
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
@@ -23,6 +23,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.step_guard import contents
 from pipeshard.errors import ConfigurationError
 
 logger = logging.getLogger("pipeshard")
@@ -231,21 +232,10 @@ def _corner(tensor: Tensor) -> Tensor:
     return tensor.detach()[(slice(SIZE),) * tensor.ndim].clone() if tensor.ndim else tensor.detach().clone()
 
 
-def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, at most `depth` levels deep in lists, dicts and the attributes of optimizers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth:
-        inner = vars(value) if isinstance(value, Optimizer) else value
-        entries = inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, list | tuple) else ()
-        for entry in entries:
-            yield from _tensors(entry, depth - 1)
-
-
 def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Parameter]) -> Any:
     """Return a copy of the optimizer whose groups contain only `parameters`. Large tensors are not copied."""
     content = {key: value for key, value in optimizer.__dict__.items() if key not in (*OVERRIDDEN, "state")}
-    memo: dict[int, Any] = {id(tensor): _corner(tensor) for tensor in _tensors(content)}
+    memo: dict[int, Any] = {id(value): _corner(value) for value in contents(content) if isinstance(value, Tensor)}
     memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}
     state = memo[id(optimizer.state)] = defaultdict[Any, Any](dict)
     for k, group in enumerate(optimizer.param_groups):

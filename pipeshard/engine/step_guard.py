@@ -18,8 +18,6 @@ from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.guard import Guard
 from pipeshard.errors import UsageError
 
-DEPTH = 4  # the levels of lists, dicts and optimizers that are searched for an optimizer inside another
-
 
 class Boosted(Protocol):
     """The attributes of a boosted optimizer that the guard uses."""
@@ -137,16 +135,18 @@ def _check_related(
 
 def _contains(outer: Optimizer, wanted: object) -> bool:
     """Whether an optimizer's attributes contain `wanted`, directly or in lists, dicts or other optimizers."""
-    return any(other is wanted for other in _optimizers(vars(outer), DEPTH))
+    return any(other is wanted for other in contents(outer))
 
 
-def _optimizers(value: Any, depth: int) -> Iterator[Optimizer]:
-    if depth == 0:
-        return
-    entries = value.values() if isinstance(value, Mapping) else value
-    for entry in list(entries):
-        if isinstance(entry, Optimizer):
-            yield entry
-            yield from _optimizers(vars(entry), depth - 1)
-        elif isinstance(entry, Mapping | list | tuple):
-            yield from _optimizers(entry, depth - 1)
+def contents(container: Any) -> Iterator[Any]:
+    """The values in a list, in a dict or in an optimizer's attributes and, recursively, in the lists, dicts and
+    optimizers among these values."""
+    queue, seen = [container], {id(container)}
+    while queue:
+        one = queue.pop()
+        inner = vars(one) if isinstance(one, Optimizer) else one
+        for value in [*(inner.values() if isinstance(inner, Mapping) else inner)]:
+            yield value
+            if isinstance(value, Mapping | list | tuple | Optimizer) and id(value) not in seen:
+                seen.add(id(value))
+                queue.append(value)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
+from pipeshard.engine.step_guard import contents
 from pipeshard.graph.places import PLAIN
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.hf import disable_caches
@@ -113,22 +114,10 @@ def _closures(*owners: Any) -> Iterator[types.FunctionType]:
     for owner in owners:
         found: list[Any] = [owner]
         for one in owner.modules() if isinstance(owner, nn.Module) else [owner]:
-            found += _contents(getattr(one, "__dict__", {}))
+            found += contents(getattr(one, "__dict__", {}))
         if isinstance(owner, nn.Module):
             found += [hook for parameter in owner.parameters() for hook in _hooks(parameter)]
         yield from (function for function in found if isinstance(function, types.FunctionType) and _is_filled(function))
-
-
-def _contents(container: Any) -> Iterator[Any]:
-    """The values in a container and, recursively, in the containers among these values."""
-    queue, seen = [container], {id(container)}
-    while queue:
-        one = queue.pop()
-        for value in one.values() if isinstance(one, Mapping) else one:
-            yield value
-            if isinstance(value, Mapping | list | tuple) and id(value) not in seen:
-                seen.add(id(value))
-                queue.append(value)
 
 
 def _is_filled(function: types.FunctionType) -> bool:
@@ -153,9 +142,7 @@ def _hollow(function: types.FunctionType) -> types.FunctionType:
 def _made(model: nn.Module) -> Iterator[Tensor]:
     """Non-leaf tensors that forwards have left on modules, which deepcopy does not support."""
     for module in model.modules():
-        for value in vars(module).values():
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            yield from (leaf for leaf in inner if isinstance(leaf, Tensor) and not leaf.is_leaf)
+        yield from (leaf for leaf in contents(vars(module)) if isinstance(leaf, Tensor) and not leaf.is_leaf)
 
 
 def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
