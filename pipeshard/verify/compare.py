@@ -179,18 +179,12 @@ def gradients(
     def place(name: str) -> int:
         return max((k for unit, k in calls.items() if name.startswith(f"{unit}.")), default=-1)
 
-    parameters = dict(reference.model.named_parameters())
+    parameters, of_ranks = reference.own.trained(), [(split.named(rank), split.trained(rank)) for rank in split.ranks]
     names = sorted(parameters, key=place, reverse=True)
     unsplit = {name: parameters[name].grad for name in names if parameters[name].requires_grad}
-    mine = {
-        name: [(split.named(rank), rank.held[name].grad) for rank in split.ranks if name in rank.held]
-        for name in unsplit
-    }
+    mine = {name: [(where, own[name].grad) for where, own in of_ranks if name in own] for name in unsplit}
     if lost := [name for name, held in mine.items() if not held and unsplit[name] is not None]:
         raise Different(f"no stage holds {lost[0]}, which has a gradient in the unsplit model")
-    for k, parameter in enumerate(reference.own.foreign()):
-        name = f"parameter {k} of the optimizer, which is not in the model"
-        unsplit[name], mine[name] = parameter.grad, [("", split.last().foreign[k].grad)]
     return mine, unsplit
 
 
@@ -235,13 +229,11 @@ def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
 
 def compare_parameters(comparison: Comparison, split: LocalPipeline, reference: Reference, when: str) -> None:
     """Compare parameters on all stages that hold them, and the saved state."""
-    for name, parameter in reference.model.named_parameters():
-        for rank in split.ranks:
-            if name in rank.held:
-                comparison.tensors({name: rank.held[name]}, {name: parameter}, "parameters", when)
-    for k, parameter in enumerate(reference.own.foreign()):
-        name = f"parameter {k} of the optimizer, which is not in the model"
-        comparison.tensors({name: split.last().foreign[k]}, {name: parameter}, "parameters", when)
+    of_ranks = [split.trained(rank) for rank in split.ranks]
+    for name, parameter in reference.own.trained().items():
+        for own in of_ranks:
+            if name in own:
+                comparison.tensors({name: own[name]}, {name: parameter}, "parameters", when)
     first = first_names(reference.model)
     states = [rank.model.state_dict() for rank in split.ranks]
     expected = reference.model.state_dict()

@@ -143,22 +143,26 @@ class LocalPipeline:
         """Wrap the optimizers of all ranks."""
         self._run(lambda rank: self.ranks[rank].boost())
 
-    def optimize(
-        self, gradients: Mapping[str, Tensor | None], foreign: Sequence[Tensor | None], optimizers: Sequence[Any]
-    ) -> list[float]:
-        """Step each rank's optimizer with these gradients of the model and of other optimized tensors. Return the norm
-        of the model's gradients that each rank used for clipping, or [] without clipping."""
+    def trained(self, rank: LocalRank) -> dict[str, nn.Parameter]:
+        """The model's parameters on a rank and, on the rank that computes the loss, the other tensors that its
+        optimizer trains, by name."""
+        return rank.held | (rank.foreign if rank is self.last() else {})
+
+    def optimize(self, gradients: Mapping[str, Tensor | None], optimizers: Sequence[Any]) -> list[float]:
+        """Step each rank's optimizer with these gradients. Return the norm of the model's gradients that each rank used
+        for clipping, or [] without clipping."""
 
         def of_rank(rank: int) -> float | None:
             own, optimizer = self.ranks[rank], optimizers[rank]
-            given = [*((own.held[name], gradients[name]) for name in own.held), *zip(own.foreign, foreign, strict=True)]
-            for parameter, gradient in given:
+            given = own.held | own.foreign
+            for name, parameter in given.items():
+                gradient = gradients[name]
                 parameter.grad = None if gradient is None else gradient.clone()
             own.pipeline.gradients.added()
             stepped(optimizer)
             clips = optimizer is own.optimizer and own.pipeline.config.max_norm
             norm = optimizer.get_grad_norm() if clips else None
-            for parameter, _ in given:
+            for parameter in given.values():
                 parameter.grad = None
             return norm
 

@@ -75,18 +75,23 @@ class Copies:
         begin(made.model)
         return made
 
-    def foreign(self) -> list[nn.Parameter]:
-        """The optimizer's tensors other than the model's parameters, in the order of its groups."""
+    def foreign(self) -> dict[str, nn.Parameter]:
+        """The optimizer's tensors other than the model's parameters, in the order of its groups, by a name."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         own = set(self.model.parameters())
-        return [p for group in groups for p in group["params"] if p not in own]
+        foreign = [p for group in groups for p in group["params"] if p not in own]
+        return {f"parameter {k} of the optimizer, which is not in the model": p for k, p in enumerate(foreign)}
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The model's parameters, and the other tensors that its optimizer trains, by name."""
+        return dict(self.model.named_parameters()) | self.foreign()
 
     def _tensors(self) -> Iterator[Tensor]:
         modules = [self.model, *([self.criterion] if isinstance(self.criterion, nn.Module) else [])]
         for module in modules:
             yield from module.parameters()
             yield from module.buffers()
-        yield from self.foreign()
+        yield from self.foreign().values()
         states = self.optimizer.state.values() if self.optimizer is not None else ()
         for state in (state for state in states if isinstance(state, Mapping)):  # others belong to no parameter
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)

@@ -140,7 +140,7 @@ class Sides:
         if not is_alike:
             self.undivided = None
             return None
-        for parameter in _trained(undivided.reference):
+        for parameter in undivided.reference.own.trained().values():
             parameter.grad = None
         return WholeFound(losses=1, gradients=len(whole.gradients))
 
@@ -166,10 +166,8 @@ class Sides:
         """Step all optimizers with the first reference's gradients, since Adam would amplify small differences. Copy
         the updated parameters to the other references."""
         reference, max_norm = self.references[0], self.split.ranks[0].pipeline.config.max_norm
-        trained = _trained(reference)
-        gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
-        foreign = [parameter.grad for parameter in reference.own.foreign()]
-        norms = self.split.optimize(gradients, foreign, self.others)
+        trained = reference.own.trained()
+        norms = self.split.optimize({name: parameter.grad for name, parameter in trained.items()}, self.others)
         if norms:
             norm = nn.utils.clip_grad_norm_(reference.model.parameters(), max_norm or 0.0)
             for each in norms:
@@ -177,13 +175,8 @@ class Sides:
         stepped(self.first)
         undivided = [self.undivided.reference] if self.undivided is not None else []
         for other in (*self.references[1:], *undivided):
-            for parameter, updated in zip(_trained(other), trained, strict=True):
-                parameter.data.copy_(updated.data)
-        for parameter in trained:
+            for name, parameter in other.own.trained().items():
+                parameter.data.copy_(trained[name].data)
+        for parameter in trained.values():
             parameter.grad = None
         self.tick()
-
-
-def _trained(reference: Reference) -> list[nn.Parameter]:
-    """The model's parameters, and the other tensors that its optimizer trains."""
-    return [*reference.model.parameters(), *reference.own.foreign()]

@@ -458,9 +458,7 @@ def _cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) -> None:
     """Add to `gradients` the gradients of a model's parameters, and of other tensors that its optimizer trains."""
-    named = dict(reference.model.named_parameters())
-    named |= {f"parameter {k} of the optimizer": one for k, one in enumerate(reference.own.foreign())}
-    for name, parameter in named.items():
+    for name, parameter in reference.own.trained().items():
         gradient, before = parameter.grad, gradients.get(name)
         if gradient is not None and gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
