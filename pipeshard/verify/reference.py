@@ -177,10 +177,7 @@ logger = logging.getLogger("pipeshard")
 
 def generators(device: torch.device) -> tuple[Any, ...]:
     """A value that changes when torch's, Python's or numpy's generator is used."""
-    states = [torch.default_generator.get_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return *(state.numpy().tobytes() for state in states), python_state()
+    return Randomness(device).state(), python_state()
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.hf import LABELS, config_of, has_label_per_sample, is_ids, without_adapters
 from pipeshard.split.adapters import base_names
 from pipeshard.split.packed import quantize_as
+from pipeshard.split.ties import first_names, names_of
 from pipeshard.verify.reference import Copies, copied_optimizer, copy_hooks, fill, hollow
 from pipeshard.verify.small_config import (
     SETTINGS,
@@ -200,7 +201,7 @@ def _check_alike(model: nn.Module, built: nn.Module) -> None:
     for name, parameter in built.named_parameters():
         if name not in named or named[name].dim() != parameter.dim():
             raise Unlike(f"in a smaller {type(model).__name__}, parameter {name!r} is new or its ndim differs")
-    if _ties(model, set(_all_names(built))) != _ties(built, set(_all_names(model))):
+    if _ties(model, built) != _ties(built, model):
         raise Unlike(f"a smaller {type(model).__name__} ties different weights")
 
 
@@ -209,17 +210,11 @@ def _anywhere(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
-def _all_names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
-
-
-def _ties(model: nn.Module, names: set[str]) -> set[frozenset[str]]:
-    """The groups of these names that refer to the same parameter."""
-    of: dict[nn.Parameter, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in names:
-            of.setdefault(parameter, set()).add(name)
-    return {frozenset(group) for group in of.values() if len(group) > 1}
+def _ties(model: nn.Module, other: nn.Module) -> set[frozenset[str]]:
+    """The groups of names that refer to the same parameter of `model`, without names that `other` does not have."""
+    known = frozenset(first_names(other))
+    groups = {known.intersection(names) for names in names_of(model).values()}
+    return {group for group in groups if len(group) > 1}
 
 
 def _memo(model: nn.Module, built: nn.Module) -> dict[int, Any]:
