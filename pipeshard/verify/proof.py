@@ -24,7 +24,7 @@ from pipeshard.split.policy import Policy
 from pipeshard.verify.compare import Comparison, differing
 from pipeshard.verify.limit import Limit, TooMuch
 from pipeshard.verify.local import Different, LocalPipeline, Unproven
-from pipeshard.verify.reference import Copies, NoLoss, Reference, generators, undisturbed
+from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
 from pipeshard.verify.samples import Samples
 from pipeshard.verify.sides import ALL, SEED, Sides, StepCut, Undivided
 from pipeshard.verify.smaller import smaller
@@ -398,7 +398,7 @@ class _Proving:
         """The result of a comparison on fresh copies, with the same random numbers for the same samples."""
         whole = WholeBatch(self._made, self.device, self.draws, self.limit.tick, self.limit.remove)
         try:
-            return whole.compare(batch, cut.weights, cut.has_auxiliary, cut.units)
+            return whole.compare(batch, cut.weights, by_outputs=cut.has_auxiliary, units=cut.units)
         except (Coupled, Unproven):
             raise
         except Exception as error:  # a model may raise anything on other samples
@@ -418,7 +418,8 @@ class _Proving:
         self.limit.allow_more()
         whole = WholeBatch(self._made, self.device, False, self.limit.tick, self.limit.remove)
         try:
-            self._note(whole.compare_outputs(self.samples.of_step(self._sample(), 0), self.samples.m), "the outputs")
+            batch, weights = self.samples.of_step(self._sample(), 0), Weights([1.0] * self.samples.m)
+            self._note(whole.compare(batch, weights, by_loss=False), "the outputs")
         except Coupled:
             raise
         except Exception as error:  # an error of any type proves nothing

@@ -91,35 +91,27 @@ class WholeBatch:
         self.make, self.device, self.draws, self.note, self.differs = make, device, draws, note, differs
         self.drew = self.drew_in_python = self.normalized = self.is_told = False
 
-    def compare(self, batch: Batch, weights: Weights, has_auxiliary: bool, units: Sequence[str]) -> WholeFound:
-        """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
+    def compare(
+        self, batch: Batch, weights: Weights, by_loss: bool = True, by_outputs: bool = True, units: Sequence[str] = ()
+    ) -> WholeFound:
+        """Compare `batch` with its microbatches, whose losses have these weights: `by_loss` (the loss and its
+        gradients) and, if the losses differ or are not compared, `by_outputs` (an objective of the outputs, and its
+        gradients). Raises Coupled for a difference in the last comparison.
 
-        `has_auxiliary` is whether a part of the loss comes from side outputs of layers (router logits). This part is
-        computed per microbatch, so if the loss differs, the outputs are compared instead. Raises Coupled for a
-        difference.
+        Both are needed if a part of the loss comes from side outputs of layers (router logits), since this part is
+        computed per microbatch. Only the outputs can be compared if the weights are unknown.
         """
         self.parts = copied_microbatches(batch, len(weights.shares))
         self.batch, self.weights, self.units, self.found = batch, weights, units, WholeFound()
         if batch.rows < 2:
             self.found.missing = "its batch has only one sample"
             return self.found
-        differences = self._differences(RunMode(draws=SHARED if self.draws else ""))
-        if differences and has_auxiliary:
+        differences = self._differences(RunMode(draws=SHARED if self.draws else "")) if by_loss else ""
+        if by_outputs and (differences or not by_loss):
             differences = self._by_outputs()
         if self.normalized and not self.is_told:  # booster.boost warns of modules
             self.found.moving.append("F.batch_norm normalizes each microbatch with its own mean and variance")
         if differences:
-            raise Coupled(f"{differences}. {self._place()}")
-        return self.found
-
-    def compare_outputs(self, batch: Batch, m: int, units: Sequence[str] = ()) -> WholeFound:
-        """Compare an objective of the outputs, and its gradients, if the weights of the microbatches' losses are
-        unknown."""
-        self.parts, self.batch, self.units, self.found = copied_microbatches(batch, m), batch, units, WholeFound()
-        self.weights = Weights([1.0] * len(self.parts))
-        if batch.rows < 2:
-            self.found.missing = "its batch has only one sample"
-        elif differences := self._by_outputs():
             raise Coupled(f"{differences}. {self._place()}")
         return self.found
 
