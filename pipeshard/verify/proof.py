@@ -63,7 +63,7 @@ class Proof:
     coupled: bool = False
     moving: tuple[str, ...] = ()
     dependent: bool = False
-    cause: Exception | None = None
+    cause: BaseException | None = None
     smaller: str = ""
     padding: str = ""
 
@@ -113,31 +113,33 @@ def prove(
     limited.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, Limit(seconds, note), steps)
-    kind, reason, refused, coupled = EXACT, "", False, False
-    cause: BaseException | None = None
+    made = Proof(EXACT)
     with undisturbed(device), checking_indices(device):
         try:
             with untouched(proving.given):
                 proving.run(large)
         except Coupled as difference:
-            kind, reason, coupled = DIFFERENT, str(difference), True
+            made = Proof(DIFFERENT, str(difference), coupled=True)
         except Different as difference:
-            kind, reason = DIFFERENT, str(difference)
+            made = Proof(DIFFERENT, str(difference))
         except Dependent as error:
-            kind, reason, cause = UNPROVEN, str(error), error.__cause__
+            made = Proof(UNPROVEN, str(error), dependent=True, cause=error.__cause__)
         except Unproven as error:
-            kind, reason = UNPROVEN, str(error)
+            made = Proof(UNPROVEN, str(error))
         except PipeshardError as error:  # for the model itself, boost or the first step also raises it
-            kind, reason, refused = UNPROVEN, summary(error), not proving.smaller
+            made = Proof(UNPROVEN, summary(error), refused=not proving.smaller)
         except Exception as error:  # the user's code, or copying it, may raise anything
             logger.debug("the proof failed", exc_info=True)
-            kind, reason = UNPROVEN, summary(error)
-    but, moving = tuple(proving.but), tuple(proving.moving)
-    if kind == EXACT and but:
-        kind = PARTLY
-    seconds = proving.limit.elapsed
-    made = Proof(kind, reason, proving.counts, but, seconds, refused, coupled, moving, smaller=proving.smaller)
-    return replace(made, dependent=True, cause=cause) if isinstance(cause, Exception) else made
+            made = Proof(UNPROVEN, summary(error))
+    return replace(
+        made,
+        kind=PARTLY if made.kind == EXACT and proving.but else made.kind,
+        counts=proving.counts,
+        but=tuple(proving.but),
+        seconds=proving.limit.elapsed,
+        moving=tuple(proving.moving),
+        smaller=proving.smaller,
+    )
 
 
 class _Proving:
