@@ -112,7 +112,7 @@ class Traces:
         return self.flags.foreign(self._state[0])
 
     def stepped(self) -> None:
-        """Record that a step has run since `plan`."""
+        """Record that a step has run since `plan_each`."""
         for flags in (self.flags, *self.flags_of.values()):
             flags.stepped()
         self.losses.stepped()
@@ -126,15 +126,14 @@ class Traces:
         exact_loss: bool,
         weight: float = 1.0,
     ) -> list[list[Microbatch]]:
-        """Plan several consecutive batches (see `plan`), whose losses are multiplied by `weight` and summed. `found` is
-        the result of `find` for these batches, or None to find their ways here."""
+        """Plan the microbatches of several consecutive batches for each stage of this rank: their routes and loss
+        shares. The batches' losses are multiplied by `weight` and summed. `found` is the result of `find` for these
+        batches, or None to find their ways here. Call `stepped` after the microbatches have run."""
         weight *= self.losses.weight or 1.0
-        if found is None:
-            self.look(criterion)
-        else:
-            self._state = self.losses.state = found.state  # no user code has run since
-        known = found.ways if found is not None else [None] * len(cut)
-        plans = [self.plan(batches, criterion, outputs, exact_loss, ways) for batches, ways in zip(cut, known)]
+        found = found or self.find(cut, criterion)
+        self._state = self.losses.state = found.state  # no user code has run since
+        pairs = zip(cut, found.ways)  # ways of slices may follow
+        plans = [self._plan(batches, criterion, outputs, exact_loss, ways) for batches, ways in pairs]
         stages = [[microbatch for plan in plans for microbatch in plan[k]] for k in range(len(plans[0]))]
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
 
@@ -220,24 +219,17 @@ class Traces:
         self._prints = {key: of_flow for key, of_flow in self._prints.items() if key not in gone}
         self._numbers = {key: number for key, number in self._numbers.items() if key[0] not in gone}
 
-    def plan(
+    def _plan(
         self,
         batches: Sequence[Batch],
         criterion: Criterion | None,
         outputs: Wanted,
         exact_loss: bool,
-        ways: Sequence[Way] | None = None,
+        ways: Sequence[Way],
     ) -> list[list[Microbatch]]:
-        """Plan the microbatches of each stage of this rank: their routes and loss shares. Call `stepped` after the
-        microbatches have run.
-
-        With `exact_loss`, the sum of the losses, each times its share, is the whole batch's loss over all replicas;
-        call `losses.prove` first if the loss is unproven. Without `exact_loss`, this sum is the mean of the
-        microbatches' losses.
-        """
-        if ways is None:
-            self.look(criterion)
-            ways = [self._find(batch, criterion) for batch in batches]
+        """The microbatches of one batch for each stage of this rank. With `exact_loss`, the sum of their losses, each
+        times its share, is the whole batch's loss over all replicas; call `losses.prove` first if the loss is unproven.
+        Without `exact_loss`, this sum is the mean of the microbatches' losses."""
         rule = self.losses.rule(batches, criterion) if exact_loss else EACH
         shares = self.losses.of(batches, ways, criterion, rule)
         routes = [self.routes.of(flow, outputs) for flow, _ in ways]

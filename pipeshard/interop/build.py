@@ -86,7 +86,8 @@ class StageModule(nn.Module):
         model, policy, criterion = self._source
         place = policy.chunks.index(self.index)
         data = tuple(batch[name] for name in self.names) if batch.keys() == set(self.names) else dict(batch)
-        return self._traces.plan([read_batch(model, data)], criterion, self.whole, False)[place][0]
+        self._traces.look(criterion)
+        return self._traces.on_stage(read_batch(model, data), criterion, self.whole, place)
 
     @inside_pipeshard()
     def forward(self, *received: Tensor, **batch: Any) -> Any:

@@ -217,7 +217,7 @@ def new_lengths() -> int:
     with mock.patch.object(Tracer, "run", autospec=True, side_effect=Tracer.run) as run:
         for length in range(17, 25):
             batches = Batch.of(zoo.batch("llama", length=length)).split(num_microbatches=4)
-            split.model.pipeline.traces.plan(batches, None, False, True)
+            split.model.pipeline.traces.plan_each([batches], None, None, False, True)
     return run.call_count
 
 
