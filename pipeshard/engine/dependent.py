@@ -71,10 +71,6 @@ def cut_inputs(batch: Batch) -> list[str]:
     return [path for path, leaf, dim in leaves if dim is not None and isinstance(leaf, Tensor)]
 
 
-def dependent_error(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> BatchError:
-    return BatchError(dependent_text(batch, parts, i, error, module))
-
-
 class Dependents:
     """Determines whether a step failed because a microbatch depends on the rest of its batch."""
 
@@ -94,7 +90,7 @@ class Dependents:
             for batch, parts in zip(read, self.cuts.microbatches(read), strict=True):
                 found = failing(batch, parts, lambda part: self.traces.on_stage(part, criterion, outputs.needed, 0))
                 if found is not None:
-                    raise dependent_error(batch, parts, found[0], why) from why
+                    raise BatchError(dependent_text(batch, parts, found[0], why)) from why
             raise
 
     def explain(
@@ -124,4 +120,4 @@ class Dependents:
         if found is None or type(found[1]) is not type(error):
             return None
         module = own_progress().module([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
-        return dependent_error(batch, parts, i, error, module)
+        return BatchError(dependent_text(batch, parts, i, error, module))

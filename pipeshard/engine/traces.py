@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, key_of
+from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.loss import EACH
@@ -22,20 +23,7 @@ from pipeshard.engine.reader import digest
 from pipeshard.engine.routes import Routes
 from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Microbatch
-from pipeshard.engine.ways import (
-    ROUNDS,
-    Lent,
-    Said,
-    Way,
-    compare,
-    fingerprint,
-    joined,
-    lend,
-    lines_of,
-    number_of,
-    plain,
-    valued,
-)
+from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint, lend, lines_of, plain, valued
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
@@ -146,7 +134,7 @@ class Traces:
 
     def number(self, found: FoundWays) -> int:
         """A number that identifies these ways, the same on all ranks with equal ways."""
-        return joined([self._number(way) for ways in found.ways for way in ways])
+        return hash_of(repr([self._number(way) for ways in found.ways for way in ways]))
 
     def _number(self, way: Way) -> int:
         key = id(way[0]), way[1]
@@ -155,7 +143,7 @@ class Traces:
                 self._numbers.clear()
             if key[0] not in self._prints:
                 self._prints[key[0]] = fingerprint(way[0])
-            self._numbers[key] = number_of(self._prints[key[0]], way[1])
+            self._numbers[key] = hash_of(f"{self._prints[key[0]]} {way[1]}")
         return self._numbers[key]
 
     def find_alike(

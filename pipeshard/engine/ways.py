@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import CPU, gather_objects
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Call, Dataflow, Wanted
@@ -27,7 +26,6 @@ from pipeshard.split.policy import Policy
 
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and the differences of a batch's sizes from the traced sizes
 Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in the unit
-NUMBER_BITS = 61  # of the number of a step's ways, which is sent as a signed 64-bit integer
 SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes, ratios, thresholds, counts
 ROUNDS = 8  # of lending: with lent tensors, units may take a different path, and need additional tensors
 WAYS_REMEDY = (
@@ -67,19 +65,6 @@ def constants(call: Call) -> list[tuple[int, Any]]:
     of_result = call.leaves[: call.parts[0].tree.num_leaves]
     plain_kinds = (*PLAIN, Count)
     return [(k, x) for k, x in enumerate(of_result) if isinstance(x, plain_kinds) and not isinstance(x, torch.device)]
-
-
-def number_of(of_flow: str, deltas: tuple[int, ...]) -> int:
-    """A number computed from the fingerprint of a Dataflow and the sizes, the same on all ranks with equal ways."""
-    return hash_of(f"{of_flow} {deltas}")
-
-
-def joined(numbers: Sequence[int]) -> int:
-    """One number that combines the numbers of all microbatches, in order."""
-    total = len(numbers)
-    for number in numbers:
-        total = (total * 1_000_003 + number) % 2**NUMBER_BITS
-    return total
 
 
 def valued(ways: Sequence[Way]) -> set[str]:
