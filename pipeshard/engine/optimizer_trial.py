@@ -234,8 +234,7 @@ def _corner(tensor: Tensor) -> Tensor:
 
 def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Parameter]) -> Any:
     """Return a copy of the optimizer whose groups contain only `parameters`. Large tensors are not copied."""
-    content = {key: value for key, value in optimizer.__dict__.items() if key not in (*OVERRIDDEN, "state")}
-    memo: dict[int, Any] = {id(value): _corner(value) for value in contents(content) if isinstance(value, Tensor)}
+    memo: dict[int, Any] = {id(value): _corner(value) for value in contents(optimizer) if isinstance(value, Tensor)}
     memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}
     state = memo[id(optimizer.state)] = defaultdict[Any, Any](dict)
     for k, group in enumerate(optimizer.param_groups):
@@ -245,8 +244,7 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
             if original in optimizer.state:
                 of_state = optimizer.state[original]
                 state[tried] = {key: _like(value, original, tried) for key, value in of_state.items()}
-    trial = memo[id(optimizer)] = object.__new__(type(optimizer))
-    trial.__dict__.update(copy.deepcopy(content, memo), state=state)
+    trial: Any = copied_optimizer(optimizer, memo)
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for k, group in enumerate(trial.param_groups):
         _speed_up(group)
@@ -254,6 +252,14 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
     if callable(train := getattr(trial, "train", None)):
         train()  # schedule-free optimizers step only after it
     return trial
+
+
+def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy of an optimizer with all attributes except those that only replace methods of its class."""
+    made: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    made.__dict__.update(copy.deepcopy({k: v for k, v in vars(optimizer).items() if k not in OVERRIDDEN}, memo))
+    return made
 
 
 def _speed_up(group: dict[str, Any]) -> None:

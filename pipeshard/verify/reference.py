@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
+from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.engine.step_guard import contents
 from pipeshard.graph.places import PLAIN
 from pipeshard.graph.rng import Randomness, python_state
@@ -162,14 +163,6 @@ def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> No
         new.register_hook(copy.deepcopy(hook, memo))
     for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
         new.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
-
-
-def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy of an optimizer with all attributes except a `step` that a scheduler has set on the instance."""
-    made: Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = made
-    made.__dict__.update(copy.deepcopy({k: v for k, v in vars(optimizer).items() if k != "step"}, memo))
-    return made
 
 
 logger = logging.getLogger("pipeshard")

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pipeshard.batch.batch import Batch
+from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.hf import LABELS, config_of, has_label_per_sample, is_ids, without_adapters
 from pipeshard.split.adapters import base_names
 from pipeshard.split.packed import quantize_as
 from pipeshard.split.ties import first_names, names_of
-from pipeshard.verify.reference import Copies, copied_optimizer, copy_hooks, fill, hollow
+from pipeshard.verify.reference import Copies, copy_hooks, fill, hollow
 from pipeshard.verify.small_config import (
     SETTINGS,
     all_kinds,
