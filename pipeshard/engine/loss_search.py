@@ -134,8 +134,7 @@ class _Search:
         self.is_untried = False  # whether the found rule could not be tried at the batch's sizes
         self.failure: Exception | None = None  # why no trial could run
         self.strayed: TraceError | None = None  # the same, if glue took a different path than in its trace
-        loss = flow.loss
-        self.has_side_outputs = loss is not None and bool(loss.hidden or any(map(flow.is_aside, loss.values)))
+        self.has_side_outputs = flow.has_side_loss
 
     def rule(self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None) -> LossRule | None:
         """Find the rule, or return None. With `side_outputs`, side outputs of units are also random; otherwise they are

@@ -227,6 +227,11 @@ class Dataflow:
         """Whether the value leaves its unit through a hook or a place instead of the unit's result."""
         return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
+    @property
+    def has_side_loss(self) -> bool:
+        """Whether a part of the loss is computed from side outputs of units (router logits)."""
+        return self.loss is not None and bool(self.loss.hidden or any(map(self.is_aside, self.loss.values)))
+
     def uses(self) -> list[Reads]:
         """The Reads of each call, followed by the joined Reads of the loss and all outputs."""
         return [*(call.reads for call in self.calls), self.needed(True)]

@@ -87,7 +87,7 @@ class Sides:
         found = self._compare_undivided(step, expected, weights)
         self._update(comparison)
         compare_parameters(comparison, split, reference, f"after step {step + 1}")
-        return StepCut(step, weights, self._has_auxiliary(), tuple(split.policy.units), found)
+        return StepCut(step, weights, self.split.flow.has_side_loss, tuple(split.policy.units), found)
 
     def first_unit(self) -> str:
         """A sentence that names the first unit whose results differ in the first step, or "" if there is none."""
@@ -143,10 +143,6 @@ class Sides:
         for parameter in undivided.reference.own.trained().values():
             parameter.grad = None
         return WholeFound(losses=1, gradients=len(whole.gradients))
-
-    def _has_auxiliary(self) -> bool:
-        flow = self.split.flow
-        return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
     def _optimizers(self) -> list[Any]:
         """The optimizers of the first reference and of the ranks. They are SGD if the user has no optimizer, or an
