@@ -75,18 +75,16 @@ class LossShares:
             for share, (_, is_nan) in zip(shares, counts, strict=True)
         ]
 
-    def _unproven(self, batch: Batch, parts: Sequence[Batch], criterion: Criterion | None) -> bool:
-        """Whether the loss of this batch requires a rule, and none is proven for it yet."""
-        if len(parts) == 1 and self.replicas is None:
-            return False
-        return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, _largest(parts)))
-
     def any_unproven(
         self, batches: Sequence[Batch], cut: Sequence[Sequence[Batch]], criterion: Criterion | None
     ) -> bool:
         """Whether the loss of one of these batches requires a rule that is not proven yet, in the state of the last
         `look`."""
-        return any(self._unproven(batch, parts, criterion) for batch, parts in zip(batches, cut, strict=True))
+        return not all(
+            (len(parts) == 1 and self.replicas is None)
+            or self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, _largest(parts)))
+            for batch, parts in zip(batches, cut, strict=True)
+        )
 
     def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
         """The loss of this replica's own batch, computed from its `part` of the step's loss. If replicas share one

@@ -217,10 +217,6 @@ class PipelineOptimizer(Optimizer):
                 self.given.append(names)
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
-    def _complete(self) -> None:
-        """Create the master weights of parameters that were frozen before and are trainable now."""
-        self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
-
     def complete(self, weights: Iterable[MasterWeight]) -> None:
         """Create the missing values of the `weights` that this rank updates."""
         became: dict[Tensor, MasterWeight] = {w.master: w for w in weights if w.lacks_values and self._updates(w)}
@@ -284,7 +280,7 @@ class PipelineOptimizer(Optimizer):
         with self.gradients.coupling.paused(), together:
             self.follow(adopts=True)
             self._narrow()
-            self._complete()
+            self.complete(w for w in self.weights.values() if w.parameter.requires_grad)  # frozen before
             if closure is None:
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:
