@@ -23,6 +23,7 @@ from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.updates import Updates
 from pipeshard.errors import ConfigurationError, UsageError, listed
 from pipeshard.ghost import Ghost
+from pipeshard.graph.writes import stored
 from pipeshard.private import foreach_mul_
 
 
@@ -247,10 +248,9 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
     is_max, group = math.isinf(norm_type), control(group)
     dtype, terms = torch.float32, []
     for parameter, count in holders.items():
-        gradient = local_grad(parameter)
-        if gradient is None:
+        if (gradient := local_grad(parameter)) is None:
             continue
-        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+        gradient = stored(gradient)
         if gradient.dtype is torch.float64:
             dtype = torch.float64
         if gradient.numel() == 0:  # an empty shard has no infinity norm

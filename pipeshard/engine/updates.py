@@ -24,7 +24,7 @@ from pipeshard.distributed.collectives import gather_objects, local
 from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import UsageError
 from pipeshard.graph.rng import torch_states
-from pipeshard.graph.writes import is_written, note
+from pipeshard.graph.writes import is_written, note, stored
 
 logger = logging.getLogger("pipeshard")
 
@@ -429,9 +429,4 @@ def _is_close(one: Any, other: Any) -> bool:
 def _norm(parameters: Iterable[Tensor]) -> float:
     """The norm of the gradients that the inner optimizer is about to use on this rank."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    squares = [float(torch.linalg.vector_norm(_dense(gradient).float())) ** 2 for gradient in gradients]
-    return math.sqrt(sum(squares))
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    return math.hypot(*(float(torch.linalg.vector_norm(stored(gradient).float())) for gradient in gradients))

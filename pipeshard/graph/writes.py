@@ -63,9 +63,14 @@ def sum_of_words(tensor: Tensor) -> Tensor:
     """The sum of the bits of a tensor's values, as integers. It is computed without a wait for the device."""
     with DisableTorchFunction():
         words = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        words = (words.coalesce().values() if words.is_sparse else words).contiguous()
+        words = stored(words).contiguous()
         words = torch.view_as_real(words) if words.is_complex() else words
         return words.view(WORD[words.element_size()]).sum(dtype=torch.int64)
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The values that a tensor stores, each element once: the tensor itself unless it is sparse."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 class CountedData:
