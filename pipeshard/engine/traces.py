@@ -23,7 +23,7 @@ from pipeshard.engine.reader import digest
 from pipeshard.engine.routes import Routes
 from pipeshard.engine.sliced import SlicedMicrobatch
 from pipeshard.engine.stage import Microbatch
-from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint, lend, lines_of, plain, valued
+from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint, lend, lines_of, plain
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
@@ -43,6 +43,10 @@ class FoundWays(NamedTuple):
 
     state: tuple[int, int]
     ways: list[list[Way]]
+
+    @property
+    def all(self) -> list[Way]:
+        return [way for of_batch in self.ways for way in of_batch]
 
 
 class Traces:
@@ -134,7 +138,7 @@ class Traces:
 
     def number(self, found: FoundWays) -> int:
         """A number that identifies these ways, the same on all ranks with equal ways."""
-        return hash_of(repr([self._number(way) for ways in found.ways for way in ways]))
+        return hash_of(repr([*map(self._number, found.all)]))
 
     def _number(self, way: Way) -> int:
         key = id(way[0]), way[1]
@@ -164,7 +168,7 @@ class Traces:
         ranks = range(grid.replica * size, grid.replica * size + size)
         failure, asked = "", set[str]()
         for _ in range(ROUNDS):
-            new = valued([way for ways in found.ways for way in ways]) if found is not None else set()
+            new = {unit for flow, _ in found.all for unit in flow.valued} if found is not None else set()
             numbers = [self.number(found) if found is not None else -1]
             told = gather_objects((numbers, sorted(new - asked)), grid.world)
             wanted = {unit for _, names in told for unit in names}
@@ -183,24 +187,23 @@ class Traces:
         said = self._said(found, outputs, failure)
         known = compare(said, grid.world, ranks, grid.named)
         assert found is not None
-        for way, number in zip([way for ways in found.ways for way in ways], known, strict=True):
-            self._numbers[id(way[0]), way[1]] = number
+        for (flow, deltas), number in zip(found.all, known, strict=True):
+            self._numbers[id(flow), deltas] = number
         return found
 
     def _said(self, found: FoundWays | None, outputs: Wanted, failure: str) -> Said:
         """The report on these ways for the other ranks."""
-        ways = [] if found is None else [way for of_batch in found.ways for way in of_batch]
         if found is None:
             return Said([], [], failure or "a batch could not be traced")
         try:
-            lines = [plain(lines_of(way, self.policy, outputs)) for way in ways]
+            lines = [plain(lines_of(way, self.policy, outputs)) for way in found.all]
         except TraceError as error:
             return Said([], [], str(error))
-        return Said(list(map(self._number, ways)), lines, "")
+        return Said(list(map(self._number, found.all)), lines, "")
 
     def _forget(self, found: FoundWays | None) -> None:
         """Discard these ways, so that their microbatches are traced again."""
-        gone = {id(flow) for ways in found.ways for flow, _ in ways} if found is not None else set()
+        gone = {id(flow) for flow, _ in found.all} if found is not None else set()
         for flows in self._flows.values():
             flows[:] = [flow for flow in flows if id(flow) not in gone]
         self.routes.forget(gone)

@@ -67,11 +67,6 @@ def constants(call: Call) -> list[tuple[int, Any]]:
     return [(k, x) for k, x in enumerate(of_result) if isinstance(x, plain_kinds) and not isinstance(x, torch.device)]
 
 
-def valued(ways: Sequence[Way]) -> set[str]:
-    """The names of the units that were traced with values."""
-    return {unit for flow, _ in ways for unit in flow.valued}
-
-
 def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
     """Gather the small tensors of the units in `asked`. The tensors of a unit come from the first of `ranks` that holds
     the unit, since buffers on later ranks may be stale. `held` are this rank's units. Call it on all ranks of `group`,
