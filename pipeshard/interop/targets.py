@@ -139,8 +139,8 @@ class TorchStages:
 
     Every rank passes the full batch as keyword arguments; `keywords` names the entries of a tuple. torch does not
     synchronize tied weights: `sync_gradients` sums their gradients over the stages that hold them. Gradients may be
-    accumulated over several steps, each followed by `sync_gradients`, by a schedule with scale_grads=False: otherwise,
-    torch divides the gradients of earlier steps again in each step.
+    accumulated over several steps of a schedule with scale_grads=False: otherwise, torch divides the gradients of
+    earlier steps again in each step.
     """
 
     stages: list[Any]
@@ -152,7 +152,7 @@ class TorchStages:
         return iter(dict.fromkeys(p for stage in self.stages for p in stage.submod.parameters()))
 
     def sync_gradients(self) -> None:
-        """Sum the gradients of tied weights. Call on all ranks, after each schedule.step."""
+        """Sum the gradients of tied weights. Call on all ranks, before optimizer.step."""
         self.gradients.finish(True)
 
     def zero_grad(self) -> None:
@@ -223,8 +223,8 @@ class Torch(Target):
 
 
 def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync) -> Any:
-    """torch's PipelineStage with two changes. A step sets aside gradients that were summed after earlier steps, so that
-    they are not summed again. If several stages of this rank share a weight, the weight's gradient is divided by the
+    """torch's PipelineStage with two changes. The first step after a sum sets aside the summed gradients, so that they
+    are not summed again. If several stages of this rank share a weight, the weight's gradient is divided by the
     number of microbatches only once, after the last of these stages."""
     from torch.distributed.pipelining import PipelineStage
 
@@ -235,7 +235,9 @@ def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync) -> 
         def clear_runtime_states(self) -> None:  # called once for each stage, at the beginning of a step
             super().clear_runtime_states()
             if self.stage_index == min(stages) and self.has_backward:
-                gradients.begin()
+                if not gradients.is_partial or all(parameter.grad is None for parameter in holders):  # zero_grad
+                    gradients.begin()
+                gradients.is_partial = True  # until sync_gradients
 
         def scale_grads(self, grad_scale_factor: int) -> None:
             for parameter in self.submod.parameters():

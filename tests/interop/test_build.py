@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -201,16 +201,21 @@ def test_without_the_sum_of_tied_gradients_losses_differ(pool: Pool) -> None:
     assert theirs[0] == pytest.approx(ours[0], rel=1e-6) and theirs[1] != pytest.approx(ours[1], rel=1e-6)
 
 
-def accumulated() -> float:
-    """The largest difference between the gradients of two steps of torch's schedule and those of one process."""
-    model, batches = zoo.build("gpt2"), [even("gpt2", seed) for seed in range(2)]
+def accumulated(done: Sequence[str]) -> float:
+    """The largest difference between the gradients of steps of torch's schedule and those of one process. After each
+    step, `done` names what follows."""
+    model, batches = zoo.build("gpt2"), [even("gpt2", seed) for seed in range(len(done))]
     whole = copy.deepcopy(model)
     built = build(model, CUTS["gpt2"][1:2], "torch", zoo.part(batches[0], 0, [2]))
     schedule = Schedule1F1B(built.stages[0], 4, loss_fn=built.loss_fn, scale_grads=False)
-    for data in batches:
+    for data, then in zip(batches, done, strict=True):
         schedule.step(**data, target=data["labels"], losses=[], return_outputs=False)
-        built.sync_gradients()
         (4 * whole(**data).loss).backward()
+        if then == "sync":
+            built.sync_gradients()
+        elif then == "zero":
+            whole.zero_grad()
+            torch.optim.SGD(built.parameters()).zero_grad()
     expected = dict(whole.named_parameters(remove_duplicate=False))
     (stage,) = built.stages
     return max(float((p.grad - expected[name].grad).abs().max()) for name, p in stage.submod.named_parameters())
@@ -220,7 +225,15 @@ def accumulated() -> float:
 def test_gradients_of_ties_accumulate_over_steps(pool: Pool) -> None:
     """A user accumulated two batches per update with torch's schedule, and called sync_gradients after each. The second
     call summed the first batch's gradients of the tied weight again."""
-    assert max(pool.run(accumulated, 2)) < 1e-5
+    assert max(pool.run(accumulated, 2, ["sync", "sync"])) < 1e-5
+
+
+@pytest.mark.turns
+def test_gradients_of_ties_are_summed_once_per_update(pool: Pool) -> None:
+    """A user called sync_gradients once per update of several steps. Only the last step's gradients of the tied
+    weight were summed, and the copies of the weight drifted apart."""
+    assert max(pool.run(accumulated, 2, ["", "sync", "", "sync"])) < 1e-5
+    assert max(pool.run(accumulated, 2, ["sync", "zero", "", "sync"])) < 1e-5
 
 
 def of_pairs() -> list[list[float]]:
