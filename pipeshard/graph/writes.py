@@ -76,11 +76,9 @@ def stored(tensor: Tensor) -> Tensor:
 class CountedData:
     """The descriptor that replaces `Tensor.data` while a boosted model is alive."""
 
-    __name__ = "data"  # a subclass of Tensor with its own __torch_function__ asks for the name
-
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
-        if tensor is None:
-            return self
+        if tensor is None:  # torch passes methods of this attribute to a __torch_function__, which may compare them
+            return DATA
         _count(tensor)
         return DATA.__get__(tensor)
 

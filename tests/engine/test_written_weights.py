@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pipeshard
 from pipeshard.distributed.collectives import local
@@ -19,6 +19,28 @@ from tests.unsplit import Split
 pytestmark = pytest.mark.local
 
 BOUND = 0.125  # a number that 16 bits have
+
+
+def materialized() -> list[float]:
+    """The error of a lazy critic that is created, run and loaded while a generator is boosted."""
+    data = zoo.batch("gpt2", rows=4)
+    split = Split(zoo.build("gpt2"), 1, data, num_microbatches=2)
+    images, critics = torch.randn(2, 3, 8, 8), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        critics.append(nn.Sequential(nn.LazyConv2d(2, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(1)))
+    seen = critics[0](images)
+    critics[1].load_state_dict(critics[0].state_dict())
+    split.backward(data)
+    with pytest.raises(ValueError, match="uninitialized parameter"):
+        nn.LazyLinear(1).weight.add_(1)
+    return [float((critics[1](images) - seen).detach().abs().max())]
+
+
+def test_lazy_modules_beside_a_boosted_model(pool: Pool) -> None:
+    """A user boosted a generator, then ran a critic with a LazyLinear once on a batch. This raised torch's error about
+    an uninitialized parameter, whose remedy is to do so."""
+    assert pool.run(materialized, 1) == [[0.0]]
 
 
 def momentum(model: Any) -> torch.optim.Optimizer:
