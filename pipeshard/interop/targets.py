@@ -106,10 +106,12 @@ class Colossalai(Target):
     def _ranks(self, num_stages: int) -> int:
         """The number of ranks of a pipeline with this number of stages; the schedule determines the chunks per rank."""
         schedule = self.plugin.get("schedule") or self.plugin.get("pp_style") or "1f1b"
+        v = self.plugin.get("num_model_chunks", 1)
+        if callable(schedule):
+            schedule = schedule(num_stages // v, self.num_microbatches, v)
         if isinstance(schedule, Program):
             chunks = len(schedule.placement) // (max(schedule.placement) + 1)
         else:
-            v = self.plugin.get("num_model_chunks", 1)
             chunks = 1 if schedule == AUTO else chunks_of(schedule, num_stages, v)
         if num_stages % chunks:
             raise ConfigurationError(

@@ -22,6 +22,9 @@ import pipeshard
 from pipeshard import LayerSpec, PipelineModule, Target, analyze_tied_weights, build, register_target
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, UsageError
 from pipeshard.interop.build import Split as Parts
+from pipeshard.schedule.given import Schedule
+from pipeshard.schedule.program import Program
+from pipeshard.schedule.schedules import make_program
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.pool import Pool
@@ -265,17 +268,24 @@ def test_batches_of_inputs_and_labels(pool: Pool) -> None:
     assert len(pool.run(of_pairs, 2)[1]) == 2
 
 
-def by_zbv() -> int:
-    """The ranks of a pipeline of four stages, of which zbv holds two per rank; one step has the loss of one process."""
+def found_for_two(p: int, m: int, v: int = 1) -> Program:
+    """A function that knows two ranks and four microbatches only, as the result of a search."""
+    assert m == 4
+    return make_program("zbv", 2, m, 2)
+
+
+def by_chunks(schedule: Schedule) -> int:
+    """The ranks of a pipeline of four stages, of which the schedule holds two per rank; one step has the loss of one
+    process."""
     model, data = zoo.build("gpt2"), even("gpt2", 0)
     expected = copy.deepcopy(model)(**data).loss
     built = build(
-        model, CUTS["gpt2"], "colossalai", data, num_microbatches=4, optimizer=torch.optim.AdamW, schedule="zbv"
+        model, CUTS["gpt2"], "colossalai", data, num_microbatches=4, optimizer=torch.optim.AdamW, schedule=schedule
     )
     out = built.booster.execute_pipeline(iter([data]), built.model, None, built.optimizer)
     assert float(out["loss"]) == pytest.approx(float(expected), rel=1e-6)
     with pytest.raises(ConfigurationError, match="'zbv' holds 2 stages per rank, but cuts gives 3 stages"):
-        build(zoo.build("gpt2"), 3, "colossalai", data, num_microbatches=4, schedule="zbv")
+        build(zoo.build("gpt2"), 3, "colossalai", data, num_microbatches=4, schedule=schedule)
     return built.booster.plugin.pp_size
 
 
@@ -283,7 +293,14 @@ def by_zbv() -> int:
 def test_the_schedule_s_chunks_count_as_stages(pool: Pool) -> None:
     """A user passed three cuts and schedule="zbv" on two ranks. The error asked for four ranks, and four ranks led to
     an error about the number of cuts."""
-    assert pool.run(by_zbv, 2) == [2, 2]
+    assert pool.run(by_chunks, 2, "zbv") == [2, 2]
+
+
+@pytest.mark.local
+def test_a_schedule_is_called_for_its_own_sizes(pool: Pool) -> None:
+    """A user passed plan.searched with two chunks per rank. It was called for one microbatch, and its program was said
+    to be for fewer ranks than there were stages."""
+    assert pool.run(by_chunks, 2, found_for_two) == [2, 2]
 
 
 def built_on_meta() -> list[str]:
