@@ -44,6 +44,7 @@ from pipeshard.engine.outputs import ReturnOutputs
 from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import refuse_other_config
 from pipeshard.errors import UsageError
+from pipeshard.graph.rng import Randomness
 from pipeshard.options import PRECISIONS
 from pipeshard.replaced import replaced
 from pipeshard.schedule.given import Schedule
@@ -139,6 +140,7 @@ class PipelinePlugin:
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
         self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)
         self._boosted: list[weakref.ref[PipelineModel]] = []
+        self._random: list[Randomness] = []  # of all boosted models: a loaded training state changes a model's number
         self._grid: tuple[dist.ProcessGroup, Grid] | None = None  # and the world for which it was created
 
     def __getattr__(self, name: str) -> Any:
@@ -236,7 +238,9 @@ class PipelinePlugin:
             )
             if boosted is not model:
                 boosted.checkpoint_io = self._checkpoint_io
-                boosted.pipeline.policy.replay.randomness.model = len(self._boosted)
+                randomness = boosted.pipeline.policy.replay.randomness
+                randomness.model = 1 + max((other.model for other in self._random), default=-1)
+                self._random.append(randomness)
                 self._boosted.append(weakref.ref(boosted))
                 vars(self).pop("stage_manager", None)  # a search may have found other chunks
             boosted_optimizer = boost_optimizer(boosted, optimizer, wrapper(PipelineOptimizer, "OptimizerWrapper"))
