@@ -56,7 +56,7 @@ class HeldParameters:
         is_sharded = fsdp and grid.dp_size > 1
         cast = lowered - self._in_units() if is_sharded else lowered
         low = self._in_fp32(lowered - cast)
-        full = precision.lower(cast)
+        full, low = precision.lower(cast), low | cast
         self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
         self.sharded = self._sharded(dtype) if is_sharded else None
         now = dict(model.named_parameters())
@@ -69,7 +69,7 @@ class HeldParameters:
                 parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # its compute dtype, for traces
         self._refuse_hooks(before)
         self.weights = {
-            name: kind(name, p, self._holders(name), full.get(before[name]), before[name] in cast | low)
+            name: kind(name, p, self._holders(name), full.get(before[name]), before[name] in low)
             for name, p in self.held.items()
         }
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
