@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from pipeshard.errors import UsageError
+from pipeshard.trainer import PipelineTrainer
 from tests.pool import Pool
 from tests.trainers import TASKS, differences, halved, launched, logs, padded, texts, trainer
 
@@ -203,6 +204,25 @@ def test_a_dataloader_of_ones_own_gives_the_sample_of_the_trace(pool: Pool, tmp_
     expected, _ = with_own_loader(str(tmp_path), None)
     for is_given in (False, True):
         for found, _ in pool.run(with_own_loader, 2, str(tmp_path), {"pp_size": 2}, is_given):
+            assert differences(found, expected, 3e-6) == []
+
+
+class Both(Skipping, OwnLoader):
+    pass
+
+
+class BothInStages(Both, PipelineTrainer):
+    pass
+
+
+@pytest.mark.turns
+def test_a_subclass_of_the_pipeline_s_trainer_is_exact(pool: Pool, tmp_path: Path) -> None:
+    """A user changed the base class of a Trainer to PipelineTrainer. The trace lacked columns of its own dataloader,
+    and a window whose last batch training_step skipped was not trained, or its compute_loss was refused."""
+    window: dict[str, Any] = {"gradient_accumulation_steps": 3, "remove_unused_columns": False}
+    expected, _ = train(Both, str(tmp_path), **window)
+    for kind in (Both, BothInStages):
+        for found, _ in pool.run(train, 2, kind, str(tmp_path), {"pp_size": 2}, **window):
             assert differences(found, expected, 3e-6) == []
 
 

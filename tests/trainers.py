@@ -197,7 +197,8 @@ def trainer(
     }
     if plugin is None:
         return task.kind(args=args, **given)
-    kind = PipelineTrainer if task.kind is Trainer else pipelined(task.kind)
+    kind = PipelineTrainer if task.kind is Trainer else task.kind
+    kind = kind if issubclass(kind, PipelineTrainer) else pipelined(kind)
     return kind(args=args, pipeline=PipelinePlugin(**plugin), **given)
 
 

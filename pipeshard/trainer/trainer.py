@@ -233,7 +233,7 @@ class Loop(Trainer):
     @property
     def _may_write(self) -> bool:
         """Whether the user's code may run between the batches of a window."""
-        steps = [kind for kind in type(self).__mro__ if kind is not Front and "training_step" in vars(kind)]
+        steps = [kind for kind in type(self).__mro__ if "training_step" in vars(kind)]
         ends = [type(callback).on_substep_end for callback in self.callback_handler.callbacks]
         return steps[0] is not Loop or any(end is not TrainerCallback.on_substep_end for end in ends)
 
@@ -418,6 +418,8 @@ class Front:
                 f"{type(self).__name__} boosts the model itself: pass the original model, not a boosted one"
             )
         self.pipeline = pipeline
+        for name, around in (("get_train_dataloader", self._noted), ("training_step", self._completed)):
+            setattr(self, name, partial(around, getattr(self, name)))  # also if a subclass of this class overrides it
         _ = pipeline.grid  # refuses GPUs that ranks share, before a Trainer's constructor waits for ranks by NCCL
         refuse_blank_reference(kwargs.get("ref_model") or model, (*args, *kwargs.values()))
         config = kwargs.get("peft_config")
@@ -436,15 +438,15 @@ class Front:
 
         put_adapters(model, config, put)
 
-    def get_train_dataloader(self) -> Any:
+    def _noted(self, make: Callable[[], Any]) -> Any:
         """Note the dataloader, which the user's class may have created."""
-        self._loader = super().get_train_dataloader()  # type: ignore[misc]
+        self._loader = make()
         return self._loader
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _completed(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the training_step of the user's class, once per batch of a window. Raises UsageError if it changes
         parameters or gradients."""
-        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        loss = step(*args, **kwargs)
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
         if self._held and self.accelerator.sync_gradients:  # type: ignore[attr-defined]
             return loss + self.step_held()  # type: ignore[attr-defined]  # the user's class has skipped the last batch
