@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,11 +194,14 @@ class _Plan:
             and the two pieces.
         kept: the weights whose fp32 master weights were kept because these round to the checkpoint's values.
         is_other: whether fp32 master weights that do not round to the checkpoint's values were replaced.
+        missing: the first names of the tensors that the checkpoint lacks.
+        untold: those of `missing` that the class lists in `_keys_to_ignore_on_load_missing`.
+        lacking: those of `missing` that are not in `untold`, or have no values yet.
         extra: the tensors that modules return from `get_extra_state`, by full name.
     """
 
     def __init__(
-        self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool, blank: Collection[str]
+        self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool, blank: set[str]
     ) -> None:
         self.whole, self.source, self.holdings = model, source, holdings
         self.model = without_adapters(model)[1] if of_base else model
@@ -254,17 +257,17 @@ class _Plan:
                 if first not in self.makes or name == first:  # of several tied names, the first is used
                     self.makes[first] = piece
         self.given = set(self.makes)
-        optional = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or []
         self.missing = [
-            name
-            for name in dict.fromkeys(self.first[name] for name in self.shapes)
-            if name not in self.given and not any(re.search(pattern, name) for pattern in optional)
+            name for name in dict.fromkeys(self.first[name] for name in self.shapes) if name not in self.given
         ]
+        optional = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or []
+        self.untold = {name for name in self.missing if any(re.search(pattern, name) for pattern in optional)}
         packed = {name for name in self.missing if self.packed.keys() & self.targets[name].keys()}
         if not of_base and len(packed) == len(self.packed):  # saved states omit quantized weights; the model has them
             self.missing = [name for name in self.missing if name not in packed]
         elif packed:
             self.problems.append(f"{min(packed)} is missing, and a quantized weight cannot be initialized")
+        self.lacking = [name for name in self.missing if name not in self.untold or blank & self.targets[name].keys()]
 
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
         try:
@@ -279,7 +282,7 @@ class _Plan:
         """Raise CheckpointError for tensors that do not fit and, with `lists`, for missing or unexpected names."""
         problems = list(self.problems)
         if lists:
-            problems += [f"{name} is missing" for name in self.missing]
+            problems += [f"{name} is missing" for name in self.lacking]
             problems += [f"{name} is unexpected" for name in self.conversion.unexpected]
         if problems:
             raise CheckpointError(f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}")
@@ -403,7 +406,10 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
                 weights[full].set(weights[first].parameter.detach())
     unused = plan.conversion.unexpected
     for names, what in (
-        (lost, "are missing and were initialized randomly (train them before use)"),
+        (
+            [name for name in lost if name not in plan.untold],
+            "are missing and were initialized randomly (train them before use)",
+        ),
         (unused, "are not used"),
     ):
         if names and pipeline.grid.first:

@@ -378,6 +378,35 @@ def test_a_new_head_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFi
     assert "initialized randomly" in capfd.readouterr().out
 
 
+class TaggerForSequenceClassification(transformers.LlamaForSequenceClassification):
+    """A model around a base whose checkpoint has no head, which its class says."""
+
+    _keys_to_ignore_on_load_missing = (r"^score\.",)
+
+
+def with_a_head_that_may_be_missing(folder: str, create: bool) -> float:
+    cls, config = TaggerForSequenceClassification, transformers.AutoConfig.from_pretrained(folder, num_labels=3)
+    with torch.device("meta"):
+        blank = PipelinePlugin.from_pretrained(cls, folder, num_labels=3) if create else cls(config)
+    ids = zoo.batch("llama")["input_ids"]
+    data = {"input_ids": ids, "labels": ids[:, 0] % 3}
+    split = Split(blank.train(), dist.get_world_size(), data, num_microbatches=2, init_weights=create)
+    if not create:
+        split.booster.load_model(split.model, folder)
+    return float(split.backward(data)["loss"])
+
+
+@pytest.mark.processes
+def test_a_head_that_may_be_missing_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A class listed its head in `_keys_to_ignore_on_load_missing`: the head was never drawn, and the first step was
+    refused with the advice to call load_model, which had run."""
+    zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    one, two = pool.run(with_a_head_that_may_be_missing, 2, str(tmp_path), True)
+    assert one == pytest.approx(two) and "initialized randomly" not in capfd.readouterr().out
+    for message in pool.run_expecting(CheckpointError, with_a_head_that_may_be_missing, 2, str(tmp_path), False):
+        assert "score.weight is missing" in message
+
+
 def loading(name: str, folder: str, strict: bool = True) -> dict[str, Tensor]:
     split = Split(zoo.build(name, seed=1), dist.get_world_size(), zoo.batch(name), num_microbatches=2)
     before = values(split)
