@@ -55,6 +55,9 @@ ROPES_OF_LENGTH = "dynamic", "longrope"
 ROPE_LIMITS = "original_max_position_embeddings", "max_position_embeddings"
 NOISE = "neftune_noise_alpha"
 
+# Patterns of buffers that older checkpoints contain. transformers ignores such keys if the model has such buffers.
+OLD_BUFFERS = r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"
+
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft saved
 
 

@@ -22,7 +22,7 @@ from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, explained, listed, summary
-from pipeshard.hf import without_adapters
+from pipeshard.hf import OLD_BUFFERS, without_adapters
 from pipeshard.private import EXTRA_STATE
 from pipeshard.split.adapters import base_names, begin_with_weights
 from pipeshard.split.materialize import trim
@@ -83,7 +83,9 @@ class Conversion:
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         known = dict.fromkeys(names, True)
         prefix = model.base_model_prefix or None if isinstance(model, PreTrainedModel) else None
-        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+        ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+        buffers = [name for name, _ in model.named_buffers()]
+        ignored += [pattern for pattern in OLD_BUFFERS if any(re.search(pattern, name) for name in buffers)]
         older = _older(model)
         for key in sorted(keys, key=_natural):
             target, pattern = _renamed(_replaced(key, older), renamings, converters, prefix, known)

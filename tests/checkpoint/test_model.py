@@ -447,6 +447,21 @@ def test_strict_means_strict(pool: Pool, tmp_path: Path) -> None:
     pool.run(loading, 2, "llama", str(tmp_path), False)
 
 
+def test_buffers_of_older_checkpoints_are_ignored(pool: Pool, tmp_path: Path) -> None:
+    """A folder from the Hub contained `rotary_emb.inv_freq` of every layer, which transformers ignores: load_model
+    refused it as unexpected. Keys of buffers that the model lacks stay unexpected."""
+    model = zoo.build("llama")
+    old = {f"model.layers.{k}.self_attn.rotary_emb.inv_freq": torch.ones(4) for k in range(2)}
+    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), **old})  # type: ignore[operator]
+    _, info = type(model).from_pretrained(tmp_path, output_loading_info=True)  # type: ignore[attr-defined]
+    assert not info["unexpected_keys"]
+    pool.run(loading, 2, "llama", str(tmp_path))
+    old = {"model.position_ids": torch.ones(4)}
+    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), **old})  # type: ignore[operator]
+    for message in pool.run_expecting(CheckpointError, loading, 2, "llama", str(tmp_path)):
+        assert "model.position_ids is unexpected" in message
+
+
 def spoilt(folder: Path, how: str) -> str:
     index = folder / "model.safetensors.index.json"
     shard = folder / sorted({*json.loads(index.read_text())["weight_map"].values()})[-1]
