@@ -61,7 +61,7 @@ def writes(path: Path) -> Iterator[None]:
 ALL = "*"  # the pattern for a folder in which every file belongs to saves
 
 
-def new_folder(target: Path, group: dist.ProcessGroup, mark: str, own: str = ALL) -> AbstractContextManager[Path]:
+def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str = ALL) -> AbstractContextManager[Path]:
     """Context manager that yields an empty folder shared by all ranks. On exit, this folder replaces `target`.
 
     At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is the
@@ -74,11 +74,12 @@ def new_folder(target: Path, group: dist.ProcessGroup, mark: str, own: str = ALL
 
 
 def make_way(target: Path, mark: str, own: str = ALL) -> None:
-    """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, or a
-    non-empty folder without the file `mark`, which every saved folder contains."""
+    """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, or
+    (unless `own` limits what is replaced) a non-empty folder without the file `mark`, which every saved folder has.
+    """
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
-    if target.exists() and any(target.iterdir()) and not (target / mark).exists():
+    if own == ALL and target.exists() and any(target.iterdir()) and not (target / mark).exists():
         raise CheckpointError(f"{target} contains other files, which saving would delete: choose another folder")
     restore(target, own)
 

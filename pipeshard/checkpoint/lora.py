@@ -17,7 +17,7 @@ from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, w
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
-from pipeshard.hf import ADAPTER_CONFIG, is_of_peft
+from pipeshard.hf import is_of_peft
 from pipeshard.split.adapters import is_blank, put_adapters, refuse_changed_base, stand_ins
 from pipeshard.split.ties import first_names
 
@@ -95,8 +95,7 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     at a time, and writes them in the safetensors format. If a save is interrupted, the previous files remain. Other
     files in the folder, such as a tokenizer, are kept.
 
-    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, or if `checkpoint` is a file, or a
-    folder that has other content but no adapters.
+    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, or if `checkpoint` is a file.
     """
     module = model.unwrap() if isinstance(model, PipelineModel) else model
     if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):
@@ -104,9 +103,6 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
             f"this {type(module).__name__} is not a boosted model with adapters: call booster.enable_lora(model, "
             "lora_config=...), and pass the model that booster.boost(...) then returns"
         )
-    first = min(module.peft_config, key=lambda name: name != "default")
-    # peft saves all adapters except default in subfolders
-    mark = ADAPTER_CONFIG if first == "default" else f"{first}/{ADAPTER_CONFIG}"
     grid = model.pipeline.grid
     model.pipeline.gradients.settle()
     state = nn.Module.state_dict(module)
@@ -117,7 +113,7 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
         state |= {name: whole(state[name]) for name in saved}
     with together(grid.world):
         if grid.leads:
-            with new_folder(Path(checkpoint), model.pipeline.group, mark, own="adapter_model.*") as folder:
+            with new_folder(Path(checkpoint), model.pipeline.group, own="adapter_model.*") as folder:
                 _gather(module, state, saved, model.pipeline)
                 with together(model.pipeline.group):
                     if model.pipeline.rank == 0:

@@ -217,7 +217,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
     description, written = _planned(boosted, shard)
     rank = boosted.group.rank()
     if shard:
-        with new_folder(target, boosted.group, mark=DESCRIPTION, own=OWN) as folder:
+        with new_folder(target, boosted.group, own=OWN) as folder:
             write_files(contents(_in_files(written)), folder, rank)
             if rank == 0:
                 with writes(folder / DESCRIPTION):
