@@ -68,6 +68,10 @@ NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # counts of trai
 THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # limits for a config's counts, for labels and for modules
 RANK, VIRTUAL = 65_536, 2**28  # limits of a count in an adapter config, and of the elements of virtual tokens
 PROMPT = "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"
+RESIZED_HEAD = (
+    " (for a head of another size, load the folder with transformers' from_pretrained(..., ignore_mismatched_sizes="
+    "True), save it with save_pretrained, and load that folder)"
+)
 MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
 
 
@@ -82,8 +86,9 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     quantization = options.pop("quantization_config", None)
     config, unused = folder_config(path, **extra, **trusted, **options)
     if unknown := unused.keys() & options.keys():
+        remedy = RESIZED_HEAD if "ignore_mismatched_sizes" in unknown else ""
         raise ConfigurationError(
-            f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass only fields of the config"
+            f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass only fields of the config{remedy}"
         )
     quantization = quantization_of(config, path, quantization)
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):

@@ -295,6 +295,8 @@ def test_from_pretrained_wrongly(tmp_path: Path) -> None:
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     with pytest.raises(ConfigurationError, match="LlamaConfig has no num_layerz"):
         PipelinePlugin.from_pretrained(auto, tmp_path, num_layerz=3)
+    with pytest.raises(ConfigurationError, match="for a head of another size, load the folder with transformers'"):
+        PipelinePlugin.from_pretrained(auto, tmp_path, ignore_mismatched_sizes=True)  # was refused without a remedy
     with pytest.raises(ConfigurationError, match="dtype='bf16' is unknown: use 'auto', or a torch dtype"):
         PipelinePlugin.from_pretrained(auto, tmp_path, dtype="bf16")  # was an AttributeError of torch's
     eager = PipelinePlugin.from_pretrained(auto, tmp_path, dtype="bfloat16", attn_implementation="eager")
