@@ -21,7 +21,8 @@ from pipeshard.private import DisableTorchFunctionSubclass, tree_tensors
 # Functions and attributes that neither read nor write values, in addition to all functions whose names start with
 # `is_`.
 HARMLESS = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
-HARMLESS |= {"__dir__", "_post_accumulate_grad_hooks", "device", "dim", "dtype", "element_size", "get_device", "grad"}
+HARMLESS |= {"__dir__", "_post_accumulate_grad_hooks", "data_ptr", "device", "dim", "dtype", "element_size"}
+HARMLESS |= {"get_device", "grad"}
 HARMLESS |= {
     "grad_dtype",
     "grad_fn",

@@ -63,6 +63,7 @@ def test_what_tells_nothing_of_the_values_works() -> None:
     assert (p.layout, p.is_meta, p.grad, p._version) == (torch.strided, False, None, 0)
     assert p.is_floating_point() and torch.is_floating_point(p) and p.is_leaf and p.element_size() == 4
     assert p.untyped_storage().nbytes() == 4 and p.to("cpu") is p and p.float() is p
+    assert p.data_ptr() == p.untyped_storage().data_ptr()  # transformers counts embeddings so for 8-bit optimizers
     assert torch.zeros_like(p).sum() == 0 and p.new_ones(2).sum() == 2
     assert p.requires_grad_().requires_grad and "layer.weight" in repr(p) and {p: 1}[p] == 1
     torch.optim.AdamW([p]).zero_grad()

@@ -74,6 +74,15 @@ def of_a_folder() -> dict[str, Any]:
     return {"model": model, "peft_config": adapters(use_dora=True, modules_to_save=["lm_head"])}
 
 
+def with_experts() -> Any:
+    """A model whose routers have an auxiliary loss, which TRL adds by default."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    config = transformers.Qwen3MoeConfig(vocab_size=zoo.VOCABULARY, **sizes, **heads, **experts)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
 def with_saved_adapters() -> dict[str, Any]:
     """A model that stages load, with adapters and a copy of the head that were trained before."""
     folder, model = tempfile.mkdtemp(), zoo.build("llama")
@@ -112,6 +121,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "lora": ("SFT", {}, lambda: {"peft_config": adapters()}),
     "lora of a folder": ("SFT", {}, of_a_folder),
     "lora in four bits": ("SFT", {}, in_four_bits),
+    "experts": ("SFT", {}, lambda: {"model": with_experts()}),
     "reward": ("Reward", {}, lambda: {"model": scorer()}),
     "dpo": ("DPO", {}, lambda: {"ref_model": zoo.build("llama", seed=1)}),
     "dpo-lora": ("DPO", {}, lambda: {"peft_config": adapters()}),

@@ -92,6 +92,8 @@ class Loop(Trainer):
         cut(self.pipeline.config, self.args.gradient_accumulation_steps)
         self.accelerator = PipelineAccelerator.of(self.accelerator, self.pipeline.grid, self)
         self.gather_function = self.accelerator.gather_for_metrics
+        # Trainer sets it in the first step, but a trace at boost calls compute_loss before.
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
 
     @property
     def place_model_on_device(self) -> bool:
