@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import BatchEncoding, Trainer, TrainerCallback
 
 from pipeshard.errors import UsageError
 from pipeshard.trainer import PipelineTrainer
@@ -223,6 +223,40 @@ def test_a_subclass_of_the_pipeline_s_trainer_is_exact(pool: Pool, tmp_path: Pat
     expected, _ = train(Both, str(tmp_path), **window)
     for kind in (Both, BothInStages):
         for found, _ in pool.run(train, 2, kind, str(tmp_path), {"pp_size": 2}, **window):
+
+
+class Multilabel(Trainer):
+    """Has several labels per sample, which the model itself cannot compute a loss from."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = nn.functional.one_hot(inputs.pop("labels"), 3).amax(1).float()
+        outputs = model(**inputs)
+        loss = nn.functional.binary_cross_entropy_with_logits(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def encoded(samples: list[Any]) -> BatchEncoding:
+    """A batch as tokenizers' own collators return it: a Mapping, but not a dict."""
+    batch = padded(samples)
+    return BatchEncoding(batch | {"labels": torch.stack([batch["labels"], batch["labels"]], 1)})
+
+
+def with_several_labels(folder: str, plugin: dict[str, Any] | None, is_given: bool = False) -> Any:
+    if is_given:
+        plugin = {**(plugin or {}), "dry_run_input": encoded(TASKS["weighted"].data(2))}
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["weighted"], "kind", Multilabel):
+        made = trainer("weighted", folder, plugin, {"data_collator": encoded, "compute_metrics": None}, max_steps=2)
+        made.train()
+        return logs(made)
+
+
+@pytest.mark.turns
+def test_a_tokenizer_s_batch_is_traced_without_the_labels_of_a_custom_loss(pool: Pool, tmp_path: Path) -> None:
+    """A Trainer computed its own loss of multi-hot labels, with the default collator of a tokenizer (a BatchEncoding).
+    The trace passed the labels to the model, which failed on them: TraceError."""
+    expected = with_several_labels(str(tmp_path), None)
+    for is_given in (False, True):
+        for found in pool.run(with_several_labels, 2, str(tmp_path), {"pp_size": 2}, is_given):
             assert differences(found, expected, 3e-6) == []
 
 

@@ -10,7 +10,7 @@ loop, callbacks, logs, schedules and files are still Trainer's. A gradient accum
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
@@ -165,7 +165,7 @@ class Loop(Trainer):
 
     def _as_given(self, sample: Any) -> Any:
         """A batch of the collator in the form in which the training loop will pass it to the model."""
-        if not isinstance(sample, dict):
+        if not isinstance(sample, Mapping):
             return sample
         return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
 
