@@ -418,6 +418,21 @@ def test_generation_with_adapters(pool: Pool) -> None:
     assert pool.run(adapted, 2) == [True, True]
 
 
+def with_own_generate() -> bool:
+    whole, split = zoo.build("llama"), zoo.build("llama")
+    for model in (whole, split):
+        model.generate = partial(model.generate, bad_words_ids=[[k] for k in range(zoo.VOCABULARY // 2)])
+    alone = generated(whole.eval(), "llama", **GREEDY)
+    usual = generated(zoo.build("llama").eval(), "llama", **GREEDY)
+    return is_same(generated(boosted(split, "llama").eval(), "llama", **GREEDY), alone) and not is_same(usual, alone)
+
+
+def test_a_generate_that_was_set_on_the_model_is_called(pool: Pool) -> None:
+    """`model.generate = partial(model.generate, language="sinhalese", task="transcribe")`, as in the course on audio:
+    the stages called the method of the model's class, so the arguments were ignored without a message."""
+    assert pool.run(with_own_generate, 2) == [True] * 2
+
+
 def for_each_prompt(kind: str) -> bool:
     """Whether the tokens are those of one process if something outside of the forward's arguments has one entry for
     each prompt, and prompts are long enough for microbatches."""

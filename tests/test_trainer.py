@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -172,6 +173,27 @@ def test_a_trainer_s_model_that_generates_names_the_trainer_s_call(pool: Pool, t
     for message, is_same in pool.run(generate_after_training, 2, str(tmp_path)):
         assert "For a pipelined Trainer: trainer.predict(...) or trainer.generate(...)" in message
         assert is_same
+
+
+def predict_own(folder: str, plugin: dict[str, Any] | None) -> list[Any]:
+    """Tokens of a model with its own `generate`, which is changed between two predictions."""
+    with launched() if plugin else nullcontext():
+        made = trainer("seq2seq", folder, plugin, {"compute_metrics": None}, predict_with_generate=True, max_steps=1)
+        usual, predicted = made.model.generate, []
+        for count in (3, 5):
+            made.model.generate = partial(usual, max_new_tokens=count, min_new_tokens=count)
+            predicted.append(made.predict(TASKS["seq2seq"].data(3, seed=8)).predictions)
+        generate = getattr(made, "generate", made.model.generate)
+        return [*predicted, generate(input_ids=torch.tensor([[3, 4, 5]])).numpy()]
+
+
+@pytest.mark.turns
+def test_a_generate_that_was_set_on_the_model_predicts(pool: Pool, tmp_path: Path) -> None:
+    """`model.generate = partial(model.generate, language=..., task=...)` was ignored in a Seq2SeqTrainer's evaluation:
+    other tokens, and so other metrics and another best checkpoint, without a message."""
+    expected = predict_own(str(tmp_path), None)
+    for found in pool.run(predict_own, 2, str(tmp_path), {"pp_size": 2}):
+        assert [tokens.tolist() for tokens in found] == [tokens.tolist() for tokens in expected]
 
 
 class Streaming:

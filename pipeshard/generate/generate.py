@@ -32,8 +32,15 @@ class Generation:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.forward = Forward(pipeline)
+        self.own: Any = None  # the `generate` that the user has set on the model itself, such as a partial
+        self.find_own()
         # Reused, since a new object in a module's attribute would count as a new state of the model.
         self._stand_ins: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
+
+    def find_own(self) -> None:
+        """Find the model's `own` generate. A Trainer may have replaced it with this object."""
+        own = vars(self.pipeline.model).get("generate")
+        self.own = self.own if own is self else own
 
     @together_in("model.generate")
     def __call__(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
@@ -69,8 +76,9 @@ class Generation:
         enable_caches(pipeline.cached)
         try:
             with pipeline.gradients.coupling.paused(), pipeline.precision.running(), self._together():
-                kind: Any = type(pipeline.model)  # a Trainer may have replaced `model.generate` with this object
-                result = kind.generate(pipeline.model, *args, **kwargs)
+                kind: Any = type(pipeline.model)
+                generate = self.own or functools.partial(kind.generate, pipeline.model)
+                result = generate(*args, **kwargs)
             if pipeline.num_stages > 1:
                 self.forward.end(result)
             return result

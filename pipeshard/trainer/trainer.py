@@ -320,8 +320,10 @@ class Loop(Trainer):
         """Context manager in which the model's own `generate` uses the stages, since a Seq2SeqTrainer calls this
         method."""
         stages = self._own_stages()
-        has_own = hasattr(stages.module, "generate")
-        return replaced(stages.module, generate=stages.boosted.generation) if has_own else nullcontext()
+        if not hasattr(stages.module, "generate"):
+            return nullcontext()
+        stages.boosted.generation.find_own()
+        return replaced(stages.module, generate=stages.boosted.generation)
 
     def _evaluated_together(self) -> AbstractContextManager[None]:
         """Context manager in which every rank calls compute_loss. If compute_loss reads parameters that some ranks
@@ -360,7 +362,9 @@ class Loop(Trainer):
 
     def generate(self, **inputs: Any) -> Tensor:
         """Generate tokens with all stages, with the arguments of the model's own `generate`. Call it on every rank."""
-        tokens: Tensor = self._own_stages().eval().boosted.generate(**inputs)
+        with self._generated_together():
+            generate: Any = self._own_stages().eval().module.generate
+            tokens: Tensor = generate(**inputs)
         return tokens
 
     # files
