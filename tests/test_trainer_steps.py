@@ -260,6 +260,33 @@ def test_a_tokenizer_s_batch_is_traced_without_the_labels_of_a_custom_loss(pool:
             assert differences(found, expected, 3e-6) == []
 
 
+def padded_without_labels(samples: list[Any]) -> dict[str, Tensor]:
+    """A batch as long as the longest sample, without labels if the samples have none."""
+    batch = padded([{"labels": sample["input_ids"], **sample} for sample in samples])
+    return batch if "labels" in samples[0] else {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
+def predicted_first(name: str, folder: str, plugin: dict[str, Any] | None) -> Any:
+    more = {"data_collator": padded_without_labels, "compute_metrics": None}
+    with launched() if plugin else nullcontext():
+        made = trainer(name, folder, plugin, more, max_steps=2)
+        unlabeled = [{"input_ids": sample["input_ids"]} for sample in TASKS[name].data(3, seed=8)]
+        predicted = made.predict(unlabeled).predictions
+        made.train()
+        made.evaluate()
+        return logs(made), torch.as_tensor(predicted)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", ["weighted", "smoothed"])
+def test_unlabeled_data_are_predicted_before_training(pool: Pool, tmp_path: Path, name: str) -> None:
+    """predict(data without labels) was the first call of a Trainer with its own loss, which one process does not
+    compute then: KeyError 'labels' from compute_loss."""
+    expected, scores = predicted_first(name, str(tmp_path), None)
+    for found, predicted in pool.run(predicted_first, 2, name, str(tmp_path), {"pp_size": 2}):
+        assert differences(found, expected, 3e-6) == [] and torch.allclose(predicted, scores, atol=1e-5)
+
+
 class Clipping(TrainerCallback):
     """Clips the gradients of some parameters, by their own norm, before the Trainer's step."""
 

@@ -138,10 +138,12 @@ class Loop(Trainer):
         refuse_split(model, type(self).__name__)
         config, args = self.pipeline.config, self.args
         changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
-        if config.dry_run_input is None:
-            changes["dry_run_input"] = self._sample()
-        elif objective is not None:
-            changes["dry_run_input"] = self._as_given(config.dry_run_input)
+        sample = self._sample() if config.dry_run_input is None else config.dry_run_input
+        if objective is not None and self._is_predicted(sample):
+            objective = None  # traced in the first step of training, if any
+        elif objective is not None or config.dry_run_input is None:
+            sample = self._as_given(sample)
+        changes["dry_run_input"] = sample
         mixed = self.accelerator.mixed_precision  # from the arguments, or otherwise from `accelerate launch`
         if config.precision == "fp32" and mixed in ("bf16", "fp16"):
             changes |= {"precision": mixed, "autocast": True}
@@ -157,11 +159,18 @@ class Loop(Trainer):
         return Stages(self.pipeline, model, boosted)
 
     def _sample(self) -> Any:
-        """The first samples, in the form in which the training loop will pass samples to the model, or None if there
-        are no samples. Random generators are not advanced."""
+        """The first samples, or None if there are no samples. Random generators are not advanced."""
         with Draws.from_here(self.pipeline.grid.device):
-            sample = None if self._loader is None else first_samples(self._loader)
-        return self._as_given(sample)
+            return None if self._loader is None else first_samples(self._loader)
+
+    def _is_predicted(self, sample: Any) -> bool:
+        """Whether transformers' prediction_step passes the sample to the model itself, without compute_loss, because
+        labels are missing."""
+        if self.is_in_train or not isinstance(sample, Mapping):
+            return False
+        steps = (kind for kind in type(self).__mro__ if kind is not Loop and "prediction_step" in vars(kind))
+        is_known = next(steps).__module__.startswith("transformers.")
+        return is_known and any(sample.get(name) is None for name in self.label_names)
 
     def _as_given(self, sample: Any) -> Any:
         """A batch of the collator in the form in which the training loop will pass it to the model."""
