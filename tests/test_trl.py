@@ -19,7 +19,7 @@ from rich.console import Console
 
 import sft
 from pipeshard import PipelinePlugin, trace
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.trainer import pipelined
 from pipeshard.trainer.refusals import refuse_class
 from tests import zoo
@@ -39,6 +39,33 @@ def test_logs_are_those_of_one_process(pool: Pool, tmp_path: Path, kind: str) ->
     expected = run(kind, str(tmp_path))
     for found in pool.run(run, 2, kind, str(tmp_path), {"pp_size": 2}, timeout=120):
         assert near(found, expected, trls.CLOSE.get(kind, 2e-6)) == []
+
+
+class Smoothing(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    """One that calls the model once."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return transformers.Trainer.compute_loss(self, *args, **kwargs)
+
+
+SMOOTHED: dict[str, Any] = {"label_smoothing_factor": 0.1, "max_steps": 2, "eval_steps": 2}
+
+
+def smoothed(folder: str, plugin: dict[str, Any] | None) -> list[dict[str, float]]:
+    refused = pytest.raises(UsageError, match=r"twice.*label_smoothing_factor.*transformers\.Trainer\.compute_loss")
+    with refused if plugin else nullcontext():
+        run("completion", folder, plugin, **SMOOTHED)
+    with mock.patch.object(trl, "SFTTrainer", Smoothing):
+        return run("completion", folder, plugin, **SMOOTHED)
+
+
+@pytest.mark.turns
+def test_label_smoothing_of_trl_names_a_loss_that_calls_the_model_once(pool: Pool, tmp_path: Path) -> None:
+    """SFTConfig(label_smoothing_factor=0.1) has TRL call the model twice. The error advised to call the model once,
+    but the user had not written this compute_loss."""
+    expected = smoothed(str(tmp_path), None)
+    for found in pool.run(smoothed, 2, str(tmp_path), {"pp_size": 2}, timeout=120):
+        assert near(found, expected) == []
 
 
 def with_adapters_on(folder: str, plugin: dict[str, Any]) -> list[dict[str, float]]:
