@@ -251,6 +251,8 @@ class Updates:
         for number, optimizer in self.in_use().items():
             for k, (group, keys) in enumerate(zip(optimizer.optim.param_groups, optimizer.options)):
                 for key in keys:
+                    if key == "lr" and group.get("relative_step"):
+                        continue  # AdafactorSchedule writes a rate of one parameter to it, which Adafactor ignores
                     value = group.get(key)
                     found.append((number, k, key, value if type(value) in PLAIN else _plain(value)))
         return tuple(found)
