@@ -224,6 +224,7 @@ def test_a_subclass_of_the_pipeline_s_trainer_is_exact(pool: Pool, tmp_path: Pat
     expected, _ = train(Both, str(tmp_path), **window)
     for kind in (Both, BothInStages):
         for found, _ in pool.run(train, 2, kind, str(tmp_path), {"pp_size": 2}, **window):
+            assert differences(found, expected, 3e-6) == []
 
 
 class Multilabel(Trainer):

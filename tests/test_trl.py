@@ -20,6 +20,7 @@ from rich.console import Console
 import sft
 from pipeshard import PipelinePlugin, trace
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.graph.tracer import Tracer
 from pipeshard.trainer import pipelined
 from pipeshard.trainer.refusals import refuse_class
 from tests import zoo
@@ -80,6 +81,20 @@ def test_a_reference_with_its_adapters_on_is_seen(pool: Pool, tmp_path: Path) ->
     found = pool.run(with_adapters_on, 2, str(tmp_path), {"pp_size": 2}, timeout=120)[0]
     assert any("loss" in line for line in near(found, expected))
     assert all(abs(entry.get("rewards/margins", 0.0)) < 1e-6 for entry in found) and expected[3]["rewards/margins"]
+
+
+def traces(folder: str, steps: int) -> int:
+    with mock.patch.object(Tracer, "run", autospec=True, side_effect=Tracer.run) as ran:
+        run("dpo-lora", folder, {"pp_size": 2}, gradient_checkpointing=True, max_steps=steps, eval_steps=steps)
+    return ran.call_count
+
+
+@pytest.mark.turns
+def test_a_reference_needs_no_trace_per_step(pool: Pool, tmp_path: Path) -> None:
+    """By default, TRL turns checkpointing off and on for each batch of the reference, by new functions and hooks: DPO
+    traced the model five times per step."""
+    few, many = (pool.run(traces, 2, str(tmp_path), steps, timeout=120) for steps in (2, 4))
+    assert few == many
 
 
 @pytest.mark.turns

@@ -35,7 +35,7 @@ from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_tensors
 from pipeshard.replaced import replaced
 from pipeshard.trainer.kept import KeptState
-from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn
+from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn, without_checkpointing
 
 ITEMS = "num_items_in_batch"
 PLAIN_VALUES = (bool, int, float, str, type(None))
@@ -386,7 +386,8 @@ class Preferences:
             chosen, rejected = torch.zeros(len(inputs["input_ids"])).chunk(2)
         else:
             model = self.ref_model if self.ref_model is not None else self._own_stages()  # type: ignore[attr-defined]
-            chosen, rejected = self.compute_ref_log_probs(model, inputs)  # type: ignore[attr-defined]
+            with without_checkpointing(self.model):  # type: ignore[attr-defined]
+                chosen, rejected = self.compute_ref_log_probs(model, inputs)  # type: ignore[attr-defined]
         return inputs | {BOTH: torch.cat([chosen, rejected])}
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

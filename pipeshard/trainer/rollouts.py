@@ -22,7 +22,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.replaced import replaced
-from pipeshard.trainer.stand_ins import PipelineAccelerator
+from pipeshard.trainer.stand_ins import PipelineAccelerator, without_checkpointing
 
 logger = logging.getLogger("pipeshard")
 
@@ -117,7 +117,8 @@ class Rollouts:
         """TRL's inputs for a batch of prompts: newly generated or buffered completions. Call it on all ranks."""
         stages = self._own_stages()  # type: ignore[attr-defined]
         together = self._generated_together()  # type: ignore[attr-defined]
-        with replaced(self, model=stages), together, gathered_from_replicas(self.accelerator, type(self)):
+        of_replicas = gathered_from_replicas(self.accelerator, type(self))
+        with replaced(self, model=stages), together, of_replicas, without_checkpointing(stages.module):
             return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
 
     @together_in("trainer.rewards")

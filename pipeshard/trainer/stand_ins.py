@@ -6,8 +6,8 @@ The PipelineAccelerator therefore distributes data among replicas instead of pro
 wraps no model, scales no loss, and clips by the norm of the full model.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -206,6 +206,17 @@ def _ones(tensor: Tensor) -> Tensor:
 
 def _drop(outputs: Any, inputs: Any) -> None:
     """The function of `return_outputs` that needs all outputs, and keeps none."""
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Context manager that turns off activation checkpointing by its flags alone. TRL turns it off and on for each
+    batch of a reference, by new functions and hooks, so the model would be traced again for each batch."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                stack.enter_context(replaced(module, gradient_checkpointing=False))
+        yield
 
 
 class StandIn:
