@@ -220,6 +220,8 @@ def test_weights_in_16_bits_are_told_of_fp32_values(pool: Pool) -> None:
 def test_python_without_torchrun_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    if dist.is_initialized():  # by an earlier test: a Trainer without a launcher makes a world of one process
+        dist.destroy_process_group()
     with pytest.raises(ValueError, match="environment variable RANK expected, but not set"):
         dist.init_process_group("gloo")
 
