@@ -43,7 +43,7 @@ def reused() -> Any:
 
 def unreached() -> Any:
     """No result of a unit is known to depend on its arguments."""
-    return mock.patch("pipeshard.graph.kinds._reached", lambda count, *_: (frozenset(),) * count)
+    return mock.patch("pipeshard.graph.kinds.reached", lambda *_: frozenset())
 
 
 def one_way() -> Any:

@@ -135,7 +135,7 @@ CASES: dict[str, Case] = {
         "plain",
         {},
         f"{ENGINE}loss_shares.LossShares._counts",
-        lambda cache, batches, *_: [1.0] * len(batches),
+        lambda cache, batches, *_: [(1.0, False)] * len(batches),
     ),
     "a layer is computed again with another mask": (
         "plain",
