@@ -74,12 +74,11 @@ def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str 
 
 
 def make_way(target: Path, mark: str, own: str = ALL) -> None:
-    """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, or
-    (unless `own` limits what is replaced) a non-empty folder without the file `mark`, which every saved folder has.
-    """
+    """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, or a
+    non-empty folder without the file `mark`, which every saved folder contains (not checked if `mark` is "")."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
-    if own == ALL and target.exists() and any(target.iterdir()) and not (target / mark).exists():
+    if mark and target.exists() and any(target.iterdir()) and not (target / mark).exists():
         raise CheckpointError(f"{target} contains other files, which saving would delete: choose another folder")
     restore(target, own)
 

@@ -197,8 +197,8 @@ class _Plan:
         kept: the weights whose fp32 master weights were kept because these round to the checkpoint's values.
         is_other: whether fp32 master weights that do not round to the checkpoint's values were replaced.
         missing: the first names of the tensors that the checkpoint lacks.
-        untold: those of `missing` that the class lists in `_keys_to_ignore_on_load_missing`.
-        lacking: those of `missing` that are not in `untold`, or have no values yet.
+        optional: the names in `missing` that the class lists in `_keys_to_ignore_on_load_missing`.
+        required: the names in `missing` that are not optional, or that have no values yet.
         extra: the tensors that modules return from `get_extra_state`, by full name.
     """
 
@@ -262,14 +262,16 @@ class _Plan:
         self.missing = [
             name for name in dict.fromkeys(self.first[name] for name in self.shapes) if name not in self.given
         ]
-        optional = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or []
-        self.untold = {name for name in self.missing if any(re.search(pattern, name) for pattern in optional)}
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or []
+        self.optional = {name for name in self.missing if any(re.search(pattern, name) for pattern in patterns)}
         packed = {name for name in self.missing if self.packed.keys() & self.targets[name].keys()}
         if not of_base and len(packed) == len(self.packed):  # saved states omit quantized weights; the model has them
             self.missing = [name for name in self.missing if name not in packed]
         elif packed:
             self.problems.append(f"{min(packed)} is missing, and a quantized weight cannot be initialized")
-        self.lacking = [name for name in self.missing if name not in self.untold or blank & self.targets[name].keys()]
+        self.required = [
+            name for name in self.missing if name not in self.optional or blank & self.targets[name].keys()
+        ]
 
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
         try:
@@ -284,7 +286,7 @@ class _Plan:
         """Raise CheckpointError for tensors that do not fit and, with `lists`, for missing or unexpected names."""
         problems = list(self.problems)
         if lists:
-            problems += [f"{name} is missing" for name in self.lacking]
+            problems += [f"{name} is missing" for name in self.required]
             problems += [f"{name} is unexpected" for name in self.conversion.unexpected]
         if problems:
             raise CheckpointError(f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}")
@@ -406,12 +408,9 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
         for full in copies:  # copies start with the original's values
             if full in weights:
                 weights[full].set(weights[first].parameter.detach())
-    unused = plan.conversion.unexpected
+    drawn, unused = [name for name in lost if name not in plan.optional], plan.conversion.unexpected
     for names, what in (
-        (
-            [name for name in lost if name not in plan.untold],
-            "are missing and were initialized randomly (train them before use)",
-        ),
+        (drawn, "are missing and were initialized randomly (train them before use)"),
         (unused, "are not used"),
     ):
         if names and pipeline.grid.first:

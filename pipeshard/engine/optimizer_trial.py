@@ -249,8 +249,7 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
     for k, group in enumerate(trial.param_groups):
         _speed_up(group)
         group["params"][:] = [parameter for (of, _), parameter in parameters.items() if of == k]
-    if callable(train := getattr(trial, "train", None)):
-        train()  # schedule-free optimizers step only after it
+    set_training(trial)
     return trial
 
 
@@ -260,6 +259,12 @@ def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     memo[id(optimizer)] = made
     made.__dict__.update(copy.deepcopy({k: v for k, v in vars(optimizer).items() if k not in OVERRIDDEN}, memo))
     return made
+
+
+def set_training(optimizer: Any) -> None:
+    """Call the optimizer's `train`, if any: schedule-free optimizers step only after it."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
 
 
 def _speed_up(group: dict[str, Any]) -> None:

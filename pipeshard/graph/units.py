@@ -268,10 +268,11 @@ def _recomputed(module: nn.Module, forward: Callable[..., Any], checkpoint: Call
 
 
 @contextmanager
-def unrecomputed(module: nn.Module) -> Iterator[None]:
-    """Context manager in which the module and its submodules do not recompute their activations."""
+def unrecomputed(module: nn.Module, chosen: Callable[[nn.Module], bool] = recomputes) -> Iterator[None]:
+    """Context manager in which the `chosen` ones of the module and its submodules do not recompute their activations.
+    Only their flags change, so a boosted model has the same state whenever it is entered again."""
     with ExitStack() as stack:
-        for each in filter(recomputes, module.modules()):
+        for each in filter(chosen, module.modules()):
             stack.enter_context(replaced(each, gradient_checkpointing=False))
         yield
 

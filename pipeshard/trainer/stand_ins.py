@@ -6,8 +6,8 @@ The PipelineAccelerator therefore distributes data among replicas instead of pro
 wraps no model, scales no loss, and clips by the norm of the full model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.errors import UsageError, listed
+from pipeshard.graph.units import unrecomputed
 from pipeshard.hf import LAYER_CACHES
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_map_only
@@ -208,15 +209,10 @@ def _drop(outputs: Any, inputs: Any) -> None:
     """The function of `return_outputs` that needs all outputs, and keeps none."""
 
 
-@contextmanager
-def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Context manager that turns off activation checkpointing by its flags alone. TRL turns it off and on for each
+def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
+    """Context manager that turns off activation checkpointing, so that TRL does not. TRL turns it off and on for each
     batch of a reference, by new functions and hooks, so the model would be traced again for each batch."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                stack.enter_context(replaced(module, gradient_checkpointing=False))
-        yield
+    return unrecomputed(model, lambda module: bool(getattr(module, "gradient_checkpointing", False)))
 
 
 class StandIn:

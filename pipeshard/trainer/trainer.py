@@ -28,6 +28,7 @@ from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.engine.optimizer_trial import set_training
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.rng import Draws
 from pipeshard.hf import is_of_peft
@@ -280,8 +281,7 @@ class Loop(Trainer):
     def step_held(self) -> Tensor:
         """Run one step on the batches that were kept."""
         stages, objective = self._own_stages(), self._objective
-        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
-            self.optimizer.train()
+        set_training(self.optimizer)
         window, self._held = self._held, ()
         with nullcontext() if objective is None else objective.stepping(stages.boosted.pipeline):
             return stages.step(window, objective, self._weight(self._num_items)).to(self.args.device)

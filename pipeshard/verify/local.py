@@ -12,6 +12,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.distributed.local import LocalGrid, LocalWorld
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.engine.optimizer_trial import set_training
 from pipeshard.errors import DeadlockError, MessageSizeError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.rng import Draws
@@ -192,8 +193,7 @@ def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
 
 
 def stepped(optimizer: Any) -> None:
-    if callable(train := getattr(optimizer, "train", None)):
-        train()  # schedule-free optimizers step only after it
+    set_training(optimizer)
     try:
         optimizer.step()
     except TypeError:  # optimizers such as LBFGS require a closure
