@@ -2,7 +2,7 @@
 # make train    fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
 # make examples trains a BERT, a T5 and, by GRPO, a llama, and in the environment of parity-packages a model of timm and a Flux,
 #               each until it has learnt its task; make examples STEPS=3 is the short form, make example-classify runs one
-# make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in 28 of the
+# make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in 40 of the
 #               tests that take turns, by commit (SAMPLE_SEED=N runs others, TURNS=1 all)
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one:

@@ -34,7 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 from pipeshard import PipelinePlugin, initialize
 from pipeshard.engine.coupling import Watching
 from pipeshard.engine.traces import Traces
-from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, TraceError
+from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, TraceError, UsageError
 from pipeshard.generate import forward
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.generate import Generation
@@ -194,6 +194,7 @@ def with_copied_caches() -> bool:
     return continued(boosted(model, "llama-tied")) == expected
 
 
+@pytest.mark.turns
 def test_a_cache_may_be_copied(pool: Pool) -> None:
     """Reusing the cache of a long prefix by copy.deepcopy, as in transformers' documentation, ended in torch's error
     about subclasses that do not implement clone()."""
@@ -259,6 +260,7 @@ def with_prompts_of_ranks(options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world", "options"),
     [(2, {}), (4, {"pp_size": 2, "dp_size": 2}), (2, {"pp_size": 1, "tp_size": 2, "num_microbatches": 1})],
@@ -318,6 +320,24 @@ def test_processors_that_differ_between_ranks_are_refused(pool: Pool, new: int) 
         assert is_same == "True"
 
 
+def stopped() -> str:
+    def stops(ids: Tensor, scores: Any) -> Tensor:
+        return torch.full((len(ids),), ids.shape[1] > 8 + 2 * dist.get_rank(), dtype=torch.bool)
+
+    split = boosted(zoo.build("llama"), "llama")
+    with pytest.raises(UsageError) as caught:
+        split.generate(**prompts("llama"), max_new_tokens=30, stopping_criteria=[stops], **GREEDY)
+    return str(caught.value)
+
+
+def test_stopping_criteria_that_differ_between_ranks_are_refused(pool: Pool) -> None:
+    """A criterion stopped at a number of tokens of each rank's own. The rank that went on waited for the other until
+    the timeout."""
+    for message in pool.run(stopped, 2):
+        assert message.startswith("the ranks of one pipeline have different tokens")
+        assert " of the result" in message and " of a call of LlamaForCausalLM" in message
+
+
 class Noting(BaseStreamer):
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -352,6 +372,7 @@ def watching() -> tuple[bool, bool]:
     return any(isinstance(mode, Watching) for mode in modes_entered()), any(during)
 
 
+@pytest.mark.turns
 def test_what_is_generated_is_not_watched_as_the_loop_is(pool: Pool) -> None:
     """The modes that watch a loop's first updates followed every operator of a generation among them, which made
     tokens 20 % slower, or all tokens of a model that is never trained."""
@@ -427,6 +448,7 @@ def with_own_generate() -> bool:
     return is_same(generated(boosted(split, "llama").eval(), "llama", **GREEDY), alone) and not is_same(usual, alone)
 
 
+@pytest.mark.turns
 def test_a_generate_that_was_set_on_the_model_is_called(pool: Pool) -> None:
     """`model.generate = partial(model.generate, language="sinhalese", task="transcribe")`, as in the course on audio:
     the stages called the method of the model's class, so the arguments were ignored without a message."""
@@ -454,6 +476,7 @@ def for_each_prompt(kind: str) -> bool:
     return is_same(*found, tolerance=1e-4)
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["adapters", "steering"])
 @pytest.mark.parametrize("least", [7, 10], ids=["each", "two"])

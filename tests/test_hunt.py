@@ -30,7 +30,7 @@ def mechanism(name: str) -> tuple[object, ...]:
     return bool(case.refused), *(function is None for function in (case.prepare, case.between, case.criterion))
 
 
-@pytest.mark.sampled(16, kind=mechanism)
+@pytest.mark.sampled(10, kind=mechanism)
 @pytest.mark.parametrize("name", CASES)
 def test_hunted(pool: Pool, name: str) -> None:
     case: Case = CASES[name]

@@ -169,6 +169,7 @@ def too_many_stages() -> None:
     Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
 
 
+@pytest.mark.turns
 def test_more_stages_than_units(pool: Pool) -> None:
     for message in pool.run_expecting(PartitionError, too_many_stages, 5):
         assert "fewer than pp_size=5. Use pp_size <= 4" in message
@@ -363,6 +364,7 @@ def with_policy() -> None:
     )
 
 
+@pytest.mark.turns
 def test_a_policy_of_one_s_own_decides_the_cuts(pool: Pool) -> None:
     pool.run(with_policy, 3)
 

@@ -496,6 +496,7 @@ def packed(name: str) -> list[str]:
     return compared(split, unsplit, split.backward(data)["loss"], reference, 5 * ROUNDED)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_documents_in_a_row_are_kept_apart_by_a_mask(pool: Pool, name: str) -> None:
     """gemma2's layers with a window returned the keys of the window, and torch raised an error about their number."""

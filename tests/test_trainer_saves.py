@@ -224,6 +224,7 @@ def adapted_by_transformers(folder: Path) -> list[str]:
         return [str(caught.value), str(later.value)]
 
 
+@pytest.mark.turns
 def test_adapters_that_no_checkpoint_would_hold_are_refused_before_training(pool: Pool, tmp_path: Path) -> None:
     """A Trainer's checkpoints of a model with `model.add_adapter` had layers that `from_pretrained` drew at random."""
     for said in pool.run(adapted_by_transformers, 2, tmp_path):

@@ -94,6 +94,7 @@ def stages_on_a_stream() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.turns
 def test_a_tuple_and_a_stream_train_on_two_stages(pool: Pool) -> None:
     """A model returned (loss, logits) as Trainer allows, and "nothing gives a loss". A stream's model takes neither
     tokens nor images, and a batch of text was made up to trace it with."""

@@ -500,6 +500,7 @@ def renewed() -> None:
         sides.optimizer.zero_grad()
 
 
+@pytest.mark.turns
 def test_an_optimizer_that_is_collected_on_some_ranks_alone_is_not_compared(pool: Pool) -> None:
     """Ranks compared the options of one optimizer with those of another, as garbage is collected at other times: a
     loop that boosted a second optimizer was refused now and then."""

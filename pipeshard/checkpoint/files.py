@@ -1,9 +1,11 @@
 """Files: atomic writes of files and folders, by all ranks together or in the background."""
 
+import atexit
 import contextlib
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +20,19 @@ import torch.distributed as dist
 from pipeshard.distributed.collectives import gather_objects, reason
 from pipeshard.distributed.watching import named
 from pipeshard.errors import CheckpointError, PipeshardError, of_all, summary
+
+
+_unraised: list[Exception] = []  # of background saves that failed
+
+
+@atexit.register  # in the import, so that it runs after the functions that end the work with the other ranks
+def _exit() -> None:
+    """End the process with exit code 1 if the script's last save failed, whose error no later call can raise."""
+    if _unraised:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 @contextmanager
@@ -224,6 +239,13 @@ class Save(ABC):
         self.thread = threading.Thread(target=self._in_background, name="pipeshard-save")
         self.thread.start()
 
+    def join(self) -> None:
+        """Wait for the thread. The caller raises the error, if any."""
+        if self.thread is not None:
+            self.thread.join()
+        if self.failed is not None:
+            _unraised.remove(self.failed)
+
     def _in_background(self) -> None:
         over = threading.Event()
         threading.Thread(target=self._beat, args=[over], daemon=True).start()
@@ -235,6 +257,7 @@ class Save(ABC):
                 self.commit()
         except Exception as error:  # would be lost with the thread; the next save raises it
             self.failed = error
+            _unraised.append(error)
             self.abandon()
             self._mark(self.stage, "failed").touch()
             logger.error("saving %s failed on stage %d: %s", self.target, self.stage, error)

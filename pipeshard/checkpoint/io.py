@@ -66,7 +66,8 @@ class PipelineCheckpointIO:
         Safetensors files contain each tied tensor once.
 
         With `use_async=True`, a copy of the weights is written while training continues. The next save waits for this
-        write, and raises an error if the write failed. At exit, the process also waits for the write.
+        write, and raises an error if the write failed. At exit, the process also waits for the write, and its exit
+        code is 1 if the write failed.
 
         With `merge=True`, the folder of a model with adapters can be read without peft: each stage merges its active
         adapters into copies of its weights.
@@ -157,8 +158,8 @@ class PipelineCheckpointIO:
     def wait(self) -> None:
         """Wait until the background save is on disk. Raises CheckpointError on every rank if the save failed."""
         save, self.pending, saving, self.saving = self.pending, None, self.saving, False
-        if save is not None and save.thread is not None:
-            save.thread.join()
+        if save is not None:
+            save.join()
         try:
             with together(self.grid.world) if saving else nullcontext():
                 if save is not None and save.failed is not None:

@@ -70,28 +70,29 @@ class Forward:
         pipeline = self.pipeline
         entry = entry_of(pipeline.model, path, arguments)
         entry = pipeline.precision.of_batch(entry).to(pipeline.device)
+        self._refuse_other_tokens(path, {name: value for name, value in arguments.items() if name not in CACHES})
         self._used: dict[int, Entries] = {}  # by id, in the same order on all ranks
         self._parts: dict[int, CacheParts] = {}  # by the ids of their parts
         self._meet((), entry.data)
         batches, ways = self._planned(path, entry, forward)
-        output = self._run(batches, ways)
-        kept = {name: value for name, value in arguments.items() if name not in CACHES}
-        return self._share(output, entry, list(self._used.values()), digest_of(kept))
+        return self._share(self._run(batches, ways), entry, list(self._used.values()))
 
     def end(self, result: Any) -> None:
         """Raise UsageError on every rank if the ranks' results of `generate` have different tokens."""
-        self._refuse_other_tokens(_gathered({"read": digest_of(result)}, self.group))
+        self._refuse_other_tokens(None, result)
 
-    def _refuse_other_tokens(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Raise UsageError on every rank if the ranks have chosen different tokens."""
-        read = [told["read"] for told in of_ranks]
-        if len(set(read)) > 1:
+    def _refuse_other_tokens(self, path: str | None, values: Any) -> None:
+        """Raise UsageError on every rank if the ranks have chosen different tokens: they call a forward of different
+        modules (`path`, None at the end of `generate`) or with different integers in `values`."""
+        read = "the result" if path is None else f"a call of {path or type(self.pipeline.model).__name__}"
+        told = _gathered([read, digest_of(values)], self.group)
+        if any(other != told[0] for other in told):
             named = map(self.pipeline.grid.named, ranks_of(self.group))
+            listed = ", ".join(f"{name}: {digest} of {read}" for name, (read, digest) in zip(named, told))
             raise of_all(
                 UsageError(
-                    "the ranks of one pipeline have different tokens (digests of the integers that a forward of "
-                    f"{type(self.pipeline.model).__name__} reads, or of the result: "
-                    f"{', '.join(f'{name}: {number}' for name, number in zip(named, read))}). Every rank runs the loop "
+                    "the ranks of one pipeline have different tokens (digests of the integers that a forward reads, or "
+                    f"of the result: {listed}). Every rank runs the loop "
                     "of generate, so your logits processors, stopping criteria and other code of the loop must return "
                     "the same values on every rank: use torch's generator instead of other random numbers, and call "
                     "modules of the model instead of reading their parameters, which are NaN on the ranks of other "
@@ -290,16 +291,16 @@ class Forward:
         wait_for([p2p.receive(as_bytes(tensor), source) for tensor in tensors if tensor.numel()], p2p, source)
         return dict(zip(values, tensors, strict=True))
 
-    def _share(self, output: Any, entry: Batch, caches: Sequence[Entries], read: str) -> Any:
+    def _share(self, output: Any, entry: Batch, caches: Sequence[Entries]) -> Any:
         """Create ghosts of the cache entries that other ranks have changed, and return the output of the last stage on
-        every rank. `read` is a digest of the tokens that the forward has read."""
+        every rank."""
         pipeline = self.pipeline
         own_progress().start("the output of a forward that generates")
         known: dict[str, Any] = {f"[{k}]": leaf for k, leaf in enumerate(entry.leaves) if _has_content(leaf)}
         known |= {name: value for name, value in entry.data.items() if _has_content(value)}
         known |= {f"cache {k}": entries.cache for k, entries in enumerate(caches)}
         tensors: list[Tensor] = []
-        said: dict[str, Any] = {"caches": [entries.changes() for entries in caches], "read": read}
+        said: dict[str, Any] = {"caches": [entries.changes() for entries in caches]}
         last = pipeline.policy.placement[-1]
         if pipeline.rank == last:
             names = {id(value): name for name, value in known.items()}
@@ -310,7 +311,6 @@ class Forward:
 
             said["output"] = describe(output, put, names)
         of_ranks = _gathered(said, self.group)
-        self._refuse_other_tokens(of_ranks)
         for rank, told in enumerate(of_ranks):
             if rank != pipeline.rank:
                 for entries, changes in zip(caches, told["caches"]):
@@ -375,9 +375,9 @@ def _has_content(value: Any) -> bool:
     return isinstance(value, Tensor) or is_cache(value) or isinstance(value, dict)
 
 
-def _gathered(said: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """The plain data of every rank of the group, sent as JSON. This function runs once per token, and takes a twentieth
-    of the time of `gather_objects`, which also sends tensors."""
+def _gathered(said: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The plain data of every rank of the group, sent as JSON. This function runs twice per token, and takes a
+    twentieth of the time of `gather_objects`, which also sends tensors."""
     content = json.dumps(said).encode()
     lengths = gather(torch.tensor([len(content)]), group)[:, 0].tolist()
     padded = torch.frombuffer(bytearray(content.ljust(max(lengths), b" ")), dtype=torch.uint8)

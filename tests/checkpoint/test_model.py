@@ -8,6 +8,8 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -398,6 +400,7 @@ def with_a_head_that_may_be_missing(folder: str, create: bool) -> float:
     return float(split.backward(data)["loss"])
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_a_head_that_may_be_missing_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A class listed its head in `_keys_to_ignore_on_load_missing`: the head was never drawn, and the first step was
@@ -681,6 +684,34 @@ def test_a_failure_in_the_background_is_told(pool: Pool, tmp_path: Path, failing
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+LAST_SAVE = """
+import sys
+from pathlib import Path
+from pipeshard.checkpoint.files import Save
+
+class Full(Save):
+    def write(self):
+        raise OSError("no space left")
+    def commit(self): ...
+    def abandon(self): ...
+    def beside(self, name):
+        return self.target / name
+
+save = Full(Path(sys.argv[1]), 0, 1, "")
+save.start()
+if sys.argv[2] == "raised":
+    save.join()
+"""
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("told", "status"), [("", 1), ("raised", 0)])
+def test_a_script_whose_last_save_fails_in_the_background_has_failed(tmp_path: Path, told: str, status: int) -> None:
+    """The job's last checkpoint was missing, but its exit code was 0: the next job of a chain started without it."""
+    ended = subprocess.run([sys.executable, "-c", LAST_SAVE, tmp_path, told], capture_output=True, text=True)
+    assert "no space left" in ended.stderr and ended.returncode == status, ended.stderr
+
+
 @dataclass
 class Slow(Save):
     """A save of a stage that takes so many seconds to write."""
@@ -800,6 +831,7 @@ def state_dict_of(text: str, place: Path) -> None:
     other.booster.save_model(other.model, str(place / "ours"), shard=True)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("text", ["causal-lm/mixtral", "image-text-to-text/llava", "image-text-to-text/qwen2_vl"])
 def test_a_pt_file_is_a_state_dict(pool: Pool, tmp_path: Path, text: str) -> None:
     """`model.load_state_dict(torch.load("x.pt"))` did not know the names of a file of a mixture of experts or a

@@ -170,6 +170,7 @@ def in_32_bits(of: Any, is_module: bool) -> list[str]:
     return sorted(name for name, state in states.items() if state.dtype != torch.uint8 and state.numel() > 16)
 
 
+@pytest.mark.turns
 @pytest.mark.processes  # the manager is one per process
 @pytest.mark.parametrize(("precision", "is_module"), [("bf16", True), ("fp32", False)])
 def test_overridden_configs_follow_their_parameters(pool: Pool, precision: str, is_module: bool) -> None:

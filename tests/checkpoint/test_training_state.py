@@ -161,6 +161,7 @@ def folds(folder: Path, start: int) -> list[Any]:
     return found
 
 
+@pytest.mark.turns
 def test_a_resumed_fold_draws_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
     """A restarted script skipped finished folds: the resumed fold's model had another number, so its dropout masks
     differed, as did those of the folds after it. And models that were gone made `no_sync()` ambiguous."""
@@ -486,6 +487,7 @@ def _full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.turns
 def test_a_save_in_the_background_that_fails_is_told_by_the_next_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(failing_in_the_background, 2, tmp_path)
     assert "stages [1] could not write their part" in first[0] or "No space left" in first[0]

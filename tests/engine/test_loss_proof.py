@@ -413,6 +413,7 @@ def with_an_empty_sample() -> None:
         assert gradient_error(split, model) < 1e-5
 
 
+@pytest.mark.turns
 def test_a_sum_of_nothing_is_zero(pool: Pool) -> None:
     """A mean was turned into a sum by its count, as an error advised: a sample without a valid label made the sum
     NaN * 0, and all weights NaN."""

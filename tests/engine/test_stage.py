@@ -82,6 +82,7 @@ def losses() -> list[float]:
     return [split.backward(zoo.batch("llama", seed=k))["loss"].item() for k in range(3)]
 
 
+@pytest.mark.turns
 def test_the_loss_is_one_number_on_every_rank(pool: Pool) -> None:
     ranks = pool.run(losses, 4)
     assert all(rank == ranks[0] for rank in ranks)

@@ -350,6 +350,7 @@ def boosted_later() -> None:
     torch.testing.assert_close(*values)
 
 
+@pytest.mark.turns
 def test_an_optimizer_that_is_boosted_later_follows_the_ties(pool: Pool) -> None:
     """PipelineTrainer makes the optimizer before it splits the model: the parameter that shared_weights had replaced
     was refused as one of another model."""
@@ -400,5 +401,6 @@ def from_a_function() -> list[str]:
     return differences(Split(model, 2, made, microbatch_size=2), unsplit, data())
 
 
+@pytest.mark.turns
 def test_the_dry_run_input_may_be_a_function(pool: Pool) -> None:
     assert pool.run(from_a_function, 2) == [[], []]

@@ -289,6 +289,7 @@ def by_chunks(schedule: Schedule) -> int:
     return built.booster.plugin.pp_size
 
 
+@pytest.mark.turns
 @pytest.mark.local
 def test_the_schedule_s_chunks_count_as_stages(pool: Pool) -> None:
     """A user passed three cuts and schedule="zbv" on two ranks. The error asked for four ranks, and four ranks led to
@@ -296,6 +297,7 @@ def test_the_schedule_s_chunks_count_as_stages(pool: Pool) -> None:
     assert pool.run(by_chunks, 2, "zbv") == [2, 2]
 
 
+@pytest.mark.turns
 @pytest.mark.local
 def test_a_schedule_is_called_for_its_own_sizes(pool: Pool) -> None:
     """A user passed plan.searched with two chunks per rank. It was called for one microbatch, and its program was said

@@ -76,6 +76,7 @@ def known(devices: Devices, p: int, m: int) -> dict[str, Candidate]:
     return {each.program.name: each for each in tried if isinstance(each, Candidate)}
 
 
+@pytest.mark.turns
 def test_a_search_finds_the_same_twice_and_is_faster_where_costs_are_uneven() -> None:
     open_ended = subject().on(Devices.parse(3))
     with short(100):
@@ -257,6 +258,7 @@ def test_cuts_inside_layers_train_exactly(pool: Pool, tmp_path: Path, name: str,
     assert saved.keys() <= plain.keys() and all(torch.equal(plain[key], saved[key]) for key in saved)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("name", "layers", "p"), INSIDE)
 def test_cuts_inside_layers_are_faster_than_between_layers(name: str, layers: int, p: int) -> None:
     inner = few_layers(name, layers).on(Devices.parse(p))

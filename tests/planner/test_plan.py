@@ -67,6 +67,7 @@ def test_pinned_memory_is_allocated_in_powers_of_two() -> None:
     assert [*map(pinned, (0, 1, 3, 4, 5, 11008 * 4096 * 4))] == [0, 1, 4, 4, 8, 2**28]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_offloaded_optimizer_is_on_the_host(precision: str) -> None:
     model = zoo.build("llama", layers=6)

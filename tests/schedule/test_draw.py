@@ -85,6 +85,7 @@ def test_nothing_is_drawn_where_nothing_takes_time() -> None:
     assert draw_text(simulate(gpipe(1, 1), 0, 0)) == "rank 0"
 
 
+@pytest.mark.turns
 def test_a_picture_is_written(tmp_path: Path) -> None:
     simulation = simulate(one_f_one_b(3, 4), 0.01, 0.02)
     draw_timeline([("", simulation.spans)], tmp_path / "one.png", "1F1B")

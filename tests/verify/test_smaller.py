@@ -202,6 +202,7 @@ class LastLayers(Policy):
         return [first, num_layers - first]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("cut", [{"partition": [12, 13]}, {"partition": ["layers.20"]}, {"policy": LastLayers}])
 def test_a_copy_is_cut_by_its_own_layers(cut: dict[str, Any]) -> None:
     """A model on meta was boosted with partition=[12, 13], or with schedule="auto", which finds such a list.
@@ -211,6 +212,7 @@ def test_a_copy_is_cut_by_its_own_layers(cut: dict[str, Any]) -> None:
     assert (proof.kind, proof.coupled) == (DIFFERENT, True), proof
 
 
+@pytest.mark.turns
 def test_slices_are_proven_on_a_copy_that_is_cut_by_its_own_layers() -> None:
     """A recipe with num_slices=2 and partition=[6, 5] never started: the list did not fit the copy of the model."""
     config = LlamaConfig(
