@@ -21,7 +21,6 @@ from pipeshard.distributed.collectives import gather_objects, reason
 from pipeshard.distributed.watching import named
 from pipeshard.errors import CheckpointError, PipeshardError, of_all, summary
 
-
 _unraised: list[Exception] = []  # of background saves that failed
 
 

@@ -5,6 +5,7 @@ computed from an existing trace. The model is traced again if the batch's struct
 of a branch of glue on the batch's values differs.
 """
 
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, fingerprint,
 from pipeshard.errors import TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
+from pipeshard.graph.places import format_path
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
@@ -34,6 +36,9 @@ from pipeshard.slices.cut import sequence_of
 from pipeshard.split.policy import Policy
 from pipeshard.split.route import Recompute
 
+logger = logging.getLogger("pipeshard")
+
+OFTEN = 16  # this many states of one object are a reason to warn
 MOST_FLOWS = 128  # at most this many are cached, since traces may depend on values that differ in each batch
 NUMBERS = 4096  # at most this many numbers of ways are cached; each size of a batch has its own
 
@@ -96,6 +101,8 @@ class Traces:
                 self.flags_of.clear()
             of_criterion = self.flags_of.setdefault(key_of(criterion), Flags(self.model, criterion))
             self._state = self._state[0], of_criterion.number()
+            _warn_of_states(of_criterion, "the criterion", "set a float for a weight, and a bool for a branch")
+        _warn_of_states(self.flags, "the model", "store a weight in a buffer, and set a bool for a branch")
         self.losses.look(criterion, self._state)
 
     @property
@@ -330,6 +337,20 @@ class Traces:
                 routes = [self.routes.sliced(flow, outputs) for flow in flows]
                 made[-1].append(SlicedMicrobatch.of(whole, batch, sizes, of_parts, routes, place, device))
         return made
+
+
+def _warn_of_states(flags: Flags, owner: str, remedy: str) -> None:
+    """Warn on the first rank, once, if the model or the criterion changes so often that a step takes longer."""
+    if flags.next == OFTEN and flags.last and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "%s of %s has had %d values in one run. It may decide which operations run, so pipeshard traces the model, "
+            "and verifies the loss, for each new value, which may take longer than a step. Instead, %s",
+            format_path(flags.last),
+            owner,
+            OFTEN,
+            remedy,
+        )
+    flags.last = ()
 
 
 def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:

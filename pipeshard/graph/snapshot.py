@@ -241,6 +241,7 @@ class Flags:
         self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
         self.unsure: set[int] = set()  # states in which no step has run yet: the places that it changes are unknown
+        self.last: Path = ()  # of the value whose change led to the newest state
         self.now = self.next = 0  # the number of the current state, and of the next new one
 
     def number(self) -> int:
@@ -254,6 +255,9 @@ class Flags:
                 continue
             if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
                 return number
+        if self.states:
+            changes = self._changes(max(self.states))
+            self.last = next((one.path for one in changes if (id(one.holder), one.key) not in self.moved), ())
         if len(self.states) >= MOST_STATES:
             oldest = next(iter(self.states))
             del self.states[oldest], self.values[oldest], self.reads[oldest], self.trained[oldest]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.batch.read import read_batch
+from pipeshard.engine import traces
 from pipeshard.engine.running_state import deferred
+from pipeshard.engine.traces import OFTEN
 from pipeshard.errors import TraceError
 from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
@@ -415,6 +418,42 @@ def test_a_flag_is_no_change_by_a_step_that_ran_without_it() -> None:
 
     model.flag = False
     assert [run(False), run(True, is_failed=True), run(False), run(True), run(True), run(False)] == [0, 1, 0, 1, 1, 0]
+
+
+class Annealed(Net):
+    beta: float | Tensor
+
+    def first(self, x: Tensor) -> Tensor:
+        return x * (1 - self.beta)
+
+
+def traced_often() -> list[tuple[int, list[str]]]:
+    """The numbers of traces with a number that changes in each step, and the warnings: as a float, and as a buffer."""
+    found = []
+    for as_buffer in (False, True):
+        model, said = Annealed(), list[str]()
+        model.beta = nn.Buffer(torch.tensor(0.0)) if as_buffer else 0.0
+        split = Split(model, 2, batch(0), num_microbatches=2, verify=False)
+        with (
+            mock.patch.object(traces, "trace", wraps=traces.trace) as tracing,
+            mock.patch.object(traces.logger, "warning", lambda text, *args, said=said: said.append(text % args)),
+        ):
+            for k in range(OFTEN + 3):
+                if as_buffer:
+                    model.beta.fill_(k / 100)  # type: ignore[union-attr, operator]
+                else:
+                    model.beta = k / 100
+                split.backward(batch(0))
+        found.append((tracing.call_count, said))
+    return found
+
+
+@pytest.mark.processes
+def test_a_number_of_the_model_that_changes_in_each_step_is_named(pool: Pool) -> None:
+    """A step took ten times as long as without an attribute that the loop set in each step, and no message said so."""
+    for rank, ((of_float, said), (of_buffer, silent)) in enumerate(pool.run(traced_often, 2)):
+        assert of_float >= OFTEN > 3 >= of_buffer and silent == []
+        assert [text[:29] for text in said] == ["beta of the model has had 16 "][rank:]
 
 
 @pytest.mark.turns
