@@ -20,7 +20,7 @@ from pipeshard.schedule.schedules import SCHEDULES
 # Arguments and options that several commands share.
 MODEL = click.argument("model")
 FIELDS = click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
-# Where an option has a second name, the second is the name of the library's argument.
+# If an option has a second name, this is the name of the library's argument.
 MICROBATCHES = click.option(
     "--microbatches", "num_microbatches", required=True, type=click.IntRange(min=1), help="Microbatches per step."
 )
@@ -254,7 +254,7 @@ def trace_run(
 
 
 class _OfScript(click.Command):
-    """A command that may run a script: the arguments after the script are the script's own, whatever they are."""
+    """A command that may run a script. All arguments after the script's path are passed to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = next((k for k, one in enumerate(args) if one.endswith(".py")), len(args))

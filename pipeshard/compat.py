@@ -228,7 +228,7 @@ INSTEAD: dict[str, tuple[Any, str]] = {
     "min_scale": (1, _SCALE),
     "num_layers_per_stage": (
         None,
-        "pass partition=[...], the number of unit calls of each stage, which include embedding and head",
+        "pass partition=[...], the number of unit calls of each stage, including the embedding and the head",
     ),
     "sequence_parallelism_mode": (None, _SEQUENCES),
     "sp_size": (1, _SEQUENCES),

@@ -49,8 +49,8 @@ usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
 
 Starts SCRIPT as one process for each pipeline stage, replica and slice, and restarts all of them, up to
 {RESTARTS} times, when a process or a machine is lost or joins. An error that several processes raise is printed
-once. After {ALIKE} attempts in a row that end with the same error, each within {WITHIN:.0f} seconds of the one
-before, the job is not restarted.
+once. After {ALIKE} consecutive attempts that end with the same error, each within {WITHIN:.0f} seconds of the
+previous attempt, the job is not restarted.
 
   pipeshard launch --nproc-per-node 4 train.py --epochs 3                           on one machine
   pipeshard launch --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint HOST:29400 train.py   on 2 to 4 machines
@@ -59,7 +59,7 @@ flags (torchrun's; torchrun --help lists all):
   --nproc-per-node N       processes on this machine (default 1; gpu: one per GPU)
   --nnodes N or MIN:MAX    number of machines (default 1:1)
   --rdzv-endpoint H:P      rendezvous address, on one of the machines: the same on every machine
-  --master-addr HOST       the same, with --master-port (default {PORT}), without --rdzv-endpoint
+  --master-addr HOST       with --master-port (default {PORT}), an alternative to --rdzv-endpoint
   --rdzv-id NAME           name of the job, if several jobs share a rendezvous address (default pipeshard)
   --max-restarts N         maximum number of restarts (default {RESTARTS})
   --local-addr ADDRESS     address at which other machines reach this one

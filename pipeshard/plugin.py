@@ -140,8 +140,8 @@ class PipelinePlugin:
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
         self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)
         self._boosted: list[weakref.ref[PipelineModel]] = []
-        self._random: list[Randomness] = []  # of all boosted models: a loaded training state changes a model's number
-        self._grid: tuple[dist.ProcessGroup, Grid] | None = None  # and the world for which it was created
+        self._random: list[Randomness] = []  # one per boosted model: a training state sets the model's number
+        self._grid: tuple[dist.ProcessGroup, Grid] | None = None  # the Grid, and the world for which it was created
 
     def __getattr__(self, name: str) -> Any:
         name = "schedule" if name == "pp_style" else name

@@ -269,7 +269,7 @@ def folder_of(settings: Namespace) -> Path:
     name = named(settings, "model_name_or_path")
     if Path(name).is_dir():
         return Path(name)
-    failure: Exception = FileNotFoundError(f"its folder in the cache lacks {' or '.join(FILES)}, or a listed file")
+    failure: Exception = FileNotFoundError(f"the cached folder lacks {' or '.join(FILES)}, or a file in its index")
     with explained(partial(not_at_hand, "model_name_or_path", name)):
         try:
             snapshot_download(name, revision=settings.model_revision, ignore_patterns=UNREAD)
@@ -438,7 +438,7 @@ def model_of(kind: str, settings: Namespace) -> Any:
 def reward_functions(settings: Namespace) -> list[Any]:
     """The name of the reward model, and the functions in `reward_funcs`, given by their TRL name or import path.
 
-    The order is that of TRL's own script, since `reward_weights` has one weight for each function.
+    The order is the same as in TRL's own script, since `reward_weights` has one weight per function.
     """
     model = settings.reward_model_name_or_path
     return [*([model] if model else []), *map(imported, settings.reward_funcs or ())]

@@ -476,7 +476,7 @@ def test_a_part_of_a_model_in_the_cache_is_no_model(lost: str, tmp_path: Path, m
         file.unlink()
     with pytest.raises(CheckpointError, match=r"huggingface_hub.snapshot_download\('owner/name'\)"):
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
-    with pytest.raises(ConfigurationError, match=r"owner/name .* its folder in the cache lacks model.safetensors or"):
+    with pytest.raises(ConfigurationError, match=r"owner/name .* the cached folder lacks model.safetensors or"):
         folder_of(Namespace(model_name_or_path="owner/name", model_revision="main"))
 
 

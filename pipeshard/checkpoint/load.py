@@ -38,8 +38,8 @@ logger = logging.getLogger("pipeshard")
 SHOWN = 8  # the maximum number of names in a warning
 COMPARED = 2**22  # the number of elements that are compared at a time
 RESIZED = (
-    " (no stage has values for new tokens: call resize_token_embeddings of a model with its weights, save it with "
-    "save_pretrained, and load that folder)"
+    " (no stage has values for new tokens: load the model with its weights, call resize_token_embeddings on it, save "
+    "it with save_pretrained, and pass the new folder)"
 )
 
 
@@ -223,7 +223,7 @@ class _Plan:
         self.first, self.targets = dict[str, str](), dict[str, dict[str, None]]()
         for full, first in ({full: full for full in names} | first_names(model)).items():
             if full in names:
-                root = self.first.setdefault(names[full], names[first])  # a copy's: that of the module it copies
+                root = self.first.setdefault(names[full], names[first])  # a copy's root is its original's
                 targets = self.targets.setdefault(root, {})
                 if not targets or first in blank:
                     targets[first] = None
@@ -307,7 +307,7 @@ class _Plan:
                     )
 
     def _stored(self, piece: Piece, first: str) -> "Tensor | StoredRows":
-        """The value that a piece gives to the tensor of this first name; read in parts if it is not converted."""
+        """The value of a piece for the tensor with this first name. A value without conversion is read in parts."""
         if piece.transform is None:
             value: Tensor | StoredRows = self.source.rows(piece.sources[0][0])
             return value

@@ -159,12 +159,12 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
 
 
 def _prompts(module: PeftModel, state: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """The tensor of `state` that peft saves for prompts, under peft's name, which is the only one of their encoder."""
+    """The prompts, under peft's name. Raises CheckpointError if an encoder computes them from other tensors."""
     tensors = [tensor for name, tensor in state.items() if name.startswith(f"prompt_encoder.{adapter}.")]
     if len(tensors) != 1:
         raise CheckpointError(
             f"peft saves the prompts of {module.peft_config[adapter].peft_type}, not the {len(tensors)} tensors from "
-            "which the encoder computes them, so training cannot continue from them: train in one run"
+            "which the encoder computes them, so training cannot resume from a checkpoint: train without interruption"
         )
     return {"prompt_embeddings": tensors[0]}
 

@@ -24,7 +24,7 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
 
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
-# its files have the same content, its folders another layout of torch.distributed.checkpoint
+# The previous format: files have the same content, but folders use another torch.distributed.checkpoint layout.
 OLDER = "pipeshard optimizer 1"
 VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its states
 INSIDE = "::"  # joins the key of a nested dict, as in bitsandbytes states, and a key in this dict

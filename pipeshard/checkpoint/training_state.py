@@ -298,11 +298,11 @@ def _refuse_other_model(parent: Path, step: int, model: nn.Module) -> None:
     saved, other = _latest.get(parent.resolve(), (None, None))
     is_there = saved == step and existing(_folder(parent, step)).exists()
     if is_there and other is not None and other() not in (None, model):
-        gc.collect()  # of a model that only cycles refer to
+        gc.collect()  # frees a model that only reference cycles keep alive
         if other() is not None:
             raise CheckpointError(
                 f"another model of this process has saved step {step} to {parent}, and this save would replace it: "
-                f"save each model to a directory of its own, such as {parent / 'average'}"
+                f"use a separate directory for each model, such as {parent / 'average'}"
             )
     _latest[parent.resolve()] = step, weakref.ref(model)
 

@@ -35,7 +35,7 @@ class KeyedSampler:
 
 
 class Delegate:
-    """Delegates attributes to the object in its attribute `of`, except those that are in its own `__dict__`."""
+    """Delegates attributes to the object `of`, except the attributes in its own `__dict__`."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "of" not in self.__dict__:  # during unpickling
@@ -48,7 +48,7 @@ class Delegate:
 
 class SeededSamples(Delegate, Dataset[Any]):
     """A dataset that seeds the random numbers of its samples and of the collator with the key of each entry, so that
-    they are the same in any process."""
+    these numbers are the same in any process."""
 
     def __init__(self, samples: Any, collate_fn: Any) -> None:
         self.__dict__.update(of=samples, collate_fn=collate_fn, generators=None)

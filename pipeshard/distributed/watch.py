@@ -90,7 +90,7 @@ class Watch:
         self._peers = Peers(self._alarm.store, self.rank, dist.get_world_size())
         self._monitor, self._parent = monitor, os.getppid()
         self._lost: tuple[Fault, float] | None = None  # a fault detected without the store, and when
-        self._outside: tuple[FrameType | None, float] | None = None  # a wait between two calls, and since when
+        self._outside: tuple[FrameType | None, float] | None = None  # a wait between two calls, and its start time
         self._heard: tuple[Fault, int, float] | None = None  # a reported fault, the call's number, and when
         self.interrupt: Callable[[], None] = lambda: None  # makes the training thread raise an Interrupt
         self._broken = False

@@ -62,7 +62,7 @@ class Coupling:
         self._most = 0  # number of tags above which tags of freed storages are dropped
         self._elsewhere = frozenset[str]()  # parameters that only other ranks train
         self._held = frozenset[str]()
-        self._read, self._has_read = set[str](), False  # parameters read by Python; whether another rank's are missing
+        self._read, self._has_read = set[str](), False  # parameters read by Python; whether other ranks' are missing
         self._streams: dict[int, int] = {}  # by id of the generator: the number of its Stream
         self._drawn = 0
         self._modes = Operators(self), Readers(self)
@@ -187,7 +187,7 @@ class Coupling:
         numbers = [] if "norm" in func.name() else [_number(each) for each in inputs if self._is_number(each)]
         if self._has_read:
             tags |= set(map(Number, numbers))
-        elif numbers and tags:  # the loop has used the values read so far, and none of another rank is missing
+        elif numbers and tags:  # the loop has used these values, and no other rank's are missing
             self._read.clear()
         for tensor in written:
             keeps = not overwrites or tensor.numel() * tensor.itemsize < tensor.untyped_storage().nbytes()

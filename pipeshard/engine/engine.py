@@ -171,7 +171,7 @@ class Pipeline:
             of_policy = self.policy.tp_plan
             plan = plan_of(model, config.tp_size, config.tp_plan, of_policy, config.ep_size, config.ep_plan)
         self.seed = first_seed(self.grid.world)  # random initial values must not depend on the rank
-        self.tied = WeakTensorKeyDictionary()  # parameters that boost has replaced by another, with the name of this
+        self.tied = WeakTensorKeyDictionary()  # each parameter that boost has replaced, with its replacement's name
         before = dict(model.named_parameters())
         # Weights that Booster loads right after `configure` need no initialization.
         init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights

@@ -98,7 +98,7 @@ class ShardedUnits:
         return frozenset(parameter.sharded_param for parameter in self._all_parameters())
 
     def mixed(self) -> set[nn.Parameter]:
-        """The trained shards in groups that train shards of several dtypes, except shards in fp32."""
+        """The trained shards that are not in fp32, in groups whose trained shards have several dtypes."""
         found: set[nn.Parameter] = set()
         for module in self.groups:
             trained = {shard for p in _fsdp_parameters(module) if (shard := p.sharded_param).requires_grad}

@@ -45,7 +45,7 @@ class PipelineOptimizer(Optimizer):
         options: for each group, the names of its options when it was added.
     """
 
-    _is_made = False  # whether this object has all of its own attributes
+    _is_made = False  # whether __init__ has set all of this object's own attributes
 
     def __init__(
         self,

@@ -197,11 +197,12 @@ def _moves(
     values: dict[Place, Tensor],
     calls: Iterable[tuple[int, Callable[[Any, Closure], object]]],
 ) -> dict[Place, Tensor]:
-    """Call functions of a copy of the optimizer and of a closure, each with new gradients, and return the change of
-    each parameter in each call. `calls` contains the functions, each with the number of its gradients.
+    """Call functions with a copy of the optimizer and a closure. Set new gradients before each call, and return the
+    change of each parameter in each call. `calls` contains the functions, each with the number that determines its
+    gradients.
 
-    The sizes of gradients are different for each number, and for each parameter. If the gradients of all parameters had
-    the same size, an estimate over all of them (Prodigy's) would be the same over a half of them.
+    The magnitude of a gradient depends on this number and on the parameter. If all gradients had the same magnitude, an
+    estimate over all parameters (Prodigy's) would equal the estimate over half of them.
     """
     parameters: dict[Place, nn.Parameter] = {}
     for (k, j), value in values.items():
@@ -262,7 +263,7 @@ def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def set_training(optimizer: Any) -> None:
-    """Call the optimizer's `train`, if any: schedule-free optimizers step only after it."""
+    """Call the optimizer's `train` method, if it has one: schedule-free optimizers require this call before a step."""
     if callable(train := getattr(optimizer, "train", None)):
         train()
 

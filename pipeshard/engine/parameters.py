@@ -118,8 +118,9 @@ class HeldParameters:
         return holders
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters of held units, except parameters that glue reads or that keep their own precision, and trained
-        parameters of another dtype than most of their unit: FSDP reduces gradients of one dtype per unit."""
+        """The parameters of held units, except parameters that glue reads or that keep their own precision. Without
+        a cast, trained parameters whose dtype is not the most frequent in their unit are also excluded, since FSDP
+        reduces gradients of one dtype per unit."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
         apart |= {now[name] for name in self.kept}
@@ -133,8 +134,8 @@ class HeldParameters:
         return {p for unit in self.units.values() for p in unit.parameters()} - apart
 
     def _in_fp32(self, sharded: set[torch.Tensor]) -> set[torch.Tensor]:
-        """Cast the trained parameters among these to fp32: their shards are fp32 master weights, which FSDP casts to 16
-        bits as it gathers them. Returns the frozen 16-bit parameters, which stay as they are."""
+        """Cast trained parameters to fp32: their shards are fp32 master weights, which FSDP casts to 16 bits as it
+        gathers them. Returns the frozen 16-bit parameters, which are not cast."""
         for parameter in sharded:
             if parameter.requires_grad:
                 parameter.data, parameter.grad = parameter.data.float(), None

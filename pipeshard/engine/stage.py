@@ -78,7 +78,7 @@ class NaNCheck:
             return
         if not bool(torch.isfinite(torch.stack(foreach_norm(list(named.values())))).all()):
             broken = [name for name, grad in named.items() if not _is_finite(grad)]
-            if broken:  # otherwise only the norm overflows. Backward computes the last gradient first
+            if broken:  # otherwise only the norm overflows. The last gradient is computed first
                 self._stop(f"the gradient of {broken[-1]} is not finite {when}")
 
     def _broken(self) -> str | None:

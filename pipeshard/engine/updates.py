@@ -252,7 +252,7 @@ class Updates:
             for k, (group, keys) in enumerate(zip(optimizer.optim.param_groups, optimizer.options)):
                 for key in keys:
                     if key == "lr" and group.get("relative_step"):
-                        continue  # AdafactorSchedule writes a rate of one parameter to it, which Adafactor ignores
+                        continue  # AdafactorSchedule writes the rate of one parameter, which Adafactor ignores
                     value = group.get(key)
                     found.append((number, k, key, value if type(value) in PLAIN else _plain(value)))
         return tuple(found)

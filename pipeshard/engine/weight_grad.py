@@ -109,7 +109,7 @@ class Deferral:
                 owner: Any = forward if isinstance(forward, Interception) else module
                 attribute = "original" if owner is forward else "forward"
                 plain = getattr(owner, attribute)
-                if getattr(plain, "__func__", None) is type(module).forward:  # otherwise the user has replaced it
+                if getattr(plain, "__func__", None) is type(module).forward:  # otherwise the user has replaced forward
                     stack.enter_context(replaced(owner, **{attribute: _Deferred(self, module, kind, plain)}))
             yield
 
@@ -191,7 +191,7 @@ class _Deferred:
 
     def _may_defer(self, x: Tensor) -> bool:
         weight, bias = map(self.module._parameters.get, ("weight", "bias"))
-        if weight is None or hasattr(type(self.module), "bias"):  # the layer computes it, and must do so only once
+        if weight is None or hasattr(type(self.module), "bias"):  # the layer must compute this weight only once
             return False
         if not torch.is_grad_enabled() or not (_is_deferrable(weight) and (bias is None or _is_ordinary(bias))):
             return False

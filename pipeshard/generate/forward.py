@@ -101,9 +101,9 @@ class Forward:
             )
 
     def _planned(self, path: str, entry: Batch, forward: Callable[..., Any]) -> tuple[list[Batch], list[Way]]:
-        """The microbatches of a call, and their Ways. Unless the user has asked for microbatches, a call is not split
-        if its microbatches cannot be traced: something besides its arguments may have one entry per sample, such as the
-        tensor of a hook, or peft's `adapter_names`."""
+        """The microbatches of a call, and their Ways. Unless the user has set a number of microbatches, a call is not
+        split if its microbatches cannot be traced: a value that is not an argument, such as the tensor of a hook or
+        peft's `adapter_names`, may have one entry per sample."""
         batches = self._microbatches(entry)
         try:
             ways = [self._way(path, batch.data, forward) for batch in batches]
@@ -111,7 +111,7 @@ class Forward:
                 for batch, way in zip(batches, ways, strict=True):
                     _refuse_other_rows(batch, way)
             return batches, ways
-        except TraceError:  # on every rank
+        except TraceError:  # raised on every rank
             if len(batches) == 1 or self.num_microbatches:
                 raise
         self.num_microbatches, self._parts = 1, {}

@@ -145,7 +145,7 @@ def refuse_other_inputs(grid: Grid, args: Sequence[Any], kwargs: Mapping[str, An
         BatchError(
             f"the ranks of one pipeline must generate from the same inputs, but they differ: {table}. Pass the same "
             "prompts on every rank, as one batch: the stages run each forward together. Only replicas (dp_size) may "
-            "have prompts of their own, prompts[plugin.grid.replica]"
+            "use different prompts, such as prompts[plugin.grid.replica]"
         )
     )
 

@@ -135,17 +135,16 @@ class Dataflow:
     are the leaves of the batch on which glue branches, or to which it writes (`rewritten`). The Dataflow is specific to
     the values of the leaves `watched`, such as image sizes and masks used as indices (in a criterion, only if code
     reads the sizes of the result). `glue_random` is True if glue uses random numbers, and `python_random` if any code
-    uses `random` or numpy's generator. `tail` is the number of
-    flops of glue's operators on parameters after the last call. `touched` are the values that operators of glue
-    received. `questions` are the decisions of glue on the batch's values: the Dataflow is valid only for batches with
-    the same answers. `hooks` are the gradient hooks that glue registers, `carried` the places with state for the next
-    forward, `passing` the places that the forward changes and restores before it ends. `together` lists the first and
-    the last call in each of the model's own checkpoints, whose backward runs these calls again. `valued` are the units
-    that were visited with values, since they do not run on meta. `deciders` are the modules outside units that were
-    running when glue branched, and that could be units. `differentiated` are the values that receive a gradient of the
-    loss through glue. `counts_results` is True if the criterion returns a count that depends on unit results.
-    `opaque` has the name and the class of each object in the model's output that contains tensors, but that torch's
-    pytree takes for a leaf; the name of the output itself is "".
+    uses `random` or numpy's generator. `tail` is the number of flops of glue's operators on parameters after the last
+    call. `touched` are the values that operators of glue received. `questions` are the decisions of glue on the batch's
+    values: the Dataflow is valid only for batches with the same answers. `hooks` are the gradient hooks that glue
+    registers, `carried` the places with state for the next forward, `passing` the places that the forward changes and
+    restores before it ends. `together` lists the first and the last call in each of the model's own checkpoints, whose
+    backward runs these calls again. `valued` are the units that were visited with values, since they do not run on
+    meta. `deciders` are the modules outside units that were running when glue branched, and that could be units.
+    `differentiated` are the values that receive a gradient of the loss through glue. `counts_results` is True if the
+    criterion returns a count that depends on unit results. `opaque` has the name and the class of each object in the
+    model's output that contains tensors, but that torch's pytree treats as a leaf; the name of the output itself is "".
     """
 
     calls: tuple[Call, ...]

@@ -27,7 +27,7 @@ from pipeshard.hf import is_encoder_decoder
 from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
-FAR_LENGTHS = (1001, 29)  # increases in length for the last check of the shapes, until the model runs with one
+FAR_LENGTHS = (1001, 29)  # increases in length for the last check, which uses the first with which the model runs
 ROWS, LENGTH = 2, 8  # the number of samples in a traced batch, and its maximum length (if the model runs with it)
 
 

@@ -69,8 +69,8 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
 
 
 def escaped(call: "Call") -> str:
-    """How a reader on a later stage uses a value that escapes this call untracked. From a CutPoint, only writes escape:
-    its input and its output are one tensor, but two tensors at a cut."""
+    """The text of an error about a reader on a later stage, and a value that escapes this call untracked. At a
+    CutPoint, only writes escape: its input and output are one tensor, but become two tensors at a cut."""
     if not call.is_cut:
         return f"uses a value that escapes unit {call.unit} untracked"
     return (
@@ -269,8 +269,8 @@ def _recomputed(module: nn.Module, forward: Callable[..., Any], checkpoint: Call
 
 @contextmanager
 def unrecomputed(module: nn.Module, chosen: Callable[[nn.Module], bool] = recomputes) -> Iterator[None]:
-    """Context manager in which the `chosen` ones of the module and its submodules do not recompute their activations.
-    Only their flags change, so a boosted model has the same state whenever it is entered again."""
+    """Context manager in which no module inside `module` for which `chosen` is true recomputes its activations. Only
+    flags of modules change, so a boosted model has the same state whenever the context is entered again."""
     with ExitStack() as stack:
         for each in filter(chosen, module.modules()):
             stack.enter_context(replaced(each, gradient_checkpointing=False))

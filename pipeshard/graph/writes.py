@@ -1,8 +1,8 @@
 """Writes: whether a loop has written to a tensor, also through `data`, which does not change the version.
 
 While a boosted model is alive (engine/data_guard.py), reads and replacements of `tensor.data` are counted, for tensors
-that `count_reads` or `note` was called with. Before the first read since a note, the sum of the tensor's values is
-kept. So a note is fast if a loop does not use `data`, and a read does not count as a write.
+that were passed to `count_reads` or `note`. Before the first read after a note, the sum of the tensor's values is
+stored. A note is therefore fast if a loop does not use `data`, and a read does not count as a write.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from pipeshard.private import DisableTorchFunction
 
 READS, SUMS = "pipeshard_reads", "pipeshard_sums"  # attributes of a tensor
-KEPT = 8  # the latest notes of a tensor whose sums are kept
+KEPT = 8  # the number of latest notes of a tensor whose sums are kept
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DATA: Any = Tensor.data  # the attribute of a tensor that `CountedData` overrides
 
@@ -60,7 +60,7 @@ def is_written(tensor: Tensor, since: Noted) -> bool:
 
 
 def sum_of_words(tensor: Tensor) -> Tensor:
-    """The sum of the bits of a tensor's values, as integers. It is computed without a wait for the device."""
+    """The sum of the bits of a tensor's values, as integers. Computing it does not synchronize the device."""
     with DisableTorchFunction():
         words = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         words = stored(words).contiguous()

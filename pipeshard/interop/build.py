@@ -128,7 +128,7 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
     """The batch as keyword arguments of a StageModule. The entries of a tuple have the names of forward's arguments.
-    Other entries, which are for the criterion or for `*args`, are called entry_1, entry_2, ... by their place."""
+    Other entries, which are for the criterion or for `*args`, are named by their position: entry_1, entry_2, ..."""
     if isinstance(data, Mapping):
         return dict(data)
     entries = Batch.of(data).data

@@ -22,10 +22,10 @@ SHARE = 0.1  # the smallest part of a layer's cost that a cut inside the layer m
 
 @dataclass(frozen=True)
 class Inside:
-    """A `subject` in which the children of layers are units. `edges` has the first call for each call of the model with
-    whole layers, then the number of all calls. `names` maps the calls before which a cut is possible to the module that
-    the cut follows. `inner` are those of these calls that are inside a layer. `sent` are the bytes that cross a cut
-    before each call, and the bytes of the gradients that are sent back."""
+    """A `subject` in which the children of layers are units. `edges` contains the index of the first call for each call
+    of the model with whole layers, and finally the number of all calls. `names` maps each call before which a cut is
+    possible to the name of the module before the cut. `inner` contains the keys of `names` that are inside a layer.
+    `sent` are the bytes that cross a cut before each call, and the bytes of the gradients that are sent back."""
 
     subject: Subject
     edges: tuple[int, ...]
@@ -66,8 +66,8 @@ def opened(subject: Subject, names: Sequence[str]) -> Subject:
     made = subject.again(names)
     runs = [made.costs[start:end] for start, end in pairwise(edges_of(subject.flow, made.flow))]
     parts = [divided(whole, run) for whole, run in zip(subject.costs, runs, strict=True)]
-    # The sums before a layer must not differ by rounding from those of whole layers, since a small difference can
-    # change the order of a program.
+    # Rounding must not change the sums before a layer: even a small difference from the sums of whole layers can change
+    # the order of a program.
     sums = [
         [before + part for before, run in zip(befores, kind) for part in (0.0, *accumulate(run[:-1]))] + [befores[-1]]
         for befores, kind in zip(subject.sums, zip(*([*zip(*run)] for run in parts)))
@@ -96,7 +96,7 @@ def edges_of(whole: Dataflow, fine: Dataflow) -> tuple[int, ...]:
             while end < len(fine.calls) and fine.calls[end].unit.startswith(f"{call.unit}."):
                 end += 1
         if end == edges[-1]:
-            raise PartitionError(f"no child of {call.unit} is called in its place")
+            raise PartitionError(f"no child of {call.unit} is called instead of {call.unit}")
         edges.append(end)
     if edges[-1] != len(fine.calls):
         raise PartitionError("the children of a layer are called in several places")

@@ -66,11 +66,10 @@ class Memory:
     """Bytes on a device, by purpose.
 
     `values` are the fp32 master weights of 16-bit parameters, or the shards that a replica keeps with fsdp. The peak is
-    during
-    a backward: microbatches keep `activations`, the backward has allocated or recomputed `temporary` bytes more than it
-    has freed, and `absent` bytes of gradients do not exist yet. `update` is the temporary memory at the end of a step,
-    when no activations exist, so `total` counts only the larger of `backward` and `update`. `host` is host memory,
-    which `total` does not include.
+    during a backward: microbatches keep `activations`, the backward has allocated or recomputed `temporary` bytes more
+    than it has freed, and `absent` bytes of gradients do not exist yet. `update` is the temporary memory at the end of
+    a step, when no activations exist, so `total` counts only the larger of `backward` and `update`. `host` is host
+    memory, which `total` does not include.
     """
 
     parameters: int = 0

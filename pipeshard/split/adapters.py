@@ -67,8 +67,8 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
     """Context manager in which peft may add adapters to a model on meta. On exit, new copies of modules
     (`modules_to_save`) are on meta if their only values are those of the original.
 
-    Raises ConfigurationError if another new parameter has been computed from weights; with `begins_later`, `begin`
-    computes those of LoRA layers again.
+    Raises ConfigurationError if another new parameter has been computed from weights; with `begins_later`, new
+    parameters of LoRA layers are accepted, since `begin` computes them again.
     """
     known = set(model.parameters())
     try:
@@ -125,7 +125,7 @@ def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
             )
     finally:
         for parameter, dtype in blank.items():
-            kept = dtype if parameter.dtype == dtypes[parameter] else parameter.dtype  # of a cast
+            kept = dtype if parameter.dtype == dtypes[parameter] else parameter.dtype  # keeps a cast
             give(parameter, torch.empty(parameter.shape, dtype=kept, device="meta"))
 
 

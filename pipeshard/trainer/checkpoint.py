@@ -47,7 +47,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
     with together(grid.world):
         if grid.first:
             folder.mkdir(parents=True, exist_ok=True)
-            remove(made)  # of a save that was killed
+            remove(made)  # left by a save that was killed
             before = stamps(folder)
             (folder / MANIFEST).unlink(missing_ok=True)  # the manifest of the checkpoint that this save replaces
     if not is_of_peft(model.unwrap(), "PeftModel"):
@@ -66,7 +66,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
 
 
 def stamps(folder: Path) -> Stamps:
-    """The files in a folder, by name, each with numbers that differ once it is written again."""
+    """The files in a folder, by name, each with numbers that change when the file is written again."""
     found = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
     return {name: (of_file.st_ino, of_file.st_mtime_ns) for name, of_file in found.items()}
 
@@ -114,7 +114,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         rest = read_rest(folder / FOLDER / REST)
         restore_rest(model.pipeline, rest, lr_scheduler)
         if grid.first:
-            for file in folder.glob(RANDOM):  # not used here; a file may be partial, as no rank waits for its write
+            for file in folder.glob(RANDOM):  # unused; may be partial, as no rank waits for its write
                 if not zipfile.is_zipfile(file):
                     file.unlink()
     return own_random_state(rest, grid)
@@ -122,8 +122,8 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 
 @together_in("trainer.train")
 def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
-    """The path of the checkpoint that the argument `asked` of `Trainer.train` names (True names the newest in
-    `folder`), or None. Call it on all ranks. Raises UsageError if they name different checkpoints."""
+    """The path of the checkpoint to resume from, or None. `asked` is the argument of `Trainer.train`; True selects the
+    newest checkpoint in `folder`. Call it on all ranks. Raises UsageError if ranks select different checkpoints."""
     ranks = gather_objects("True" if asked is True else Path(asked).name if asked else "None", grid.world)
     other = next((rank for rank, name in enumerate(ranks) if name != ranks[0]), None)
     if other is not None:

@@ -290,9 +290,8 @@ class Answer(Asking):
         if self.was_called:
             raise UsageError(
                 "compute_loss calls the model twice, but a pipeline runs the model once per batch: call the model "
-                "once. That of TRL's SFTTrainer calls it twice with label_smoothing_factor or compute_loss_func: "
-                "override compute_loss in a subclass, and return transformers.Trainer.compute_loss(self, *args, "
-                "**kwargs)"
+                "once. TRL's SFTTrainer calls it twice if label_smoothing_factor or compute_loss_func is set: override "
+                "compute_loss in a subclass, and return transformers.Trainer.compute_loss(self, *args, **kwargs)"
             )
         own = self.inputs.keys() & inputs.keys()
         if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:

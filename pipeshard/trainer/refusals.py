@@ -86,7 +86,7 @@ def refuse_training(args: TrainingArguments, name: str) -> None:
     if getattr(args, "enable_jit_checkpoint", False):
         raise ConfigurationError(
             f"{name} does not support enable_jit_checkpoint=True: each rank would save when its own signal arrives, at "
-            "different steps, and no run can resume from such a checkpoint. Omit it, set save_steps, call "
+            "different steps, so no run could resume from the checkpoint. Omit it, set save_steps, call "
             "train(resume_from_checkpoint=True), and start the script with `pipeshard launch`, which restarts the "
             "script after a failure (docs/elastic.md)"
         )

@@ -206,12 +206,12 @@ def _ones(tensor: Tensor) -> Tensor:
 
 
 def _drop(outputs: Any, inputs: Any) -> None:
-    """The function of `return_outputs` that needs all outputs, and keeps none."""
+    """A `return_outputs` function that requires all outputs, but keeps none."""
 
 
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
-    """Context manager that turns off activation checkpointing, so that TRL does not. TRL turns it off and on for each
-    batch of a reference, by new functions and hooks, so the model would be traced again for each batch."""
+    """Context manager that turns off activation checkpointing before TRL does. TRL turns it off and on for each batch
+    of a reference, which creates new functions and hooks, so the model would be traced again for each batch."""
     return unrecomputed(model, lambda module: bool(getattr(module, "gradient_checkpointing", False)))
 
 

@@ -93,7 +93,7 @@ class Loop(Trainer):
         cut(self.pipeline.config, self.args.gradient_accumulation_steps)
         self.accelerator = PipelineAccelerator.of(self.accelerator, self.pipeline.grid, self)
         self.gather_function = self.accelerator.gather_for_metrics
-        # Trainer sets it in the first step, but a trace at boost calls compute_loss before.
+        # Trainer sets this in the first step, but the trace at boost calls compute_loss earlier.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
 
     @property
@@ -434,14 +434,14 @@ class Front:
             )
         self.pipeline = pipeline
         for name, around in (("get_train_dataloader", self._noted), ("training_step", self._completed)):
-            setattr(self, name, partial(around, getattr(self, name)))  # also if a subclass of this class overrides it
-        _ = pipeline.grid  # refuses GPUs that ranks share, before a Trainer's constructor waits for ranks by NCCL
+            setattr(self, name, partial(around, getattr(self, name)))  # also for methods that a subclass overrides
+        _ = pipeline.grid  # refuses GPUs that ranks share, before a Trainer's constructor uses NCCL
         refuse_blank_reference(kwargs.get("ref_model") or model, (*args, *kwargs.values()))
         config = kwargs.get("peft_config")
         if not isinstance(model, nn.Module) or not is_blank(model):
             super().__init__(*args, **kwargs)
             return
-        if config is None:  # TRL may add an adapter to those of the model, as a reference
+        if config is None:  # TRL may add a reference adapter to the model's adapters
             with adding(model) if is_of_peft(model, "PeftModel") else nullcontext():
                 super().__init__(*args, **kwargs)
             return
@@ -454,7 +454,7 @@ class Front:
         put_adapters(model, config, put)
 
     def _noted(self, make: Callable[[], Any]) -> Any:
-        """Note the dataloader, which the user's class may have created."""
+        """Record the dataloader, which the user's class may have created."""
         self._loader = make()
         return self._loader
 

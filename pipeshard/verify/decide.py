@@ -201,9 +201,9 @@ def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
 
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
-    """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified. They
-    are if all modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced forwards or hooks, if
-    `criterion` is None, and if the optimizer is from KNOWN_PACKAGES."""
+    """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified: all
+    modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced forwards or hooks, `criterion` is
+    None, and the optimizer is from KNOWN_PACKAGES."""
     if criterion is not None or not has_known_loss(model):
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():

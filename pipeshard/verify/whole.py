@@ -23,9 +23,9 @@ WHOLE_SEED = 20261124
 # Relative errors of the loss and of gradients. Matrix products of different shapes are rounded differently, and some
 # layers always compute in fp32, so results in fp64 are not exact to the last digits.
 LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
-# lower bound of the magnitude to which an error is relative, for a loss, and for a gradient as a share of the largest
+# A lower bound of the magnitude to which errors are relative; for a gradient, it is a share of the largest gradient.
 LOSS_FLOOR = 1e-3
-# random numbers: each sample has its own, the same on both sides, or all samples have the same
+# Random numbers: each sample has its own, equal on both sides (SHARED), or all samples have the same (CONSTANT).
 SHARED, CONSTANT = "shared", "constant"
 MOVES = "counters and running values of the model are updated once per microbatch, not once per batch"
 PHASE = 0.5  # shifts the sine used as a loss, since subtracting a mean might not change a sum of odd functions

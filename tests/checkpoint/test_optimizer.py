@@ -522,4 +522,4 @@ def test_schedulers_without_an_epoch(pool: Pool, tmp_path: Path) -> None:
     last_epoch."""
     for longer, none in pool.run(chains, 2, tmp_path):
         assert "chain.pt is not the state of this ChainedScheduler (IndexError" in longer
-        assert "optimizer.pt is not the state of an LR scheduler (it has nothing of the state of a Chained" in none
+        assert "optimizer.pt is not the state of an LR scheduler (it contains no state of a Chained" in none

@@ -809,4 +809,4 @@ def two_models(folder: Path) -> str:
 def test_two_models_do_not_replace_each_others_states(pool: Pool, tmp_path: Path) -> None:
     """A model and its average were saved into one directory: both then came back with the average's weights."""
     for message in pool.run(two_models, 2, tmp_path):
-        assert "another model of this process has saved step 1" in message and "a directory of its own" in message
+        assert "another model of this process has saved step 1" in message and "a separate directory" in message
