@@ -84,7 +84,8 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     trusted = {"trust_remote_code": options.pop("trust_remote_code", False)}  # None would prompt on the terminal
     quantization = options.pop("quantization_config", None)
-    config, unused = folder_config(path, **extra, **trusted, **options)
+    kind = getattr(auto_class, "config_class", None) or AutoConfig  # a model class reads its part of a composite config
+    config, unused = folder_config(path, kind, **extra, **trusted, **options)
     if unknown := unused.keys() & options.keys():
         remedy = RESIZED_HEAD if "ignore_mismatched_sizes" in unknown else ""
         raise ConfigurationError(
@@ -109,15 +110,15 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     return model.eval()
 
 
-def folder_config(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the config that `AutoConfig.from_pretrained` loads with these options, and the unused options.
+def folder_config(folder: Path, kind: Any = AutoConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the config that `kind.from_pretrained` loads with these options, and the unused options.
 
     Raises CheckpointError if the folder has no valid model config, or a config with implausible sizes.
     """
     with _explaining(f"{folder} does not contain a valid model config"):
         for file in sorted(folder.glob("config*.json")):  # a config may refer to configs for other versions
             _measure_config(read_document(file))
-        config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+        config, unknown = kind.from_pretrained(folder, return_unused_kwargs=True, **options)
         return config, unknown
 
 

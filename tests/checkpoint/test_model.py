@@ -288,6 +288,52 @@ def test_from_pretrained_keeps_routing_biases_in_fp32(pool: Pool, tmp_path: Path
             assert torch.equal(bias, torch.linspace(3, 3.01, len(bias)))
 
 
+class OwnConfig(transformers.PretrainedConfig):  # type: ignore[misc]
+    model_type = "pipeshard-test-own"
+
+    def __init__(self, width: int = 4, **options: Any) -> None:
+        self.width = width
+        super().__init__(**options)
+
+
+class OwnModel(transformers.PreTrainedModel):  # type: ignore[misc]
+    config_class = OwnConfig
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.first, self.second = (nn.Linear(config.width, config.width) for _ in range(2))
+        self.post_init()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+def of_a_class(kind: Any, folder: str, sample: Any) -> set[str]:
+    """The names of the weights that some stage has from the folder, as transformers has them."""
+    blank = PipelinePlugin.from_pretrained(kind, folder).train()
+    split = Split(blank, dist.get_world_size(), sample, num_microbatches=2)
+    expected = kind.from_pretrained(folder).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in split.held.items())
+    return set(split.held)
+
+
+@pytest.mark.parametrize("kind", [OwnModel, transformers.CLIPTextModel])
+def test_from_pretrained_of_a_class_reads_its_own_config(pool: Pool, tmp_path: Path, kind: Any) -> None:
+    """A user's model whose config AutoConfig does not know was refused (update transformers, said the error), and so
+    was the text model of a CLIP folder, which got the config of the whole CLIP: AttributeError."""
+    if kind is OwnModel:
+        model, sample = OwnModel(OwnConfig(width=6)), {"x": torch.ones(4, 6)}
+    else:
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = {**sizes, "vocab_size": 16, "max_position_embeddings": 8, "eos_token_id": 1}
+        config = transformers.CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4})
+        model, sample = transformers.CLIPModel(config), {"input_ids": torch.ones(4, 8, dtype=torch.int64)}
+    model.save_pretrained(tmp_path)
+    held = pool.run(of_a_class, 2, kind, str(tmp_path), sample)
+    assert set.union(*held) == {name for name, _ in kind.from_pretrained(tmp_path).named_parameters()}
+
+
 def test_from_pretrained_wrongly(tmp_path: Path) -> None:
     auto = transformers.AutoModelForCausalLM
     with pytest.raises(CheckpointError, match="does not exist"):
