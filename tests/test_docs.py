@@ -8,6 +8,7 @@ import importlib
 import inspect
 import io
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import pipeshard
 import setup
 from pipeshard.config import PipelineConfig
 from pipeshard.launch import parse
@@ -149,6 +151,26 @@ def test_links_lead_somewhere() -> None:
                 assert heading[1:] in slugs, f"{page}: {target}{heading}"
 
 
+def test_names_in_the_prose_exist() -> None:
+    """A user imported `consolidate` from `pipeshard.interop.build`, which a page listed among its functions, and passed
+    `dp_size` to `AutoConfig.choose`: ImportError, TypeError."""
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        lists = re.findall(r"functions in\s`(pipeshard[\w.]+)`:([^.]*)", text)
+        listed = [f"{module}.{name}" for module, names in lists for name in re.findall(r"`(\w+)`", names)]
+        dotted = re.findall(r"\bpipeshard(?:\.\w+)+", " ".join(re.findall(r"`([^`]+)`", text)))
+        for name in listed + dotted:
+            assert pkgutil.resolve_name(name), page
+    found = re.search(
+        r"`pipeshard\.plan\(([^)]*)\)`; `AutoConfig\.choose` accepts these arguments except ([^.]*)\.",
+        (DOCS / "planner.md").read_text(),
+    )
+    assert found
+    given, excepted = set(re.findall(r"(\w+)=", found[1])), set(re.findall(r"`(\w+)`", found[2]))
+    assert given <= set(inspect.signature(pipeshard.plan).parameters)
+    assert given & set(inspect.signature(pipeshard.AutoConfig.choose).parameters) == given - excepted
+
+
 def test_every_page_is_in_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r"[\w/.-]+\.md", site.partition("\nnav:")[2]))
@@ -162,8 +184,6 @@ def test_the_search_of_the_site_finds(word: str) -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    import pipeshard
-
     shown = set(re.findall(r"^::: pipeshard\.[\w.]*\.(\w+)", (DOCS / "api.md").read_text(), re.MULTILINE))
     assert set(pipeshard.__all__) <= shown
 
