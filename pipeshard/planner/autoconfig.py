@@ -16,6 +16,7 @@ from pipeshard.planner.plan import UNUSABLE, Estimate
 from pipeshard.planner.planner import NEAR, SIMPLEST, attempt, first_microbatch, schedules, study, timed
 from pipeshard.planner.profile import Profile
 from pipeshard.schedule.schedules import SCHEDULES
+from pipeshard.split.partition import is_profile
 from pipeshard.split.policy import Policy
 
 
@@ -182,7 +183,8 @@ class AutoConfig(Layout):
 
         Args:
             microbatch_size: the number of samples in a microbatch, or several sizes to choose from. Only measured times
-                show the benefit of larger microbatches: `partition="profile"` times units at each size.
+                show the benefit of larger microbatches: `partition="profile"` times units at each size, and
+                `partition="profile:times.json"` keeps the times of each size in its own file (times-2.json).
             schedules: the schedules to choose from.
             pp_size: the largest number of stages; by default the number of ranks.
             device_memory: one value for all `ranks`, or one per rank, as for `device_speed`. A stage is assumed to have
@@ -197,6 +199,11 @@ class AutoConfig(Layout):
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)
         check_positive(ranks=ranks)
+        if profile is not None and len(sizes) > 1:
+            raise ConfigurationError(
+                f"profile has the times of one microbatch size, but microbatch_size={sizes}: use "
+                "partition='profile:PATH', which keeps a file for each size, or pass one size"
+            )
         devices = Devices.parse(ranks, device_memory, device_speed, link)
         unit, considered, measured = 0.0, [], False
         for size in sizes:
@@ -206,7 +213,8 @@ class AutoConfig(Layout):
                 raise ConfigurationError(
                     f"microbatch_size={size}, but the batch has only {microbatch.rows} samples: pass a larger batch"
                 )
-            subject = study(model, microbatch, criterion, policy, partition, training, profile, tp_plan)
+            timing = partition if isinstance(microbatch_size, int) else _of_size(partition, size)
+            subject = study(model, microbatch, criterion, policy, timing, training, profile, tp_plan)
             subject = timed(subject, tflops, link)
             measured = subject.in_seconds
             unit = unit or (
@@ -229,6 +237,12 @@ class AutoConfig(Layout):
             considered=tuple(considered),
             tp_size=tp_size,
         )
+
+
+def _of_size(partition: str, size: int) -> str:
+    """The partition with a file of its own for the times of this microbatch size, if it names a file."""
+    file = partition.partition(":")[2] if is_profile(partition) else ""
+    return f"profile:{(path := Path(file)).with_stem(f'{path.stem}-{size}')}" if file else partition
 
 
 def _simulated(

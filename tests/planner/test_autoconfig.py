@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,6 +113,16 @@ def test_several_microbatch_sizes_are_compared_in_one_unit() -> None:
     assert times[4, 1] < times[4, 3]  # fewer microbatches, more idle time
 
 
+def test_each_microbatch_size_has_its_own_file_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times of the first size were saved, and then refused for the second size: its microbatches differ."""
+    measuring = mock.Mock(side_effect=partial(profile_units, repeats=1))
+    monkeypatch.setattr("pipeshard.planner.profile.profile_units", measuring)
+    options = {"partition": f"profile:{tmp_path / 'times.json'}", "schedules": ["1f1b"], "pp_size": 1}
+    found = [choose(1, microbatch_size=[1, 3], **options) for _ in range(2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["times-1.json", "times-3.json"]
+    assert measuring.call_count == 2 and found[0] == found[1] and found[0].unit == "seconds"
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -123,6 +136,11 @@ def test_several_microbatch_sizes_are_compared_in_one_unit() -> None:
             "microbatch_size=12, but the batch has only 8 samples",
         ),
         ({"ranks": 3, "pp_size": 3, "device_memory": "much"}, ConfigurationError, "is not a size"),
+        (
+            {"microbatch_size": [1, 3], "profile": "times.json"},
+            ConfigurationError,
+            r"profile has the times of one microbatch size, but microbatch_size=\[1, 3\]: use partition='profile:PATH'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
