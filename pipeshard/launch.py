@@ -97,7 +97,7 @@ def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], N
     # a remaining agent keeps using the first address, even if that agent is gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _forward(signal.SIGUSR1)
-    in_vain = _watch_workers(folder, args.rdzv_endpoint)
+    in_vain = _watch_workers(folder, args.rdzv_endpoint, args.monitor_interval)
     try:
         run(args)
     except SignalException as stop:
@@ -236,19 +236,19 @@ def _send(worker: psutil.Process, number: signal.Signals) -> bool:
     return True
 
 
-def _watch_workers(folder: Path, endpoint: str) -> list[str]:
+def _watch_workers(folder: Path, endpoint: str, interval: float) -> list[str]:
     """Start a thread that terminates this agent if attempts keep ending with the same error. Returns a list. The thread
     adds the class of the error to this list before it terminates the agent.
 
     The thread also ends this process if all workers have exited and the agent does not detect this for a while. The
-    agent polls the rendezvous store. If its machine has lost the connection, the agent waits for an answer until the
-    kernel closes the connection, after a quarter of an hour.
+    agent polls its workers every `interval` seconds, and the rendezvous store. If its machine has lost the connection,
+    the agent waits for an answer until the kernel closes the connection, after a quarter of an hour.
     """
     found: list[str] = []
 
     def look() -> None:
         looks = 0
-        while looks < STUCK:
+        while looks < STUCK + interval / LOOK_PERIOD:
             time.sleep(LOOK_PERIOD)
             with contextlib.suppress(OSError):  # the folder is gone: this agent is done
                 if not found and (kind := endless(folder, ALIKE, WITHIN)):

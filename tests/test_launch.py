@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,21 @@ def test_a_lost_rank_is_tried_for_ever(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         script.note(tmp_path, "RankError", "rank 1 was lost")
     assert script.endless(tmp_path, 3, 60) is None
+
+
+def test_an_agent_that_rarely_polls_may_still_read_the_status_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job with `--monitor-interval 30` ended with status 1 five seconds after all ranks had exited with 0: the agent
+    had not looked yet."""
+    left = threading.Event()
+    monkeypatch.setattr(launch, "LOOK_PERIOD", 0.01)
+    monkeypatch.setattr(launch, "_has_ended", lambda worker: True)
+    monkeypatch.setattr(launch.psutil, "Process", lambda: mock.Mock(children=lambda: ["worker"]))
+    monkeypatch.setattr(launch.os, "_exit", lambda status: left.set())
+    args = launch.parse(["--monitor-interval", "1", "train.py"])
+    launch._watch_workers(tmp_path, args.rdzv_endpoint, args.monitor_interval)
+    assert not left.wait(0.8) and left.wait(30)
 
 
 @pytest.mark.turns
