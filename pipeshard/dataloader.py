@@ -96,12 +96,13 @@ class ResumableDataLoader(DataLoader[Any]):
     read up to the saved position.
 
     Before each epoch, every random generator of a sampler is seeded, including those of nested samplers. While samplers
-    run, the process's generators are also seeded. `set_epoch` is called on every sampler (and dataset) that defines
-    this method. The state that a sampler keeps from one epoch to the next is saved with the position: the sampler's
-    `state_dict()` or, without one, its changed attributes with plain values. The random numbers of the dataset and the
-    collator depend only on seed, epoch, batch and replica, with any number of workers. The random numbers of a stream
-    depend on seed, epoch, worker and the position in the stream. Loading a batch does not change the state of the
-    process's generators. `dataloader.sampler` has `set_epoch` and `set_start_index`.
+    run, the process's generators are also seeded. `set_epoch` is called on every sampler and stream that defines this
+    method, and on a dataset that also has an attribute `epoch`. The state that a sampler keeps from one epoch to the
+    next is saved with the position: the sampler's `state_dict()` or, without one, its changed attributes with plain
+    values. The random numbers of the dataset and the collator depend only on seed, epoch, batch and replica, with any
+    number of workers. The random numbers of a stream depend on seed, epoch, worker and the position in the stream.
+    Loading a batch does not change the state of the process's generators. `dataloader.sampler` has `set_epoch` and
+    `set_start_index`.
 
     Args:
         batch_size: the number of samples in one replica's batch.

@@ -634,6 +634,33 @@ class Told(Stream):
         return iter(range(self.epoch, 22 + self.epoch))
 
 
+class Progressive(Dataset[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> int:
+        return 100 * self.epoch + number
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_knows_its_epoch(workers: int) -> None:
+    """A dataset with set_epoch, which the loader calls according to docs/data.md, gave the samples of epoch 0 in every
+    epoch."""
+    loader = make(dataset=Progressive(), batch_size=4, num_workers=workers)
+    whole = epochs(loader, 2)
+    assert whole == [[[100 * epoch + number for number in range(4)]] for epoch in range(2)]
+    again = make(dataset=Progressive(), batch_size=4, num_workers=workers)
+    again.load_state_dict(loader.state_dict() | {"epoch": 1})
+    assert epochs(again, 1) == whole[1:]
+    loader.dataset.set_epoch(7)  # type: ignore[attr-defined]
+    assert epochs(loader, 1) == [[[700, 701, 702, 703]]]  # the user's own epoch stays
+
+
 STREAMS: dict[str, dict[str, Any]] = {
     "plain": {"dataset": Sharded},
     "sized": {"dataset": Sized},

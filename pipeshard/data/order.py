@@ -33,7 +33,7 @@ class Order:
 
     Args:
         root: the sampler, batch sampler or stream.
-        dataset: the dataset, which is not searched.
+        dataset: the dataset, which is not searched. Only its `set_epoch` is called.
     """
 
     def __init__(self, root: Any, dataset: Any = None) -> None:
@@ -46,7 +46,8 @@ class Order:
         # the data that streams read, such as a memory-mapped file of tokens
         self._data = {at: value for at, value in self._values().items() if at[0] in streams and is_large(value)}
         self._first = {place: copied_value(value) for place, value in self._plain_values().items()}
-        self._told = list(map(_epoch, self.members.values()))
+        self._counting = [*self.members.values(), *([] if _epoch(self.dataset) is None else [self.dataset])]
+        self._told = list(map(_epoch, self._counting))
 
     def generators(self) -> list[Any]:
         return [one for one in reachable(self.root, skip=self._is_data) if is_generator(one)]
@@ -67,9 +68,9 @@ class Order:
                 seed_generator(generator, seed, epoch, number)
 
     def set_epoch(self, epoch: int, force: bool = False) -> None:
-        """Call `set_epoch` on every member that defines it. Unless `force`, skip members whose epoch the user has
-        set."""
-        for number, member in enumerate(self.members.values()):
+        """Call `set_epoch` on every member that defines it, and on a dataset that also has an `epoch`. Unless `force`,
+        skip those whose epoch the user has set."""
+        for number, member in enumerate(self._counting):
             if not hasattr(member, "set_epoch"):
                 continue
             if force or _epoch(member) == self._told[number]:
@@ -132,7 +133,7 @@ class Order:
                 members[key].load_state_dict(entry["state_dict"])
             for name, value in entry.get("attributes", {}).items():
                 _give_back(members[key], name, value)
-        self._told = list(map(_epoch, self.members.values()))
+        self._told = list(map(_epoch, self._counting))
 
     def _plain_values(self) -> dict[Attribute, Any]:
         """The attributes with plain values. The data of streams is omitted, since it is not part of their state."""
