@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from pipeshard.data.first_samples import first_samples
+from pipeshard.data.first_samples import find_sample, first_samples
 from pipeshard.data.order import Order
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, UsageError
@@ -904,6 +904,17 @@ def test_a_collators_own_generator_is_seeded_from_its_first_batch() -> None:
     loaders = [make(dataset=samples, collate_fn=masking(), num_workers=count) for count in (0, 2)]
     here, there = (torch.cat([batch["labels"] for batch in loader]) for loader in loaders)
     assert torch.equal(here, there)
+
+
+def test_a_dataset_of_other_keys_asks_for_a_batch() -> None:
+    """A loader whose sampler yields string keys was read at 0 by boost: KeyError: 0, without a remedy."""
+    records: Any = {name: {"x": torch.ones(3)} for name in ("first", "second")}
+    loader = DataLoader(records, batch_size=2, sampler=SubsetRandomSampler(list(records)))
+    with pytest.raises(BatchError, match=r"dict.*at the keys 0, 1, \.\.\. .*\(KeyError: 0\).*dry_run_input=batch"):
+        first_samples(loader)
+    batch = next(iter(loader))
+    found = find_sample(torch.nn.Linear(3, 3), {"input": batch["x"]}, loader, {}, 2, torch.device("cpu"))
+    assert found.tensors["input"].shape == (2, 3)
 
 
 def test_the_first_samples_of_any_loader() -> None:

@@ -4,7 +4,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
 from pipeshard.batch.read import COLLATORS, dummy_inputs, is_numbers, read_batch
 from pipeshard.batch.tree import is_keyed
 from pipeshard.data.reach import generators_kept, reachable
-from pipeshard.errors import BatchError, ConfigurationError
+from pipeshard.errors import BatchError, ConfigurationError, explained, summary
 from pipeshard.graph.places import is_generator
 from pipeshard.graph.rng import Draws
 from pipeshard.hf import IDS
@@ -60,7 +60,8 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
     """The dataset's first samples, collated by the dataloader's collate_fn. The loader's order and state do not change.
 
     Returns None for a loader without a dataset or a collate_fn, for an empty dataset, and for a stream that cannot be
-    copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens.
+    copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens, and for a
+    dataset that raises an error at the keys 0, 1, 2, ...
     """
     dataset: Any = getattr(dataloader, "dataset", None)
     collate_fn = getattr(dataloader, "collate_fn", None)
@@ -71,7 +72,8 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
     size = 1 if is_whole else size or getattr(sampler, "batch_size", None) or 1
     with _generators_kept(dataset, collate_fn):
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            samples = [dataset[k] for k in range(1 if is_whole else min(len(dataset), size))]
+            with _explained(dataset):
+                samples = [dataset[k] for k in range(1 if is_whole else min(len(dataset), size))]
         else:
             samples = _first_of_stream(dataset, size)
         if not samples:
@@ -86,6 +88,16 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
                 f"(or {COLLATORS}, which pad) to the DataLoader, or call dataset.with_format('torch')"
             )
         return collate_fn(samples)
+
+
+def _explained(dataset: Any) -> AbstractContextManager[None]:
+    return explained(
+        lambda error: BatchError(
+            f"the first samples of the {type(dataset).__name__} cannot be read at the keys 0, 1, ... with which boost "
+            f"reads them ({summary(error)}). If its sampler yields other keys, pass a batch: "
+            "PipelinePlugin(dry_run_input=batch)"
+        )
+    )
 
 
 @contextmanager
