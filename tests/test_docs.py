@@ -237,17 +237,24 @@ def test_the_slurm_script_starts_an_agent_for_each_node(tmp_path: Path) -> None:
     assert {"nodes", "ntasks-per-node", "gpus-per-node", "signal", "requeue"} <= set(options)
 
 
-@pytest.mark.parametrize("status", [0, 1, 143])
-def test_the_slurm_script_requeues_a_job_that_reaches_its_time_limit(tmp_path: Path, status: int) -> None:
-    """The job saved its state two minutes before the time limit, and ended: --requeue does not requeue it then."""
+@pytest.mark.parametrize(("status", "is_saved"), [(0, True), (1, True), (143, True), (143, False)])
+def test_the_slurm_script_requeues_a_job_that_reaches_its_time_limit(
+    tmp_path: Path, status: int, is_saved: bool
+) -> None:
+    """The job saved its state two minutes before the time limit, and ended: --requeue does not requeue it then. A
+    script that saves no state, as the README's, began at step 0 again, without end."""
     for name, text in {"scontrol": f'echo "$@" >> {tmp_path}/asked; echo node1', "srun": f"exit {status}"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STATE": "outputs/state"}
     environment |= {"SLURM_JOB_NODELIST": "node1", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7"}
-    ended = subprocess.run(["bash", ROOT / "examples" / "train.slurm"], capture_output=True, env=environment)
+    if is_saved:
+        (tmp_path / "outputs" / "state" / "step-00000010").mkdir(parents=True)
+    command = ["bash", ROOT / "examples" / "train.slurm"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert ended.returncode == status and asked[1:] == (["requeue 7"] if status == 143 else [])
+    assert ended.returncode == status and asked[1:] == (["requeue 7"] if status == 143 and is_saved else [])
+    assert ("not requeued: outputs/state has no saved state" in ended.stderr) == (status == 143 and not is_saved)
 
 
 def test_links_of_the_package_s_description_are_absolute() -> None:
