@@ -298,6 +298,11 @@ def rows(settings: Namespace) -> tuple[Any, Any]:
     splits = made if isinstance(made, Mapping) else {settings.dataset_train_split: made}
     train, test = split_of(splits, "dataset_train_split", settings), None
     if settings.test_split_size and not settings.datasets:  # TRL has split a mixture itself
+        if not hasattr(train, "train_test_split"):
+            raise ConfigurationError(
+                f"test_split_size={settings.test_split_size} requires data of a known length, but dataset_streaming is "
+                "set: remove one of the two, or pass data with a split for evaluation (dataset_test_split)"
+            )
         train, test = train.train_test_split(settings.test_split_size, seed=settings.seed).values()
     elif settings.eval_strategy != "no":
         test = split_of(splits, "dataset_test_split", settings)

@@ -608,6 +608,12 @@ def test_data_is_a_file_a_folder_or_a_split(tmp_path: Path) -> None:
         assert again.to_list() == train.to_list() and none is None
 
 
+def test_a_stream_holds_out_no_samples(tmp_path: Path) -> None:
+    """`--dataset_streaming true --test_split_size 0.25` ended in a traceback: a stream has no train_test_split."""
+    ended = said("sft", "--config", toy(tmp_path), "--dataset_streaming", "true", "--test_split_size", "0.25")
+    assert "error: test_split_size=0.25 requires data of a known length, but dataset_streaming is set" in ended.output
+
+
 def test_an_option_overrides_the_file(tmp_path: Path) -> None:
     settings = recipe.read("sft", ["--config", toy(tmp_path, pp=3, chunks=2), "--pp", "4", "--schedule=interleaved"])
     found = recipe.plugin_arguments(settings)
