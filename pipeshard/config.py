@@ -97,9 +97,10 @@ class PipelineConfig:
             the units to cut after.
         policy: a Policy class for this model; by default the class registered for the model.
         init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
-            initialized. True uses the architecture's own rule. With False, `booster.load_model` must load their values.
-            A function is called as `fn(module)` or `fn(module, name)` for every module with meta tensors. The values
-            depend only on the first stage's seed (`torch.manual_seed`) and on names, not on `pp_size`.
+            initialized. True uses the architecture's own rule, not the values that a plain module's constructor sets.
+            With False, `booster.load_model` must load their values. A function is called as `fn(module)` or
+            `fn(module, name)` for every module with meta tensors. The values depend only on the first stage's seed
+            (`torch.manual_seed`) and on names, not on `pp_size`.
         dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates one of `size`
             samples; by default the first samples of the dataloader.
         shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")], before the

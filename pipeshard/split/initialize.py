@@ -14,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,12 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError, explained, summary
+from pipeshard.errors import ConfigurationError, explained, listed, summary
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.private import DispatchMode, restore_meta_kernels
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import kept_tied
+
+logger = logging.getLogger("pipeshard")
 
 # How meta tensors are initialized. True: by the architecture's own rule. False: not at all. A function: fn(module) or
 # fn(module, name), called for each module with tensors of its own to initialize.
@@ -38,14 +41,20 @@ InitWeights = bool | Callable[..., Any]
 
 
 def initialize(
-    model: nn.Module, parameters: Collection[str], buffers: Mapping[str, bool], rule: InitWeights, seed: int
+    model: nn.Module,
+    parameters: Collection[str],
+    buffers: Mapping[str, bool],
+    rule: InitWeights,
+    seed: int,
+    constructed: Mapping[str, int] | None = None,
 ) -> None:
     """Initialize the parameters with these first names and these buffers, and no other tensor of the model.
 
     With `rule` True, a module is initialized by `_init_weights` of its nearest PreTrainedModel, then by its own
     `reset_parameters` if tensors still have no values. Buffers are initialized in this way with any `rule`. A
     parameter's values depend only on the seed and the parameter's name. The user's random generators do not change.
-    `buffers` is the result of `allocate`. Quantized weights are skipped, since a checkpoint provides their values.
+    `buffers` is the result of `allocate`, and `constructed` of `written_again`: a warning names a parameter whose value
+    the constructor set. Quantized weights are skipped, since a checkpoint provides their values.
     Raises ConfigurationError if a buffer, or (unless `rule` is False) a parameter, still has no values.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
@@ -55,7 +64,7 @@ def initialize(
         missing = _fill(model, parameters, seed, functools.partial(_by_function, rule))
     elif rule:
         by_architecture |= parameters
-    missing |= _fill(model, by_architecture, seed, _by_architecture)
+    missing |= _fill(model, by_architecture, seed, _by_architecture, constructed if rule is True else None)
     missing -= {name for name, is_known in buffers.items() if is_known}
     if missing:
         first = min(missing)
@@ -71,7 +80,55 @@ def initialize(
         )
 
 
-def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
+def written_again(model: nn.Module, names: Collection[str]) -> dict[str, int]:
+    """How often the constructor wrote to each of these meta parameters, for those with more than one write.
+
+    Parameters of a PreTrainedModel are omitted, since its rule sets all values, and so are tied parameters, to which
+    the rule writes several times.
+    """
+    from transformers import PreTrainedModel
+
+    uses = Counter(map(id, dict(model.named_parameters(remove_duplicate=False)).values()))
+    written = {name: (model.get_parameter(name), model.get_parameter(name)._version) for name in names}
+    return {
+        name: version
+        for name, (parameter, version) in written.items()
+        if version > 1 and uses[id(parameter)] == 1
+        if not any(isinstance(module, PreTrainedModel) for module in _around(model, name))
+    }
+
+
+def _around(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules that contain this parameter, from the model to the parameter's own module."""
+    return [model, *map(model.get_submodule, itertools.accumulate(name.split(".")[:-1], "{}.{}".format))]
+
+
+def _warn_of_lost_values(model: nn.Module, constructed: Mapping[str, int], writes: Counter[str]) -> None:
+    """Warn of parameters to which the constructor wrote more often than the rules of all modules around them do."""
+    lost = []
+    for name, count in constructed.items():
+        around = _around(model, name)
+        rules = sum(hasattr(module, "_init_weights") for module in around)
+        resets = sum(hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters") for module in around)
+        if count > writes[name] * max(rules, resets):
+            lost.append(name)
+    if lost:
+        logger.warning(
+            "the constructor of %s sets initial values of %s on meta, where they are lost: with init_weights=True, "
+            "_init_weights or reset_parameters() sets other values. Pass PipelinePlugin(init_weights=fn) with an fn "
+            "that sets them, build the model on the CPU, or pass init_weights=False and load all weights",
+            type(model).__name__,
+            listed(lost),
+        )
+
+
+def _fill(
+    model: nn.Module,
+    names: set[str],
+    seed: int,
+    fill: Callable[..., None],
+    constructed: Mapping[str, int] | None = None,
+) -> set[str]:
     """Call `fill` for each module that contains some of these tensors. Return the names of the tensors that were not
     written.
 
@@ -91,7 +148,9 @@ def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None
                 fill(path, module, owner, direct, writes)
 
     with torch.no_grad(), _SeededWrites(model, names, seed) as writes:
+        writes.constructed = constructed or {}
         walk("", model, None)
+    _warn_of_lost_values(model, writes.constructed, writes.count)
     return names - writes.written
 
 
@@ -101,6 +160,10 @@ def _by_architecture(path: str, module: nn.Module, owner: Any, names: set[str], 
     reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     if names - writes.written and reset is not None:
         writes.settled = set(writes.written)
+        reset()
+        writes.settled = set()
+    elif reset is not None and names & writes.constructed.keys() and type(module).__module__.startswith("torch.nn."):
+        writes.settled = set(writes.names.values())  # so that its writes are only counted
         reset()
         writes.settled = set()
 
@@ -137,6 +200,8 @@ class _SeededWrites(DispatchMode):
         self.written: set[str] = set()
         self.settled: set[str] = set()  # already written, not to be overwritten
         self.draws: Counter[str] = Counter()
+        self.constructed: Mapping[str, int] = {}  # how often the constructor wrote to a parameter
+        self.count: Counter[str] = Counter()  # how often the rule wrote to it
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
@@ -153,6 +218,7 @@ class _SeededWrites(DispatchMode):
             name = self.names.get(storage_of(target))
             if name is None:
                 continue
+            self.count[name] += 1
             if name in self.settled or name not in self.below[self.path]:
                 return target
             self.written.add(name)

@@ -18,7 +18,7 @@ from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.graph.units import CutPoint, intercept
 from pipeshard.split.adapters import begin
-from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons
+from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons, written_again
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import names_of, put_parameter
 
@@ -39,8 +39,9 @@ def shard(
     _build_skeletons(model, policy, seed)
     unbuilt = sorted(on_meta & held)
     fresh = [name for name in unbuilt if model.get_parameter(name).is_meta]
+    constructed = written_again(model, fresh)
     buffers = allocate(model, fresh, device)
-    initialize(model, unbuilt if callable(init_weights) else fresh, buffers, init_weights, seed)
+    initialize(model, unbuilt if callable(init_weights) else fresh, buffers, init_weights, seed, constructed)
     if init_weights:
         begin(model)
     for tensor in (*model.parameters(), *model.buffers()):

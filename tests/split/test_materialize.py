@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -193,6 +194,45 @@ def made_up_on_meta(**arguments: Any) -> None:
 def test_a_parameter_without_a_rule_is_named(pool: Pool) -> None:
     for message in pool.run_expecting(ConfigurationError, made_up_on_meta, 2):
         assert "gain of MadeUp" in message and "reset_parameters" in message and "init_weights=fn" in message
+
+
+class Scaled(nn.Module):
+    """As in nanoGPT: a rule for all modules, then values of single weights, and a projection that begins at zero."""
+
+    def __init__(self, is_plain: bool) -> None:
+        super().__init__()
+        self.inner, self.c_proj, self.gate = (nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 1, bias=False)
+        self.apply(self._init_weights)
+        if not is_plain:
+            nn.init.normal_(self.c_proj.weight, std=0.01)
+            nn.init.zeros_(self.gate.weight)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.gate(self.c_proj(self.inner(x)))).mean()
+        return out
+
+
+def warned(is_plain: bool) -> str:
+    with torch.device("meta"):
+        model = Scaled(is_plain)
+    with mock.patch("pipeshard.split.initialize.logger.warning") as warning:
+        Split(model, dist.get_world_size(), {"x": torch.ones(4, 4)}, num_microbatches=2)
+    return " ".join(call.args[0] % call.args[1:] for call in warning.call_args_list)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_values_of_the_constructor_are_not_lost_in_silence(pool: Pool, is_plain: bool) -> None:
+    """A nanoGPT on meta trained from other values than on the CPU: the constructor's own values of c_proj, and the
+    zeros of a projection, were replaced by those of the rule."""
+    said = "".join(pool.run(warned, 2, is_plain))
+    for name in ("c_proj.weight", "gate.weight"):
+        assert (name in said) != is_plain
+    assert is_plain == (said == "")
 
 
 def not_loaded() -> None:
