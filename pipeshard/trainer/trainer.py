@@ -229,6 +229,7 @@ class Loop(Trainer):
                 f"{len(self._held)} batches of a gradient accumulation window were not trained, because a callback "
                 "ended the epoch in on_substep_end: end it in on_step_end instead"
             )
+        self._left = None  # the optimizer has stepped since; training_step may skip the window's first batch
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
