@@ -455,6 +455,28 @@ def test_a_generate_that_was_set_on_the_model_is_called(pool: Pool) -> None:
     assert pool.run(with_own_generate, 2) == [True] * 2
 
 
+def with_later_generate() -> list[str]:
+    """The errors about a `generate` that is set after boost: on the boosted model, and on the original model."""
+    model, errors = boosted(zoo.build("llama"), "llama").eval(), []
+    with pytest.raises(UsageError) as error:
+        model.generate = partial(model.generate, bad_words_ids=[[1]])
+    errors.append(str(error.value))
+    generated(model, "llama", **GREEDY)  # still usable
+    model.unwrap().generate = partial(model.generate, bad_words_ids=[[1]])
+    with pytest.raises(UsageError) as error:
+        generated(model, "llama", **GREEDY)
+    return [*errors, str(error.value)]
+
+
+def test_a_generate_that_is_set_after_boost_is_refused(pool: Pool) -> None:
+    """A script's `model.generate = partial(model.generate, language="sinhalese")` came after boost, where a plain
+    script has it: it was kept on the model, but the stages called the method of the model's class without it."""
+    for errors in pool.run(with_later_generate, 2):
+        for error in errors:
+            assert "model.generate was set after booster.boost" in error
+            assert "Set it before booster.boost" in error
+
+
 def for_each_prompt(kind: str) -> bool:
     """Whether the tokens are those of one process if something outside of the forward's arguments has one entry for
     each prompt, and prompts are long enough for microbatches."""

@@ -82,6 +82,11 @@ ASKED_BY = {
     "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
 }
 
+LATER = (
+    "model.generate was set after booster.boost, but the stages call the `generate` that the model had at boost. Set "
+    "it before booster.boost, or pass its arguments in each call of model.generate(...)"
+)
+
 # Attributes of PipelineModel itself; all others are the model's.
 OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})
 OWN_METHODS = ("forward", "compile", "extra_repr", "zero_grad")
@@ -144,6 +149,8 @@ class PipelineModel(nn.Module):
         module = self.__dict__.get("_modules", {}).get("module")
         if module is None or name in OWN:
             super().__setattr__(name, value)
+        elif name == "generate" and callable(value):
+            raise UsageError(LATER)
         else:
             setattr(module, name, value)
 

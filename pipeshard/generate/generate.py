@@ -18,8 +18,9 @@ from pipeshard.distributed.collectives import gather, gather_objects, share_tens
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.model import LATER
 from pipeshard.engine.reader import digest_tensors
-from pipeshard.errors import BatchError, ConfigurationError, of_all
+from pipeshard.errors import BatchError, ConfigurationError, UsageError, of_all
 from pipeshard.generate.forward import Forward
 from pipeshard.hf import COMPILED_CALL, disable_caches, enable_caches, is_cache, stops_by_clock
 from pipeshard.private import tree_tensors
@@ -51,7 +52,7 @@ class Generation:
         so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
         single new tokens are not. Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and
         for `max_time` on several ranks; BatchError if the ranks of a pipeline pass different tensors;
-        UsageError if they choose different tokens.
+        UsageError if they choose different tokens, or if the model was given another `generate` after boost.
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
@@ -65,6 +66,8 @@ class Generation:
                 "max_time is not supported in a pipeline: each rank reads its own clock, so ranks would stop at "
                 "different tokens. Limit the number of tokens with max_new_tokens"
             )
+        if vars(pipeline.model).get("generate") not in (self, self.own):
+            raise UsageError(LATER)
         pipeline.refuse_blank()
         refuse_other_inputs(pipeline.grid, args, kwargs)
         pipeline.gradients.settle()
