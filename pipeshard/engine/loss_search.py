@@ -374,7 +374,7 @@ class _Search:
         _, samples, trial = self._sized[key]
         cuts = enumerate((part, rows - part) * AT_SIZES)
         trials = (trial.measure(self._drawn(rule, number, samples), at, number, self.kind) for number, at in cuts)
-        telling = _telling(rule, trials, AT_SIZES, LOOSER)
+        telling = _telling(rule, trials, AT_SIZES, LOOSER, gives_up=False)
         return None if telling == 0 else telling is not None
 
     def _holds(self, rule: LossRule, number: int, fit: float = 0.0, sloping: bool = False) -> bool:
@@ -412,17 +412,19 @@ def _longest(batch: Batch) -> int:
     return max((size for leaf in batch.tensors.values() for size in leaf.shape), default=1)
 
 
-def _telling(rule: LossRule, trials: Iterable[Losses | None], enough: int, looser: float = 1.0) -> int | None:
+def _telling(
+    rule: LossRule, trials: Iterable[Losses | None], enough: int, looser: float = 1.0, gives_up: bool = True
+) -> int | None:
     """Count the trials, up to `enough`, that could have distinguished this rule from other rules. Returns None if the
-    rule does not hold in one of the trials. Ends at the first failed trial after the first trial if none has counted so
-    far: the loss rejects such labels."""
+    rule does not hold in one of the trials. With `gives_up`, ends at the first failed trial after the first trial if
+    none has counted so far: the loss rejects such labels."""
     telling = 0
     for number, losses in enumerate(trials):
         if losses is not None and losses.is_finite:
             if not rule.holds(losses, looser):
                 return None
             telling += _tells(losses)
-        elif number and not telling:
+        elif gives_up and number and not telling:
             return 0
         if telling >= enough:
             break

@@ -82,6 +82,12 @@ def from_16_samples(out: Any, batch: Any) -> Tensor:
     return mean(out["logits"], batch["labels"]) + extra
 
 
+def often_undefined(out: Any, batch: Any) -> Tensor:
+    """`from_16_samples`, but NaN there for most labels, as a mean over pairs is for labels without a pair."""
+    is_undefined = batch["labels"].clamp(min=0).sum() % 3 < 2
+    return torch.where(is_undefined & (len(batch["labels"]) >= 16), torch.nan, from_16_samples(out, batch))
+
+
 def beyond_12(out: Any, batch: Any) -> Tensor:
     loss = mean(out["logits"], batch["labels"])
     return loss.exp() if batch["labels"].shape[1] > 12 else loss
@@ -168,6 +174,13 @@ def test_a_loss_that_goes_by_sizes_is_refused(
         proven(criterion, ragged(rows, length), m, replicas)
     few = min(rows, 4)
     assert proven(criterion, ragged(few, 8)).rule in (VALID, SAMPLES)
+
+
+def test_a_loss_that_is_undefined_in_some_trials_is_refused_by_the_others() -> None:
+    """Two trials at the batch's sizes drew labels for which the loss is NaN. The trials that would have refuted the
+    rule did not run, and the loss was trained wrong, with a warning."""
+    with pytest.raises(ConfigurationError, match="on fewer and shorter samples"):
+        proven(often_undefined, ragged(16, 6))
 
 
 def test_what_is_too_large_is_tried_in_one_direction_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
