@@ -8,7 +8,10 @@ by names. All of these names are in this module and nowhere else, and no name be
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, TypeGuard
 
@@ -295,6 +298,43 @@ def has_known_loss(model: nn.Module) -> bool:
     return is_of_transformers(model) and all(
         loss is None or getattr(loss, "__module__", "").startswith("transformers.") for loss in own
     )
+
+
+_is_lone: ContextVar[bool] = ContextVar("is_lone", default=False)
+
+
+class _World:
+    """Replaces accelerate's PartialState in losses of transformers (DETR, Mask2Former) that sum the number of boxes or
+    masks over all processes: in `lone_losses`, accelerate does not seem to be initialized."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    @property
+    def _shared_state(self) -> Any:
+        return {} if _is_lone.get() else self.kind._shared_state
+
+    def __call__(self) -> Any:
+        return self.kind()
+
+
+def hide_world() -> None:
+    """Let `lone_losses` affect the losses of transformers that are imported so far."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("transformers.") and {"PartialState", "reduce"} <= vars(module).keys():
+            kind = vars(module)["PartialState"]
+            setattr(module, "PartialState", kind if isinstance(kind, _World) else _World(kind))  # noqa: B010
+
+
+@contextmanager
+def lone_losses(pp_size: int) -> Iterator[None]:
+    """Context manager in which losses of transformers normalize by the batch of this process, if there are several
+    stages: the ranks of other stages do not compute the loss."""
+    token = _is_lone.set(pp_size > 1)
+    try:
+        yield
+    finally:
+        _is_lone.reset(token)
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> set[Tensor]:

@@ -45,6 +45,7 @@ from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import refuse_other_config
 from pipeshard.errors import UsageError
 from pipeshard.graph.rng import Randomness
+from pipeshard.hf import hide_world, lone_losses
 from pipeshard.options import PRECISIONS
 from pipeshard.replaced import replaced
 from pipeshard.schedule.given import Schedule
@@ -233,9 +234,11 @@ class PipelinePlugin:
             if isinstance(model, PipelineModel) and all(own() is not model for own in self._boosted):
                 refuse_other_config(model.pipeline.asked, self.config)
             kind = wrapper(PipelineModel, "ModelWrapper")
-            boosted, criterion = boost_model(
-                self.config, self.grid, model, optimizer, criterion, dataloader, kind, num_batches
-            )
+            hide_world()
+            with lone_losses(self.config.pp_size):
+                boosted, criterion = boost_model(
+                    self.config, self.grid, model, optimizer, criterion, dataloader, kind, num_batches
+                )
             if boosted is not model:
                 boosted.checkpoint_io = self._checkpoint_io
                 randomness = boosted.pipeline.policy.replay.randomness

@@ -25,10 +25,9 @@ from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.updates import FIRST, Updates
 from pipeshard.ghost import Ghost
-from pipeshard.graph.taint import SCALAR, draws, mutated, storage_of, tensors_in
+from pipeshard.graph.taint import COLLECTIVES, SCALAR, draws, mutated, storage_of, tensors_in
 from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below, modes_entered
 
-COLLECTIVES = {"c10d", "_c10d_functional"}  # operators whose results are the same on all ranks
 OVERWRITING = {torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_}
 OF_LISTS = "aten::_foreach", "aten::_fused"  # prefixes of operators on lists of tensors
 READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}

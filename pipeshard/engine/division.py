@@ -14,6 +14,7 @@ from pipeshard.distributed.agreement import compare_ranks
 from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.taint import Lone
 from pipeshard.graph.trace import trace
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy, find_policy
@@ -29,13 +30,14 @@ def traced(
 ) -> tuple[Batch, Dataflow]:
     """Trace the full model on `sample` or, if that fails, on its first microbatch. Returns the traced batch and the
     Dataflow."""
-    try:
-        return sample, trace(model, sample, criterion, cuts=cuts, device=device)
-    except TraceError as error:  # the model may accept only as many samples as a microbatch has
-        sample = sample.split(*config.cut)[0]
-        with suppress(TraceError):
+    with Lone.of(config.pp_size):
+        try:
             return sample, trace(model, sample, criterion, cuts=cuts, device=device)
-        raise error from None
+        except TraceError as error:  # the model may accept only as many samples as a microbatch has
+            sample = sample.split(*config.cut)[0]
+            with suppress(TraceError):
+                return sample, trace(model, sample, criterion, cuts=cuts, device=device)
+            raise error from None
 
 
 def divided(

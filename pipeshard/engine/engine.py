@@ -49,7 +49,7 @@ from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import without_gradients
 from pipeshard.graph.units import containers, find_units, paths_of
-from pipeshard.hf import disable_caches
+from pipeshard.hf import disable_caches, lone_losses
 from pipeshard.schedule.program import Program, forward_only
 from pipeshard.slices.refusals import refuse_cacheless, refuse_padding
 from pipeshard.split.initialize import InitWeights
@@ -217,10 +217,11 @@ class Pipeline:
         outputs = Outputs(return_outputs, num_batches)
         is_exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
         asked = Asked(criterion, train, return_loss, outputs, is_exact, weight)
-        batches, found, agreed = self._read(asked, data_iter, num_batches)
-        forwards = 0 if train else self.forwards + 1
-        with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed), forwards):
-            out = self._run(asked, batches, found)
+        with lone_losses(self.num_stages):
+            batches, found, agreed = self._read(asked, data_iter, num_batches)
+            forwards = 0 if train else self.forwards + 1
+            with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed), forwards):
+                out = self._run(asked, batches, found)
         if train:
             self.gradients.added()
         return out

@@ -31,6 +31,7 @@ from pipeshard.graph.kinds import modes
 from pipeshard.graph.places import format_path
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Flags
+from pipeshard.graph.taint import Lone
 from pipeshard.graph.trace import trace
 from pipeshard.slices.cut import sequence_of
 from pipeshard.split.policy import Policy
@@ -280,7 +281,9 @@ class Traces:
         return flow, deltas
 
     def _traced(self, batch: Batch, criterion: Criterion | None, exact: bool, grad: bool) -> Dataflow:
-        return trace(self.model, batch, criterion, exact, device=self.policy.replay.device, lent=self._lent, grad=grad)
+        device, lent = self.policy.replay.device, self._lent
+        with Lone.of(len(set(self.policy.placement))):
+            return trace(self.model, batch, criterion, exact, device=device, lent=lent, grad=grad)
 
     def refuse_other_way(
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup, train: bool

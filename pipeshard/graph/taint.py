@@ -11,10 +11,11 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,7 +25,7 @@ from pipeshard.errors import TraceError
 from pipeshard.graph.indices import check_indices
 from pipeshard.graph.nodes import reached
 from pipeshard.graph.question import Recipes
-from pipeshard.private import DispatchMode, functorch_unwrapped, tree_map_only
+from pipeshard.private import DispatchMode, OpOverload, functorch_unwrapped, tree_map_only
 
 
 class Value(NamedTuple):
@@ -74,6 +75,7 @@ DECIDING |= {aten.bincount}
 # Operators that use only the shape of their input, not its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
+COLLECTIVES = {"c10d", "_c10d_functional"}  # namespaces of operators that several ranks run together
 FOR_ALL = -1
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]  # may contain site-packages
 CASTING = "cuda", "cpu"  # device types for which torch.autocast may be enabled
@@ -320,6 +322,37 @@ class Taint(DispatchMode):
         if key not in self.tags:
             self._alive.append(_address(tensor))
         self.tags[key] = self.tags.get(key, NOTHING) | tags
+
+
+class Lone(DispatchMode):
+    """Mode for a model's code of which each line runs on some ranks only: layers on their stages, and the loss on the
+    last stage. An operator that waits for all ranks raises TraceError, since it would never end in a step."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def of(cls, pp_size: int) -> AbstractContextManager[Any]:
+        return cls() if pp_size > 1 else nullcontext()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload) and func.namespace in COLLECTIVES and _is_of_world(func, args, kwargs):
+            raise TraceError(
+                f"{_where()} waits for all ranks ({func.name()}), but in a pipeline only some ranks run this line: "
+                "each layer runs on its own stage, and the loss on the last stage. Remove the collective: pipeshard "
+                "combines the losses of microbatches and replicas itself, and a criterion may return (sum, count) to "
+                "divide by a count over all of them. Or use one stage (pp_size=1)"
+            )
+        return func(*args, **kwargs)
+
+
+def _is_of_world(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the group of a collective contains all ranks."""
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
+    if "process_group" in given:
+        return dist.ProcessGroup.unbox(given["process_group"]).size() == dist.get_world_size()
+    world: Any = dist.group.WORLD
+    return "group_name" in given and given["group_name"] == world.group_name
 
 
 def casting() -> str | None:

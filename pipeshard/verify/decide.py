@@ -23,6 +23,7 @@ from pipeshard.errors import BatchError, ConfigurationError, VerificationError
 from pipeshard.graph.preserve import preserving
 from pipeshard.hf import has_known_loss, padding_token, without_adapters
 from pipeshard.planner.memory import format_bytes
+from pipeshard.private import disable_current_modes
 from pipeshard.schedule.given import name_of
 from pipeshard.slices.cut import shortened, with_padding
 from pipeshard.split.packed import Packed
@@ -294,7 +295,8 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
         nonlocal told
         if time.monotonic() - told > TELL_PERIOD:
             NOW.start("the proof")
-            gather(torch.tensor(0), grid.world)
+            with disable_current_modes():  # the proof's modes
+                gather(torch.tensor(0), grid.world)
             told = time.monotonic()
 
     proof = work(note)

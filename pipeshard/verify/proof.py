@@ -20,6 +20,7 @@ from pipeshard.engine.dependent import dependent_text, failing, is_of_model
 from pipeshard.errors import BatchError, PartitionError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.indices import checking_indices
+from pipeshard.graph.taint import Lone
 from pipeshard.split.policy import Policy
 from pipeshard.verify.compare import Comparison, differing
 from pipeshard.verify.limit import Limit, TooMuch
@@ -114,7 +115,7 @@ def prove(
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, Limit(seconds, note), steps)
     made = Proof(EXACT)
-    with undisturbed(device), checking_indices(device):
+    with undisturbed(device), checking_indices(device), Lone():
         try:
             with untouched(proving.given):
                 proving.run(large)
