@@ -211,6 +211,15 @@ def names_in(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *code.co_freevars, *strings, *inner)))
 
 
+def numbers_in(code: CodeType) -> Iterator[int | float]:
+    """All numbers in a function's code."""
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from numbers_in(const)
+        elif type(const) in (int, float):
+            yield const
+
+
 def is_generator(value: Any) -> bool:
     """Whether the value is a random generator, but not one of the process's default generators."""
     return isinstance(value, GENERATORS) and not any(value is other for other in OF_PROCESS)

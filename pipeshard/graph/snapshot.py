@@ -34,6 +34,7 @@ from pipeshard.graph.places import (
     format_path,
     is_same,
     names_in,
+    numbers_in,
     put,
     put_content,
     slots,
@@ -43,6 +44,19 @@ from pipeshard.graph.writes import count_reads, reads
 from pipeshard.private import DisableTorchFunction
 
 MOST_OBJECTS = 200_000  # the maximum number of objects that are walked
+
+
+class Thresholds(NamedTuple):
+    """Numbers `in_code` and `in_places` with which code may compare a float."""
+
+    in_code: set[float]
+    in_places: set[float]
+
+    def lie_between(self, before: float, now: float) -> bool:
+        """Whether a comparison with one of these numbers may have another result for `now` than for `before`. `before`
+        is in its own place."""
+        least, most = min(before, now), max(before, now)
+        return any(least <= number <= most for number in self.in_code | (self.in_places - {before}))
 
 
 class Change(NamedTuple):
@@ -119,6 +133,16 @@ class Snapshot:
                 old, new = content.get(key, MISSING), now.get(key, MISSING)
                 if old is not new and not same(old, new):
                     yield Change((*path, _step(how, key)), holder, key, old, new)
+
+    def thresholds(self) -> "Thresholds":
+        """The numbers with which code may compare a float: numbers in the code of functions, and floats in places."""
+        codes = [value.__code__ for value in self._seen.values() if isinstance(value, FunctionType)]
+        contents = (holder.content for holder in self.holders)
+        values = (value for held in contents for value in (held.values() if isinstance(held, dict) else held))
+        return Thresholds(
+            {float(number) for code in codes for number in numbers_in(code)},
+            {value for value in values if type(value) is float},
+        )
 
     def constants(self) -> set[int]:
         """The ids of values to which other values refer without a place, such as items of a tuple."""
@@ -229,7 +253,7 @@ class Flags:
     Changes by the forwards themselves (to counters, caches, lists that they fill) do not count: `stepped` finds such
     changes by comparing the state before and after a step. For another object, changed values of tensors (except
     parameters) also count, even if the tensor was replaced. A float counts as changed if its `kind_of_number` changes,
-    so weights may be annealed from step to step.
+    or if it passes a number with which the code may compare it. So weights may be annealed from step to step.
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
@@ -237,6 +261,7 @@ class Flags:
         self.without = () if beside is None else (model,)
         self.states: dict[int, Snapshot] = {}
         self.values: dict[int, dict[int, Tensor]] = {}  # by state and id: values of tensors that count
+        self.thresholds: dict[int, Thresholds] = {}
         self.reads: dict[int, dict[int, int]] = {}  # by state and id: uses of the `data` of these tensors
         self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
@@ -260,10 +285,12 @@ class Flags:
             self.last = next((one.path for one in changes if (id(one.holder), one.key) not in self.moved), ())
         if len(self.states) >= MOST_STATES:
             oldest = next(iter(self.states))
-            del self.states[oldest], self.values[oldest], self.reads[oldest], self.trained[oldest]
+            for of_states in (self.states, self.values, self.thresholds, self.reads, self.trained):
+                del of_states[oldest]
         state = self.states[self.next] = Snapshot(self.roots, self.without)
         counting = [t for *_, t, _ in state.tensors if self.without and not isinstance(t, nn.Parameter)]
         self.values[self.next] = {id(tensor): tensor.detach().clone() for tensor in counting}
+        self.thresholds[self.next] = state.thresholds()
         self.reads[self.next] = {id(tensor): count_reads(tensor) for tensor in counting}
         self.trained[self.next] = self._trained(state)
         self.unsure.add(self.next)
@@ -300,7 +327,8 @@ class Flags:
             if (tensor._version, reads(tensor)) != (version, self.reads[number][id(tensor)])
             and not torch.equal(tensor, values[id(tensor)])
         )
-        return itertools.chain(state.replaced(functools.partial(_is_annealed, values)), others)
+        is_same = functools.partial(_is_annealed, values, self.thresholds[number])
+        return itertools.chain(state.replaced(is_same), others)
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
@@ -330,9 +358,9 @@ def _has_same_entries(before: Any, now: Any) -> bool:
     return all(map(is_same, before, now))
 
 
-def _is_annealed(values: Mapping[int, Tensor], before: Any, now: Any) -> bool:
+def _is_annealed(values: Mapping[int, Tensor], thresholds: Thresholds, before: Any, now: Any) -> bool:
     if type(before) is type(now) is float:
-        return kind_of_number(before) == kind_of_number(now)
+        return kind_of_number(before) == kind_of_number(now) and not thresholds.lie_between(before, now)
     if id(before) in values and isinstance(now, Tensor) and not isinstance(now, nn.Parameter):
         return _is_alike(before, now) and torch.equal(values[id(before)].to(now.device), now)
     return _is_alike(before, now)

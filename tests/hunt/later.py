@@ -44,6 +44,22 @@ class Flooded(Settable):
         return (super().__call__(output, batch) - self.level).abs() + self.level
 
 
+class Curriculum(Settable):
+    """Has a term over the whole batch once half of the training is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.progress, self.start = 0.3, 0.5
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        return super().__call__(output, batch) + (output.std() if self.progress > 0.5 else 0.0)
+
+
+class CurriculumByStart(Curriculum):
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        return Settable.__call__(self, output, batch) + (output.std() if self.progress > self.start else 0.0)
+
+
 def set_later(kind: type[Settable], name: str, value: Any) -> Callable[[int, nn.Module], None]:
     def between(step: int, model: nn.Module) -> None:
         for criterion in kind.latest if step else ():
@@ -189,6 +205,24 @@ def ragged() -> list[Batch]:
 
 
 CASES = {
+    "a term that begins at a number in the code": Case(
+        Body,
+        "A share of the training went from 0.3 past 0.5, as numbers of one kind, so a new term was never verified.",
+        batches=labelled(),
+        options=TWO,
+        criterion=Curriculum,
+        between=set_later(Curriculum, "progress", 0.6),
+        refused=UNPROVEN,
+    ),
+    "a term that begins at a number in an attribute": Case(
+        Body,
+        "The same with a threshold that the criterion holds.",
+        batches=labelled(),
+        options=TWO,
+        criterion=CurriculumByStart,
+        between=set_later(CurriculumByStart, "progress", 0.6),
+        refused=UNPROVEN,
+    ),
     "class weights that are replaced": Case(
         Body,
         "A criterion's weights are replaced by another tensor of the same shape, which counted as no change.",
