@@ -6,7 +6,8 @@ behavior that pipeshard relies on, and rejects any other private name in the pac
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -168,6 +169,18 @@ __all__ = [
 def tree_tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def without_weakrefs(model: torch.nn.Module) -> Iterator[None]:
+    """Context manager in which `swap_tensors` accepts all parameters. An nn.LSTM or nn.GRU has weak references to its
+    parameters, with which `swap_tensors` raises an error."""
+    recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    yield
+    for module in recurrent:
+        module._init_flat_weights()
 
 
 _PATCH = "colossalai._analyzer._subclasses._meta_registration"

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError, explained, listed, summary
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.taint import mutated, storage_of
-from pipeshard.private import DispatchMode, restore_meta_kernels
+from pipeshard.private import DispatchMode, restore_meta_kernels, without_weakrefs
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import kept_tied
 
@@ -343,11 +343,12 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
     if paths != built_paths:
         raise ValueError(f"the modules differ (the first difference is {min(paths ^ built_paths)})")
     values = dict(built.named_parameters(remove_duplicate=False))
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in values:
-            parts[id(values[name])] = parameter
-        if parameter.is_meta:
-            give(parameter, _like(values[name].detach(), parameter, name))
+    with without_weakrefs(module):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if name in values:
+                parts[id(values[name])] = parameter
+            if parameter.is_meta:
+                give(parameter, _like(values[name].detach(), parameter, name))
     for path, inner, before in blueprint.before:
         source = built.get_submodule(path)
         for key, value in source._buffers.items():

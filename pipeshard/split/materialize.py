@@ -17,6 +17,7 @@ from torch import nn
 from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.graph.units import CutPoint, intercept
+from pipeshard.private import without_weakrefs
 from pipeshard.split.adapters import begin
 from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons, written_again
 from pipeshard.split.policy import Policy
@@ -127,8 +128,9 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
     uninitialized. Returns a dict that maps the name of each meta buffer to whether the buffer's values are known.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in names:
-        give(parameters[name], torch.empty_like(parameters[name].as_subclass(torch.Tensor), device=device))
+    with without_weakrefs(model):
+        for name in names:
+            give(parameters[name], torch.empty_like(parameters[name].as_subclass(torch.Tensor), device=device))
     blank = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
     rebuilt = list(rebuilt_models(model)) if blank else []
     values = {path + key: b for path, twin in rebuilt for key, b in twin.named_buffers(remove_duplicate=False)}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from pipeshard import PipelinePlugin
 from pipeshard.errors import ConfigurationError, UsageError
@@ -233,6 +234,37 @@ def test_values_of_the_constructor_are_not_lost_in_silence(pool: Pool, is_plain:
     for name in ("c_proj.weight", "gate.weight"):
         assert (name in said) != is_plain
     assert is_plain == (said == "")
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCABULARY, 8)
+        self.layers = nn.ModuleList([nn.LSTM(8, 8, batch_first=True), nn.GRU(8, 8, batch_first=True)])
+        self.head = nn.Linear(8, zoo.VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> ModelOutput:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x, _ = layer(x)
+        logits = self.head(x)
+        return ModelOutput(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+
+
+def recurrent_from_meta() -> list[str]:
+    ids = torch.arange(24).view(4, 6) % zoo.VOCABULARY
+    data = {"ids": ids, "labels": ids}
+    torch.manual_seed(SEED)
+    with torch.device("meta"):
+        model, whole = Recurrent(), Recurrent()
+    known = allocate(whole, [key for key, _ in whole.named_parameters()], torch.device("cpu"))
+    initialize(whole, [key for key, _ in whole.named_parameters()], known, True, SEED)
+    return differences(Split(model, 2, data, num_microbatches=2), Unsplit(whole), data, num_microbatches=2)
+
+
+def test_recurrent_layers_on_meta(pool: Pool) -> None:
+    """An LSTM has weak references to its weights: "Cannot swap t1 because it has weakref associated with it"."""
+    assert pool.run(recurrent_from_meta, 2) == [[], []]
 
 
 def not_loaded() -> None:
