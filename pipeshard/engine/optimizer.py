@@ -7,6 +7,7 @@ and broadcasts the updated values to the other replicas. torch's ZeroRedundancyO
 a single process group.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ from pipeshard.engine.step_guard import GUARD
 from pipeshard.engine.updates import UNCOMPARED
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
+
+OF_RANK = "parameters_of_rank"  # key in a state dict: for each group, the names of the parameters that a rank updates
 
 
 class PipelineOptimizer(Optimizer):
@@ -136,11 +139,26 @@ class PipelineOptimizer(Optimizer):
         return self.optim
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of `optim`, which contains only the state of the tensors that this rank updates."""
-        return self.optim.state_dict()
+        """Return the state dict of `optim`, which contains only the state of the tensors that this rank updates, and
+        the names of these tensors."""
+        return {**self.optim.state_dict(), OF_RANK: self._names_of_groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
+        """Load the result of `state_dict`. Raises UsageError if it is that of a rank that updates other parameters."""
+        own = self._names_of_groups()
+        if (saved := state_dict.get(OF_RANK, own)) != own:
+            pairs = itertools.zip_longest(*(itertools.chain(*each) for each in (saved, own)))
+            theirs, ours = next((pair for pair in pairs if pair[0] != pair[1]), ("other groups", "these groups"))
+            raise UsageError(
+                f"this state dict is of a rank that updates {theirs or 'nothing'} where this rank updates "
+                f"{ours or 'nothing'}: optimizer.state_dict() contains the state of one rank only. Call "
+                "booster.save_optimizer(optimizer, folder, shard=True) and booster.load_optimizer(optimizer, folder) "
+                "on every rank instead, or keep one file for each rank and resume on the same ranks"
+            )
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != OF_RANK})
+
+    def _names_of_groups(self) -> list[list[str]]:
+        return [[self.names.get(parameter, "") for parameter in group["params"]] for group in self.param_groups]
 
     @property
     def group(self) -> dist.ProcessGroup:

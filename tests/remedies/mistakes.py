@@ -110,6 +110,19 @@ def save(sides: Sides, folder: Path) -> None:
     dist.barrier()
 
 
+def load_another_optimizer(sides: Sides, folder: Path) -> None:
+    rank = dist.get_rank()
+    torch.save(sides.engine.optimizer.state_dict(), folder / f"optimizer{rank}.pt")
+    dist.barrier()
+    sides.engine.optimizer.load_state_dict(torch.load(folder / f"optimizer{rank}.pt"))  # its own
+    sides.engine.optimizer.load_state_dict(torch.load(folder / f"optimizer{1 - rank}.pt"))
+
+
+def keep_optimizer(sides: Sides, folder: Path) -> None:
+    sides.engine.save_optimizer(sides.engine.optimizer, str(folder / "optimizer"), shard=True)
+    sides.engine.load_optimizer(sides.engine.optimizer, str(folder / "optimizer"))
+
+
 def save_on_the_first(sides: Sides, folder: Path) -> None:
     if dist.get_rank() == 0:
         sides.engine.save_model(sides.engine.model, str(folder / "first"), shard=True)
@@ -239,6 +252,12 @@ MISTAKES = {
         r"UsageError: .*booster.save_model\(model, folder, shard=True\)",
         save_stage,
         save,
+    ),
+    "an optimizer's state of a stage": Mistake(
+        (TROUBLES + "`torch.save(optimizer.state_dict(), file)` on rank 0",),
+        r"UsageError: this state dict is of a rank that.*booster.save_optimizer\(optimizer, folder, shard=True\)",
+        load_another_optimizer,
+        keep_optimizer,
     ),
     "a norm": Mistake(
         (TROUBLES + "torch's `clip_grad_norm_",),
