@@ -158,11 +158,16 @@ def _by_architecture(path: str, module: nn.Module, owner: Any, names: set[str], 
     if owner is not None:
         owner._init_weights(module)
     reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-    if names - writes.written and reset is not None:
+    if reset is None:
+        return
+    is_of_torch = type(module).__module__.startswith("torch.nn.")
+    if is_of_torch and owner is None:
+        reset()  # as in its constructor, it also writes to children (the bias of an attention's output projection)
+    elif names - writes.written:
         writes.settled = set(writes.written)
         reset()
         writes.settled = set()
-    elif reset is not None and names & writes.constructed.keys() and type(module).__module__.startswith("torch.nn."):
+    elif is_of_torch and names & writes.constructed.keys():
         writes.settled = set(writes.names.values())  # so that its writes are only counted
         reset()
         writes.settled = set()

@@ -236,6 +236,19 @@ def test_values_of_the_constructor_are_not_lost_in_silence(pool: Pool, is_plain:
     assert is_plain == (said == "")
 
 
+def test_children_get_the_values_that_their_parents_set() -> None:
+    """The biases of attentions' output projections, which are zero, were drawn on meta."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.TransformerEncoderLayer(8, 2), nn.Transformer(64, 2, 1, 1))
+    known = allocate(model, [key for key, _ in model.named_parameters()], torch.device("cpu"))
+    initialize(model, [key for key, _ in model.named_parameters()], known, True, SEED)
+    for key, parameter in model.named_parameters():
+        if key.endswith(("out_proj.bias", "in_proj_bias")):
+            assert not parameter.any(), key
+        elif key.startswith("1.") and parameter.dim() > 1:  # nn.Transformer draws all matrices by Xavier's rule
+            assert float(parameter.detach().std()) == pytest.approx((2 / sum(parameter.shape)) ** 0.5, rel=0.1), key
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
