@@ -128,13 +128,21 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
     replicas = [reports[first : first + size] for first in range(0, len(reports), size)]
     same_batch = all(len({(report.digest, report.rows) for report in replica}) == 1 for replica in replicas)
     if not same_batch or len({report.mode for report in reports}) > 1:
-        modes = gather_objects(mode, grid.world)
+        said = gather_objects((mode, [path for batch in read for path in batch.paths]), grid.world)
         table = "; ".join(
-            f"{grid.named(r)}: {report.rows} samples (digest {report.digest:014x}), {modes[r]}"
+            f"{grid.named(r)}: {report.rows} samples (digest {report.digest:014x}), {said[r][0]}"
             for r, report in enumerate(reports)
+        )
+        paths = [{path for _, own in said[first : first + size] for path in own} for first in range(0, len(said), size)]
+        missing = sorted({path for r, (_, own) in enumerate(said) for path in paths[r // size].difference(own)})
+        lone = (
+            f"Some of these ranks lack {listed(missing)}. An entry that only one rank has, such as the outputs of "
+            "another model, which only the last stage's rank gets, must be broadcast to the other ranks "
+            "(torch.distributed.broadcast_object_list). "
         )
         raise BatchError(
             f"the stages of one pipeline must read the same batch in the same mode, but these ranks differ: {table}. "
+            f"{lone if missing else ''}"
             "Give every rank the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
             "batch_size, shuffle, seed). Your own DataLoader must not shard the data (DistributedSampler, "
             "accelerator.prepare). If it shuffles, or if its dataset or collator uses random numbers, use the same "

@@ -210,6 +210,18 @@ def different_batches() -> None:
     split_of_two().backward(zoo.batch("gpt2", seed=dist.get_rank()))
 
 
+def taught_on_the_last_rank() -> None:
+    labels = {"criterion.teacher": torch.ones(4)} if dist.get_rank() == 1 else {}
+    split_of_two().backward(zoo.batch("gpt2", rows=4) | labels)
+
+
+def test_an_entry_that_one_rank_has_is_named(pool: Pool) -> None:
+    """A loop put a boosted teacher's outputs into the student's batch, where there were any: on the last stage's rank.
+    The error advised seeds and samplers."""
+    for message in pool.run_expecting(BatchError, taught_on_the_last_rank, 2):
+        assert "Some of these ranks lack criterion.teacher. " in message and "broadcast_object_list" in message
+
+
 def test_other_batches_are_named(pool: Pool) -> None:
     for message in pool.run_expecting(BatchError, different_batches, 2):
-        assert "must read the same batch" in message
+        assert "must read the same batch" in message and "Some of these ranks lack" not in message
