@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,7 +115,7 @@ def prove(
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, Limit(seconds, note), steps)
     made = Proof(EXACT)
-    with undisturbed(device), checking_indices(device), Lone():
+    with undisturbed(device), checking_indices(device):
         try:
             with untouched(proving.given):
                 proving.run(large)
@@ -252,7 +252,7 @@ class _Proving:
 
         def run(part: Batch) -> None:
             own = self._copy()
-            with torch.no_grad():
+            with torch.no_grad(), Lone():
                 sum_and_count(part.call(own.model), self._criterion(own), part)
 
         if (found := failing(batch, parts, run)) is not None and is_of_model(found[1]):
@@ -319,7 +319,10 @@ class _Proving:
         torch.manual_seed(SEED)
         try:
             batch = self.samples.of_step(reference.own.sample, 0)
-            with self.limit.measuring(reference.model, STEPS_LEFT) if is_first else nullcontext():
+            with ExitStack() as stack:
+                if is_first:  # a collective would wait for ranks that do not run the proof
+                    stack.enter_context(Lone())
+                    stack.enter_context(self.limit.measuring(reference.model, STEPS_LEFT))
                 loss, _ = reference.step([batch], ALL, (SEED, 0), self.limit.tick)
         except NoLoss:
             raise Unproven("found no loss to train on: add labels to the batch, or pass a criterion") from None
