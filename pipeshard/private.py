@@ -6,6 +6,7 @@ behavior that pipeshard relies on, and rejects any other private name in the pac
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -180,7 +181,7 @@ def without_weakrefs(model: torch.nn.Module) -> Iterator[None]:
         module._flat_weight_refs = []
     yield
     for module in recurrent:
-        module._init_flat_weights()
+        module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in module._flat_weights]
 
 
 _PATCH = "colossalai._analyzer._subclasses._meta_registration"

@@ -39,7 +39,6 @@ from pipeshard.split.route import Recompute
 
 logger = logging.getLogger("pipeshard")
 
-OFTEN = 16  # this many states of one object are a reason to warn
 MOST_FLOWS = 128  # at most this many are cached, since traces may depend on values that differ in each batch
 NUMBERS = 4096  # at most this many numbers of ways are cached; each size of a batch has its own
 
@@ -74,6 +73,7 @@ class Traces:
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._confirmed: dict[tuple[int, bool], Dataflow] = {}
+        self._has_warned = False
         self._seen: dict[int, Dataflow] = {}  # Dataflows whose outputs were checked
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
         self._prints: dict[int, str] = {}  # fingerprints of Dataflows, by their ids
@@ -102,9 +102,23 @@ class Traces:
                 self.flags_of.clear()
             of_criterion = self.flags_of.setdefault(key_of(criterion), Flags(self.model, criterion))
             self._state = self._state[0], of_criterion.number()
-            _warn_of_states(of_criterion, "the criterion", "set a float for a weight, and a bool for a branch")
-        _warn_of_states(self.flags, "the model", "store a weight in a buffer, and set a bool for a branch")
+            self._warn_of_states(of_criterion, "the criterion", "set a float for a weight, and a bool for a branch")
+        self._warn_of_states(self.flags, "the model", "store a weight in a buffer, and set a bool for a branch")
         self.losses.look(criterion, self._state)
+
+    def _warn_of_states(self, flags: Flags, owner: str, remedy: str) -> None:
+        """Warn once, on the first rank, if the model or the criterion changes in each step."""
+        if flags.is_restless and flags.last and not self._has_warned:
+            self._has_warned = True
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.warning(
+                    "%s changes in each step: now, %s is new. A change may decide which operations run, so pipeshard "
+                    "traces the model, and verifies the loss, after each change, which may take longer than a step. If "
+                    "a number changes in each step, %s",
+                    owner,
+                    format_path(flags.last),
+                    remedy,
+                )
 
     @property
     def foreign(self) -> dict[str, Tensor]:
@@ -340,20 +354,6 @@ class Traces:
                 routes = [self.routes.sliced(flow, outputs) for flow in flows]
                 made[-1].append(SlicedMicrobatch.of(whole, batch, sizes, of_parts, routes, place, device))
         return made
-
-
-def _warn_of_states(flags: Flags, owner: str, remedy: str) -> None:
-    """Warn on the first rank, once, if the model or the criterion changes so often that a step takes longer."""
-    if flags.next == OFTEN and flags.last and (not dist.is_initialized() or dist.get_rank() == 0):
-        logger.warning(
-            "%s of %s has had %d values in one run. It may decide which operations run, so pipeshard traces the model, "
-            "and verifies the loss, for each new value, which may take longer than a step. Instead, %s",
-            format_path(flags.last),
-            owner,
-            OFTEN,
-            remedy,
-        )
-    flags.last = ()
 
 
 def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:

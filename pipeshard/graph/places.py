@@ -12,6 +12,7 @@ import random
 import threading
 from argparse import Namespace
 from ast import literal_eval
+from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from contextvars import ContextVar
 from enum import Enum
@@ -211,13 +212,17 @@ def names_in(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *code.co_freevars, *strings, *inner)))
 
 
-def numbers_in(code: CodeType) -> Iterator[int | float]:
-    """All numbers in a function's code."""
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from numbers_in(const)
-        elif type(const) in (int, float):
-            yield const
+def numbers_in(function: FunctionType) -> Iterator[int | float]:
+    """All numbers in a function's code, and in the default values of its arguments."""
+    constants = deque[Any]([function.__defaults__, *(function.__kwdefaults__ or {}).values(), function.__code__])
+    while constants:
+        constant = constants.popleft()
+        if isinstance(constant, CodeType):
+            constants += constant.co_consts
+        elif type(constant) is tuple:
+            constants += constant
+        elif type(constant) in (int, float):
+            yield constant
 
 
 def is_generator(value: Any) -> bool:

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
@@ -47,16 +47,19 @@ MOST_OBJECTS = 200_000  # the maximum number of objects that are walked
 
 
 class Thresholds(NamedTuple):
-    """Numbers `in_code` and `in_places` with which code may compare a float."""
+    """Numbers with which code may compare a float: numbers `in_code`, and how many places contain a number."""
 
     in_code: set[float]
-    in_places: set[float]
+    in_places: Counter[float]
 
     def lie_between(self, before: float, now: float) -> bool:
         """Whether a comparison with one of these numbers may have another result for `now` than for `before`. `before`
-        is in its own place."""
+        is in a place of its own."""
+        if before == now:
+            return False
+        others = (number for number, count in self.in_places.items() if number != before or count > 1)
         least, most = min(before, now), max(before, now)
-        return any(least <= number <= most for number in self.in_code | (self.in_places - {before}))
+        return any(least <= number <= most for number in itertools.chain(self.in_code, others))
 
 
 class Change(NamedTuple):
@@ -135,14 +138,12 @@ class Snapshot:
                     yield Change((*path, _step(how, key)), holder, key, old, new)
 
     def thresholds(self) -> "Thresholds":
-        """The numbers with which code may compare a float: numbers in the code of functions, and floats in places."""
-        codes = [value.__code__ for value in self._seen.values() if isinstance(value, FunctionType)]
+        """The numbers with which code may compare a float: numbers in the code of functions, and in places."""
+        functions = [value for value in self._seen.values() if isinstance(value, FunctionType)]
         contents = (holder.content for holder in self.holders)
         values = (value for held in contents for value in (held.values() if isinstance(held, dict) else held))
-        return Thresholds(
-            {float(number) for code in codes for number in numbers_in(code)},
-            {value for value in values if type(value) is float},
-        )
+        in_code = {float(number) for function in functions for number in numbers_in(function)}
+        return Thresholds(in_code, Counter(float(value) for value in values if type(value) in (int, float)))
 
     def constants(self) -> set[int]:
         """The ids of values to which other values refer without a place, such as items of a tuple."""
@@ -267,12 +268,20 @@ class Flags:
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
         self.unsure: set[int] = set()  # states in which no step has run yet: the places that it changes are unknown
         self.last: Path = ()  # of the value whose change led to the newest state
+        self.looks = 0
+        self.fresh = deque[int](maxlen=MOST_STATES)  # the looks that have found the newest states
         self.now = self.next = 0  # the number of the current state, and of the next new one
 
     def number(self) -> int:
         """The number of the current state: the number of an equal known state, otherwise a new number."""
+        self.looks += 1
         self.now = self._number()
         return self.now
+
+    @property
+    def is_restless(self) -> bool:
+        """Whether most looks find a new state."""
+        return len(self.fresh) == MOST_STATES and self.fresh[-1] - self.fresh[0] < 2 * MOST_STATES
 
     def _number(self) -> int:
         for number in self.states:
@@ -280,6 +289,7 @@ class Flags:
                 continue
             if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
                 return number
+        self.fresh.append(self.looks)
         if self.states:
             changes = self._changes(max(self.states))
             self.last = next((one.path for one in changes if (id(one.holder), one.key) not in self.moved), ())

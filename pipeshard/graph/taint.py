@@ -347,7 +347,9 @@ class Lone(DispatchMode):
 
 
 def _is_of_world(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the group of a collective contains all ranks."""
+    """Whether the group of a collective contains all of several ranks."""
+    if dist.get_world_size() == 1:
+        return False
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
     if "process_group" in given:
         return dist.ProcessGroup.unbox(given["process_group"]).size() == dist.get_world_size()

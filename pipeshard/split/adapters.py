@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import is_of_peft, without_adapters
+from pipeshard.private import without_weakrefs
 from pipeshard.split.initialize import give
 from pipeshard.split.packed import is_quantized, packed_layers
 
@@ -109,10 +110,11 @@ def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
     before, elements = _of_base(model), dict[nn.Parameter, Tensor]()
     blank = {parameter: parameter.dtype for parameter in model.parameters() if parameter.is_meta}
     dtypes = blank | {layer.weight: layer.adapter_dtype for _, layer in packed_layers(model)}
-    for parameter in blank:
-        dtype = dtypes[parameter]
-        elements[parameter] = torch.full((), value if dtype.is_floating_point else 0, dtype=dtype)
-        give(parameter, elements[parameter].expand(parameter.shape))
+    with without_weakrefs(model):
+        for parameter in blank:
+            dtype = dtypes[parameter]
+            elements[parameter] = torch.full((), value if dtype.is_floating_point else 0, dtype=dtype)
+            give(parameter, elements[parameter].expand(parameter.shape))
     try:
         yield
         after = _of_base(model)
@@ -124,9 +126,10 @@ def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
                 f"model is on meta. {WITH_WEIGHTS}"
             )
     finally:
-        for parameter, dtype in blank.items():
-            kept = dtype if parameter.dtype == dtypes[parameter] else parameter.dtype  # keeps a cast
-            give(parameter, torch.empty(parameter.shape, dtype=kept, device="meta"))
+        with without_weakrefs(model):
+            for parameter, dtype in blank.items():
+                kept = dtype if parameter.dtype == dtypes[parameter] else parameter.dtype  # keeps a cast
+                give(parameter, torch.empty(parameter.shape, dtype=kept, device="meta"))
 
 
 def _of_base(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -21,9 +21,8 @@ from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.batch.read import read_batch
 from pipeshard.engine import traces
 from pipeshard.engine.running_state import deferred
-from pipeshard.engine.traces import OFTEN
 from pipeshard.errors import TraceError
-from pipeshard.graph.snapshot import Flags
+from pipeshard.graph.snapshot import MOST_STATES, Flags
 from pipeshard.graph.trace import trace
 from pipeshard.split.materialize import is_released
 from tests import zoo
@@ -438,7 +437,7 @@ def traced_often() -> list[tuple[int, list[str]]]:
             mock.patch.object(traces, "trace", wraps=traces.trace) as tracing,
             mock.patch.object(traces.logger, "warning", lambda text, *args, said=said: said.append(text % args)),
         ):
-            for k in range(OFTEN + 3):
+            for k in range(MOST_STATES + 3):
                 if as_buffer:
                     model.beta.fill_(k / 100)  # type: ignore[union-attr, operator]
                 else:
@@ -452,8 +451,42 @@ def traced_often() -> list[tuple[int, list[str]]]:
 def test_a_number_of_the_model_that_changes_in_each_step_is_named(pool: Pool) -> None:
     """A step took ten times as long as without an attribute that the loop set in each step, and no message said so."""
     for rank, ((of_float, said), (of_buffer, silent)) in enumerate(pool.run(traced_often, 2)):
-        assert of_float >= OFTEN > 3 >= of_buffer and silent == []
-        assert [text[:29] for text in said] == ["beta of the model has had 16 "][rank:]
+        assert of_float >= MOST_STATES > 3 >= of_buffer and silent == []
+        assert [text[:45] for text in said] == ["the model changes in each step: now, beta is "][rank:]
+
+
+class Weighing:
+    """A criterion with numbers that the loop sets, and that its code compares with numbers of several kinds."""
+
+    def __init__(self) -> None:
+        self.alpha, self.epoch, self.warmup, self.weights = 0.0, 0.0, 5, [1.0, 0.4]
+
+    def __call__(self, loss: Tensor, start: float = 0.7) -> Tensor:
+        late = self.epoch > self.warmup or self.alpha > start
+        return loss * self.weights[1] + self.alpha * loss.sum(-1) if late else loss
+
+
+def test_which_changes_of_a_float_count() -> None:
+    """A float that stayed 1.0 counted as changed in each step, since the code contains a 1, and so did a list, which
+    was then no longer compared. A number in an integer, or in a default value, was no threshold."""
+    criterion = Weighing()
+    flags = Flags(nn.Linear(1, 1), criterion)
+
+    def state() -> int:
+        number = flags.number()
+        flags.stepped()
+        return number
+
+    found = [state()]
+    for name, value in (
+        *[("alpha", value) for value in (1000 / 1000, float("1"), 0.3, 0.31, 0.8)],
+        *[("epoch", value) for value in (4.5, 4.9, 5.1, 5.2)],
+    ):
+        setattr(criterion, name, value)
+        found.append(state())
+    criterion.weights[1] = 0.0
+    found.append(state())
+    assert found == [0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 6]
 
 
 @pytest.mark.turns

@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 
 from pipeshard import PipelinePlugin
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.split.adapters import stand_ins
 from pipeshard.split.initialize import initialize
 from pipeshard.split.materialize import allocate
 from pipeshard.split.ties import names_of
@@ -278,6 +279,16 @@ def recurrent_from_meta() -> list[str]:
 def test_recurrent_layers_on_meta(pool: Pool) -> None:
     """An LSTM has weak references to its weights: "Cannot swap t1 because it has weakref associated with it"."""
     assert pool.run(recurrent_from_meta, 2) == [[], []]
+
+
+def test_adapters_beside_recurrent_layers_on_meta() -> None:
+    with torch.device("meta"):
+        model = Recurrent()
+    with stand_ins(model):
+        assert not model.layers[0].weight_ih_l0.is_meta
+    assert (
+        model.layers[0].weight_ih_l0.is_meta and model.layers[0]._flat_weight_refs[0]() is model.layers[0].weight_ih_l0
+    )
 
 
 def not_loaded() -> None:
