@@ -138,7 +138,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
         lone = (
             f"Some of these ranks lack {listed(missing)}. An entry that only one rank has, such as the outputs of "
             "another model, which only the last stage's rank gets, must be broadcast to the other ranks "
-            "(torch.distributed.broadcast_object_list). "
+            "(docs/training.md has an example). "
         )
         raise BatchError(
             f"the stages of one pipeline must read the same batch in the same mode, but these ranks differ: {table}. "

@@ -16,7 +16,7 @@ from pipeshard.batch.read import read_batch
 from pipeshard.errors import BatchError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.carried import carrying, informed, run_watched
-from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.dataflow import Dataflow, Reads
 from pipeshard.graph.places import is_comparable
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.question import Question, general_questions
@@ -153,10 +153,12 @@ def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, r
 
 
 def _may_round(flow: Dataflow) -> bool:
-    """Whether lengths may be rounded: some unit returns a tensor whose shape seems not to depend on the only length.
+    """Whether lengths may be rounded: the model uses a tensor of a unit that seems not to depend on the only length.
     Other models are not tried with the largest increase, since some units run a loop over positions."""
-    tensors = [leaf for call in flow.calls for leaf in call.leaves if isinstance(leaf, TensorSpec) and leaf.slopes]
-    return any(len(spec.shape) > 1 and not any(slopes[1] for slopes in spec.slopes) for spec in tensors)
+    reads = [*(call.reads for call in flow.calls), *(reads for _, reads, _ in flow.outputs), flow.loss or Reads()]
+    used = flow.touched.union(*(each.values for each in reads))
+    tensors = [flow.spec(value) for value in used]
+    return any(spec.slopes and len(spec.shape) > 1 and not any(slopes[1] for slopes in spec.slopes) for spec in tensors)
 
 
 def _holds(
