@@ -84,7 +84,16 @@ def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
     Returns the exit status. With `quiet`, libraries show no progress bars and no warnings on the ranks."""
     for name, value in {"OMP_NUM_THREADS": threads(ranks), **(QUIET if quiet else {})}.items():
         os.environ.setdefault(name, value)
-    return main([f"--nproc-per-node={ranks}", "--max-restarts=0", *(program or sys.argv)])
+    return main([f"--nproc-per-node={ranks}", "--max-restarts=0", *(program or _called())])
+
+
+def _called() -> list[str]:
+    """The command line of the calling script. If Python runs the script with -m, so do the ranks: it may have relative
+    imports."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or spec.origin != sys.argv[0]:  # a profiler may run the script
+        return sys.argv
+    return ["-m", spec.name, *sys.argv[1:]]
 
 
 def threads(ranks: int) -> str:

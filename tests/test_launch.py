@@ -248,15 +248,19 @@ def test_an_agent_that_rarely_polls_may_still_read_the_status_of_its_workers(
 
 @pytest.mark.turns
 def test_a_script_starts_its_own_ranks(tmp_path: Path) -> None:
-    """Each example to copy needed a launcher in a second file."""
-    (tmp_path / "train.py").write_text(
+    """Each example to copy needed a launcher in a second file. The ranks of `python -m jobs.train` ran a file, in which
+    relative imports failed."""
+    (jobs := tmp_path / "jobs").mkdir()
+    (jobs / "names.py").touch()
+    (jobs / "train.py").write_text(
         "import os, sys\n"
+        "from . import names\n"
         "from pipeshard.launch import start\n"
         "if 'RANK' not in os.environ:\n"
         "    sys.exit(start(2))\n"
         "open('rank' + os.environ['RANK'] + sys.argv[1], 'w').close()\n"
     )
-    ended = run(tmp_path, "train", "--steps=3")
+    ended = run(tmp_path, "jobs.train", "--steps=3")
     assert ended.returncode == 0, ended.stderr
     assert {path.name for path in tmp_path.glob("rank*")} == {"rank0--steps=3", "rank1--steps=3"}
 
