@@ -169,11 +169,12 @@ def refuse_other_choices(kind: str, settings: Namespace, groups: Sequence[type])
 
 
 def cuts_of(text: str) -> str | list[int] | list[str]:
-    """Parse a comma-separated list of numbers of unit calls, or of units to cut after; other values are unchanged."""
+    """Parse a comma-separated list of numbers of unit calls, or of units to cut after (`model.layers.3`); other values
+    are unchanged."""
     entries = [entry.strip() for entry in text.split(",")]
     if all(entry.isdigit() for entry in entries):
         return [int(entry) for entry in entries]
-    return entries if len(entries) > 1 and not text.startswith(("type:", "profile:", "speed:")) else text
+    return entries if re.search(r"[,.]", text) and not text.startswith(("type:", "profile:", "speed:")) else text
 
 
 def unreadable(error: Exception) -> ConfigurationError:

@@ -60,8 +60,10 @@ def test_the_stages_of_a_schedule_are_shown_drawn_and_written(tmp_path: Path) ->
     assert drawn.startswith("<?xml") and len(drawn) > 10_000
 
 
-def test_json_takes_the_place_of_the_tables() -> None:
-    result = invoke(*MODEL, *SIZES, "--json", "-", "--partition", "3,4")
+@pytest.mark.parametrize("partition", ["3,4", "model.layers.1"])
+def test_json_takes_the_place_of_the_tables(partition: str) -> None:
+    """The name of one unit to cut after was an unknown partition."""
+    result = invoke(*MODEL, *SIZES, "--json", "-", "--partition", partition)
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["counts"] == [3, 4]
 
