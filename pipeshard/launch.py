@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
 
-from pipeshard.script import FOLDER, endless, repeated
+from pipeshard.script import FOLDER, endless, exit_now, repeated
 
 logger = logging.getLogger("pipeshard")
 
@@ -211,10 +211,7 @@ def _clean_up() -> None:
 def _leave_process(folder: Path, status: int) -> NoReturn:
     """Exit without Python's own cleanup, which might abort because a signal has interrupted torch's threads."""
     shutil.rmtree(folder, ignore_errors=True)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    exit_now(status)
 
 
 def _forward(number: signal.Signals) -> None:

@@ -7,6 +7,7 @@ import fails.
 
 import builtins
 import hashlib
+import logging
 import os
 import re
 import runpy
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 FOLDER = "PIPESHARD_ERRORS"  # variable: the folder in which an agent's ranks record their errors
 TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # variable: torchrun's file for a rank's error, .../ATTEMPT/RANK/FILE
@@ -47,6 +48,14 @@ def main(arguments: Sequence[str]) -> None:
     module.__dict__.update(__file__=str(path), __builtins__=builtins, __spec__=None)
     sys.excepthook = tell_once
     exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+
+
+def exit_now(status: int) -> NoReturn:
+    """End the process without Python's own cleanup: it may wait for threads forever, or abort the process."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import shutil
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from pipeshard.distributed.collectives import gather_objects, reason
 from pipeshard.distributed.watching import named
 from pipeshard.errors import CheckpointError, PipeshardError, of_all, summary
+from pipeshard.script import exit_now
 
 _unraised: list[Exception] = []  # of background saves that failed
 
@@ -28,10 +28,7 @@ _unraised: list[Exception] = []  # of background saves that failed
 def _exit() -> None:
     """End the process with exit code 1 if the script's last save failed, whose error no later call can raise."""
     if _unraised:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        exit_now(1)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pipeshard.distributed.progress import NOW, Timeout, own_progress
 from pipeshard.distributed.watch import Interrupt, Watch
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
+from pipeshard.script import exit_now
 
 
 class _Process:
@@ -147,10 +148,7 @@ def _hook() -> None:
         stopped = _here.watch is None or _here.watch.left()
         broken = _here.watch is not None and _here.watch.fault is not None
         if hasattr(sys, "last_value") and (broken or not stopped):  # an error was shown, and ends the process
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)  # torch would join threads that wait, possibly forever, for ranks that are gone
+            exit_now(1)  # torch would join threads that wait, possibly forever, for ranks that are gone
         _await_threads()
 
     sys.excepthook, sys.exit = excepthook, exit

@@ -108,7 +108,7 @@ class Traces:
 
     def _warn_of_states(self, flags: Flags, owner: str, remedy: str) -> None:
         """Warn once, on the first rank, if the model or the criterion changes in each step."""
-        if flags.is_restless and flags.last and not self._has_warned:
+        if not self._has_warned and flags.is_restless and (place := flags.newest_change()):
             self._has_warned = True
             if not dist.is_initialized() or dist.get_rank() == 0:
                 logger.warning(
@@ -116,7 +116,7 @@ class Traces:
                     "traces the model, and verifies the loss, after each change, which may take longer than a step. If "
                     "a number changes in each step, %s",
                     owner,
-                    format_path(flags.last),
+                    format_path(place),
                     remedy,
                 )
 

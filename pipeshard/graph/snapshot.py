@@ -137,7 +137,8 @@ class Snapshot:
                 if old is not new and not same(old, new):
                     yield Change((*path, _step(how, key)), holder, key, old, new)
 
-    def thresholds(self) -> "Thresholds":
+    @functools.cached_property
+    def thresholds(self) -> Thresholds:
         """The numbers with which code may compare a float: numbers in the code of functions, and in places."""
         functions = [value for value in self._seen.values() if isinstance(value, FunctionType)]
         contents = (holder.content for holder in self.holders)
@@ -262,12 +263,10 @@ class Flags:
         self.without = () if beside is None else (model,)
         self.states: dict[int, Snapshot] = {}
         self.values: dict[int, dict[int, Tensor]] = {}  # by state and id: values of tensors that count
-        self.thresholds: dict[int, Thresholds] = {}
         self.reads: dict[int, dict[int, int]] = {}  # by state and id: uses of the `data` of these tensors
         self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
         self.unsure: set[int] = set()  # states in which no step has run yet: the places that it changes are unknown
-        self.last: Path = ()  # of the value whose change led to the newest state
         self.looks = 0
         self.fresh = deque[int](maxlen=MOST_STATES)  # the looks that have found the newest states
         self.now = self.next = 0  # the number of the current state, and of the next new one
@@ -280,8 +279,15 @@ class Flags:
 
     @property
     def is_restless(self) -> bool:
-        """Whether most looks find a new state."""
-        return len(self.fresh) == MOST_STATES and self.fresh[-1] - self.fresh[0] < 2 * MOST_STATES
+        """Whether most looks find a new state, as the last look did."""
+        fresh = self.fresh
+        return len(fresh) == MOST_STATES and fresh[-1] == self.looks and fresh[-1] - fresh[0] < 2 * MOST_STATES
+
+    def newest_change(self) -> Path:
+        """The place of a change that has led to the newest of several states, or () if only `requires_grad` has
+        changed."""
+        changes = self._changes(self.next - 2)
+        return next((change.path for change in changes if (id(change.holder), change.key) not in self.moved), ())
 
     def _number(self) -> int:
         for number in self.states:
@@ -290,17 +296,12 @@ class Flags:
             if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
                 return number
         self.fresh.append(self.looks)
-        if self.states:
-            changes = self._changes(max(self.states))
-            self.last = next((one.path for one in changes if (id(one.holder), one.key) not in self.moved), ())
         if len(self.states) >= MOST_STATES:
             oldest = next(iter(self.states))
-            for of_states in (self.states, self.values, self.thresholds, self.reads, self.trained):
-                del of_states[oldest]
+            del self.states[oldest], self.values[oldest], self.reads[oldest], self.trained[oldest]
         state = self.states[self.next] = Snapshot(self.roots, self.without)
         counting = [t for *_, t, _ in state.tensors if self.without and not isinstance(t, nn.Parameter)]
         self.values[self.next] = {id(tensor): tensor.detach().clone() for tensor in counting}
-        self.thresholds[self.next] = state.thresholds()
         self.reads[self.next] = {id(tensor): count_reads(tensor) for tensor in counting}
         self.trained[self.next] = self._trained(state)
         self.unsure.add(self.next)
@@ -337,8 +338,7 @@ class Flags:
             if (tensor._version, reads(tensor)) != (version, self.reads[number][id(tensor)])
             and not torch.equal(tensor, values[id(tensor)])
         )
-        is_same = functools.partial(_is_annealed, values, self.thresholds[number])
-        return itertools.chain(state.replaced(is_same), others)
+        return itertools.chain(state.replaced(functools.partial(_is_annealed, state, values)), others)
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
@@ -368,9 +368,9 @@ def _has_same_entries(before: Any, now: Any) -> bool:
     return all(map(is_same, before, now))
 
 
-def _is_annealed(values: Mapping[int, Tensor], thresholds: Thresholds, before: Any, now: Any) -> bool:
+def _is_annealed(state: Snapshot, values: Mapping[int, Tensor], before: Any, now: Any) -> bool:
     if type(before) is type(now) is float:
-        return kind_of_number(before) == kind_of_number(now) and not thresholds.lie_between(before, now)
+        return kind_of_number(before) == kind_of_number(now) and not state.thresholds.lie_between(before, now)
     if id(before) in values and isinstance(now, Tensor) and not isinstance(now, nn.Parameter):
         return _is_alike(before, now) and torch.equal(values[id(before)].to(now.device), now)
     return _is_alike(before, now)

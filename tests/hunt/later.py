@@ -147,6 +147,12 @@ def of_head(story: str, between: Any) -> Case:
     return Case(WithHead, story, batches=labelled(), options=TWO, between=between, refused=UNPROVEN)
 
 
+def of_criterion(story: str, kind: type[Settable], name: str, value: Any) -> Case:
+    """A criterion for which no rule holds once the loop has set its attribute `name`."""
+    between = set_later(kind, name, value)
+    return Case(Body, story, batches=labelled(), options=TWO, criterion=kind, between=between, refused=UNPROVEN)
+
+
 class Flooding(Body):
     def __init__(self) -> None:
         super().__init__()
@@ -205,51 +211,30 @@ def ragged() -> list[Batch]:
 
 
 CASES = {
-    "a term that begins at a number in the code": Case(
-        Body,
+    "a term that begins at a number in the code": of_criterion(
         "A share of the training went from 0.3 past 0.5, as numbers of one kind, so a new term was never verified.",
-        batches=labelled(),
-        options=TWO,
-        criterion=Curriculum,
-        between=set_later(Curriculum, "progress", 0.6),
-        refused=UNPROVEN,
+        Curriculum,
+        "progress",
+        0.6,
     ),
-    "a term that begins at a number in an attribute": Case(
-        Body,
-        "The same with a threshold that the criterion holds.",
-        batches=labelled(),
-        options=TWO,
-        criterion=CurriculumByStart,
-        between=set_later(CurriculumByStart, "progress", 0.6),
-        refused=UNPROVEN,
+    "a term that begins at a number in an attribute": of_criterion(
+        "The same with a threshold that the criterion holds.", CurriculumByStart, "progress", 0.6
     ),
-    "class weights that are replaced": Case(
-        Body,
+    "class weights that are replaced": of_criterion(
         "A criterion's weights are replaced by another tensor of the same shape, which counted as no change.",
-        batches=labelled(),
-        options=TWO,
-        criterion=Settable,
-        between=set_later(Settable, "weight", WEIGHTS),
-        refused=UNPROVEN,
+        Settable,
+        "weight",
+        WEIGHTS,
     ),
-    "a share that is lowered": Case(
-        Body,
+    "a share that is lowered": of_criterion(
         "Small-loss selection keeps all samples first, and fewer later: a float of a criterion was watched for its "
         "sign alone.",
-        batches=labelled(),
-        options=TWO,
-        criterion=Hardest,
-        between=set_later(Hardest, "keep", 0.7),
-        refused=UNPROVEN,
+        Hardest,
+        "keep",
+        0.7,
     ),
-    "a criterion's level that is raised": Case(
-        Body,
-        "The same of flooding, whose level was of no effect first.",
-        batches=labelled(),
-        options=TWO,
-        criterion=Flooded,
-        between=set_later(Flooded, "level", 5.0),
-        refused=UNPROVEN,
+    "a criterion's level that is raised": of_criterion(
+        "The same of flooding, whose level was of no effect first.", Flooded, "level", 5.0
     ),
     "flooding that begins": Case(
         Flooding,

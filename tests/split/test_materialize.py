@@ -66,14 +66,18 @@ def test_the_same_for_every_p(pool: Pool, name: str, empty: bool) -> None:
             assert all(torch.equal(value, whole[key]) for key, value in stage.items())
 
 
+def with_values(model: nn.Module) -> nn.Module:
+    """A model on meta, all of whose parameters get their initial values here."""
+    names = [name for name, _ in model.named_parameters()]
+    initialize(model, names, allocate(model, names, torch.device("cpu")), True, SEED)
+    return model
+
+
 def trained_from_meta(name: str) -> list[str]:
     """Drawn here, copied into the unsplit model, then a step of both: what differs."""
     torch.manual_seed(SEED)
     model = on_meta(name)
-    whole = on_meta(name)
-    known = allocate(whole, [key for key, _ in whole.named_parameters()], torch.device("cpu"))
-    initialize(whole, [key for key, _ in whole.named_parameters()], known, True, SEED)
-    unsplit = Unsplit(whole)
+    unsplit = Unsplit(with_values(on_meta(name)))
     split = Split(model, dist.get_world_size(), zoo.batch(name), num_microbatches=2)
     return differences(split, unsplit, zoo.batch(name), num_microbatches=2)
 
@@ -241,9 +245,7 @@ def test_children_get_the_values_that_their_parents_set() -> None:
     """The biases of attentions' output projections, which are zero, were drawn on meta."""
     with torch.device("meta"):
         model = nn.Sequential(nn.TransformerEncoderLayer(8, 2), nn.Transformer(64, 2, 1, 1))
-    known = allocate(model, [key for key, _ in model.named_parameters()], torch.device("cpu"))
-    initialize(model, [key for key, _ in model.named_parameters()], known, True, SEED)
-    for key, parameter in model.named_parameters():
+    for key, parameter in with_values(model).named_parameters():
         if key.endswith(("out_proj.bias", "in_proj_bias")):
             assert not parameter.any(), key
         elif key.startswith("1.") and parameter.dim() > 1:  # nn.Transformer draws all matrices by Xavier's rule
@@ -271,9 +273,8 @@ def recurrent_from_meta() -> list[str]:
     torch.manual_seed(SEED)
     with torch.device("meta"):
         model, whole = Recurrent(), Recurrent()
-    known = allocate(whole, [key for key, _ in whole.named_parameters()], torch.device("cpu"))
-    initialize(whole, [key for key, _ in whole.named_parameters()], known, True, SEED)
-    return differences(Split(model, 2, data, num_microbatches=2), Unsplit(whole), data, num_microbatches=2)
+    split = Split(model, 2, data, num_microbatches=2)
+    return differences(split, Unsplit(with_values(whole)), data, num_microbatches=2)
 
 
 def test_recurrent_layers_on_meta(pool: Pool) -> None:
