@@ -305,7 +305,7 @@ _is_lone: ContextVar[bool] = ContextVar("is_lone", default=False)
 
 class _World:
     """Replaces accelerate's PartialState in losses of transformers (DETR, Mask2Former) that sum the number of boxes or
-    masks over all processes: in `lone_losses`, accelerate does not seem to be initialized."""
+    masks over all processes: in `lone_losses`, accelerate appears uninitialized to these losses."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind

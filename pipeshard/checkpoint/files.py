@@ -24,7 +24,7 @@ from pipeshard.script import exit_now
 _unraised: list[Exception] = []  # of background saves that failed
 
 
-@atexit.register  # in the import, so that it runs after the functions that end the work with the other ranks
+@atexit.register  # registered at import, so that it runs after the function that tells the other ranks of the exit
 def _exit() -> None:
     """End the process with exit code 1 if the script's last save failed, whose error no later call can raise."""
     if _unraised:

@@ -53,8 +53,8 @@ class Thresholds(NamedTuple):
     in_places: Counter[float]
 
     def lie_between(self, before: float, now: float) -> bool:
-        """Whether a comparison with one of these numbers may have another result for `now` than for `before`. `before`
-        is in a place of its own."""
+        """Whether a comparison with one of these numbers may have another result for `now` than for `before`. One of
+        the places contains `before` itself."""
         if before == now:
             return False
         others = (number for number, count in self.in_places.items() if number != before or count > 1)

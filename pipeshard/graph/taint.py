@@ -325,8 +325,8 @@ class Taint(DispatchMode):
 
 
 class Lone(DispatchMode):
-    """Mode for a model's code of which each line runs on some ranks only: layers on their stages, and the loss on the
-    last stage. An operator that waits for all ranks raises TraceError, since it would never end in a step."""
+    """Dispatch mode for code that only some ranks run in a step: a layer on its stage, and the loss on the last stage.
+    An operator that waits for all ranks raises TraceError, since it would hang in a step."""
 
     supports_higher_order_operators = True
 

@@ -153,7 +153,7 @@ def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, r
 
 
 def _may_round(flow: Dataflow) -> bool:
-    """Whether lengths may be rounded: the model uses a tensor of a unit that seems not to depend on the only length.
+    """Whether lengths may be rounded: the model uses a tensor of a unit whose shape seems not to depend on the length.
     Other models are not tried with the largest increase, since some units run a loop over positions."""
     reads = [*(call.reads for call in flow.calls), *(reads for _, reads, _ in flow.outputs), flow.loss or Reads()]
     used = flow.touched.union(*(each.values for each in reads))
