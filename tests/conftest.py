@@ -24,7 +24,7 @@ settings.load_profile("untimed")
 
 PROCESSES = 12  # one in so many tests whose ranks may be threads runs on processes
 RANKS = os.environ.get("RANKS", "")  # "threads" or "processes" for all tests that may have either
-TURNS = int(os.environ.get("TURNS") or 40)  # one in so many tests that take turns runs
+TURNS = int(os.environ.get("TURNS") or 64)  # one in so many tests that take turns runs
 
 
 @pytest.hookimpl(trylast=True)  # after those that are deselected by their marks

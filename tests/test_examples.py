@@ -109,6 +109,7 @@ def test_what_an_example_lacks_is_said_in_one_line_before_it_starts(alone: dict[
     assert status == "2" and said.endswith(f"error: {ALONE[name][1]}")
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", [path.name for path in FOLDER.glob("*.py")])
 def test_an_example_is_one_file_to_copy(alone: dict[str, str], name: str) -> None:
     said = alone[f"{name} --help"]
@@ -193,6 +194,7 @@ def test_samples_hold_each_token_once() -> None:
     assert torch.equal(rows, finetune.samples(Bytes(), ["abc", "de", "fgh"], 4))
 
 
+@pytest.mark.turns
 def test_docstrings_are_those_of_modules() -> None:
     found = [*finetune.docstrings()]
     assert len(found) > 100 and all(0 < len(text) <= 4000 for text in found)

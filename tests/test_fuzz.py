@@ -28,7 +28,7 @@ from tests.fuzz.mutation import Mutator
 from tests.fuzz.parsers import PARSERS, Parser
 
 SAMPLE = 3000 if ALL else 1000
-few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def parser_of(name: str) -> Parser:
