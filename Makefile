@@ -30,8 +30,8 @@
 # make soak     trains STEPS steps (2,000) of ragged batches with evaluations, saves and restarts beside them: nothing may grow,
 #               and the weights are to be those of an undisturbed run; draws docs/soak.svg
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
-#               writes docs/benchmarks.md; PART=work measures one part of: work orders overhead lengths memory partition replay guards
-#               slices generation
+#               writes docs/benchmarks.md; PART=work measures one part of: work orders links overhead lengths memory partition
+#               replay guards slices generation
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
 # make trainer tries 74 features of transformers' Trainer through two stages, against one process, and compares the
@@ -60,8 +60,7 @@ ROUNDS       ?= 9
 INPUTS       ?= 1000000
 JOBS         ?= 3
 DEVICE       ?= cuda
-PART         ?= work orders links overhead lengths memory partition replay guards
-#               slices generation
+PART         ?= work orders links overhead lengths memory partition replay guards slices generation
 PYTHONS      ?= $(wildcard $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python)
 
 VENV  := .venv

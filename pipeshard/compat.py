@@ -208,7 +208,7 @@ SPEED = {
     "static_graph": False,
     "zero_bucket_size_in_m": 12,
 }
-_SEQUENCES = "sequences are not sharded across ranks: use pp_size, dp_size, tp_size, and recompute for long sequences"
+_SEQUENCES = "sequences are not sharded across ranks: use pp_size, dp_size, tp_size, and num_slices for long sequences"
 _SCALE = "with precision='fp16', the loss scale is halved when a gradient overflows, and doubled after 1000 steps "
 _SCALE += "without overflow, between 1 and 2**32: set only its initial value, with initial_scale"
 _POLICY = "pass the class as policy=..., or register it with pipeshard.register_policy"

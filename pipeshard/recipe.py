@@ -57,7 +57,7 @@ class PipelineArguments:
     microbatches: int | None = setting(None, "Microbatches per step. By default, one per gradient accumulation step.")
     num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
     partition: str = setting("auto", "auto, uniform, parameters, type:REGEX, speed:1.0,0.6, or calls per stage: 3,4.")
-    precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16", "fp32"))
+    precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16"))
     recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
     zero_stage: int = setting(0, "1 shards the optimizer state across replicas.")
     resume: bool = setting(False, "Resume from the newest checkpoint in output_dir, if there is one.")

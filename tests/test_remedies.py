@@ -55,6 +55,8 @@ NOT_EXECUTED = {  # rows whose remedy is to leave something out or to do it earl
 PAGES_ELSEWHERE = {  # clauses, rows and headings of the other pages whose remedy another test executes
     ERRORS + "`ConfigurationError`: parameters on meta": "checkpoint/test_lora.py::test_adapters_on_meta_are_refused",
     ERRORS + "`CheckpointError`: a full disk": "checkpoint/test_model.py::test_a_full_disk",
+    ERRORS + "`DeadlockError`": "schedule/test_given.py::test_what_cannot_run_is_refused",
+    ERRORS + "`MessageError`": ("engine/test_message_sizes.py::test_other_numbers_of_a_unit_are_an_error_on_all_ranks"),
     ERRORS + "`NonFiniteError`": "engine/test_nan_check.py::test_the_stage_and_the_parameter_are_named",
     ERRORS + "`RankError`": (
         "distributed/test_supervision.py::test_ranks_that_fail_leave_reports_that_tell_what_happened"

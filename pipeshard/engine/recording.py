@@ -91,8 +91,8 @@ class Recording(Timetable):
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""
 
     def metrics(self, prefix: str = "pipeline/") -> dict[str, float]:
-        """Return metrics of the step for an experiment tracker: `wandb.log(recording.metrics())`. Call it on one rank,
-        since all ranks have the same metrics.
+        """Return metrics of the step for an experiment tracker: `wandb.log(recording.metrics())`. Call it on one rank
+        of each replica: the ranks of a replica have the same metrics.
 
         The metrics are the duration of the step in seconds, the measured and simulated bubbles (0 to 1), samples and
         tokens per second, and each rank's busy time in seconds and peak memory in GB (1e9 bytes).

@@ -18,7 +18,7 @@ from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.shapes import TensorSpec, is_trainable
-from pipeshard.options import check_offload, check_precision, check_replicas, is_offloaded
+from pipeshard.options import check_offload, check_precision, check_replicas, is_offloaded, is_positive
 from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.residence import alive, most_on_host, resident
@@ -51,7 +51,7 @@ def format_bytes(size: float) -> str:
 def check_positive(**sizes: Any) -> None:
     """Raise ConfigurationError unless each value is a positive integer."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if not is_positive(size):
             raise ConfigurationError(f"{name} must be a positive integer, got {size!r}")
 
 

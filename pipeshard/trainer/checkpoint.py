@@ -2,7 +2,7 @@
 
 checkpoint-7/config.json, model*.safetensors    a Hugging Face folder (for adapters, a peft folder)
 checkpoint-7/pipeline/                          the optimizer, the LR schedule, random states: written by this module
-checkpoint-7/manifest.json                      size and SHA-256 of all these files, as in every training state
+checkpoint-7/manifest.json                      size and SHA-256 of the files above, as in every training state
 checkpoint-7/trainer_state.json, rng_state*     written by Trainer, last
 """
 

@@ -87,8 +87,8 @@ def refuse_training(args: TrainingArguments, name: str) -> None:
         raise ConfigurationError(
             f"{name} does not support enable_jit_checkpoint=True: each rank would save when its own signal arrives, at "
             "different steps, so no run could resume from the checkpoint. Omit it, set save_steps, call "
-            "train(resume_from_checkpoint=True), and start the script with `pipeshard launch`, which restarts the "
-            "script after a failure (docs/elastic.md)"
+            "train(resume_from_checkpoint=True) if output_dir has a checkpoint, and start the script with "
+            "`pipeshard launch`, which restarts the script after a failure (docs/elastic.md)"
         )
 
 
