@@ -105,7 +105,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             },
         }
     },
-    "nllb-moe": {"decoder_sparse_step": 2, "encoder_sparse_step": 2},
+    "nllb-moe": {"decoder_sparse_step": 2, "encoder_sparse_step": 2, "expert_capacity": 4},
     "pegasus_x": {"block_size": 8, "num_global_tokens": 4},
     "qwen2_audio": {"audio_config": _WHISPER},
     "qwen3_asr": {"audio_config": {**_MEL, "downsample_hidden_size": 8, "encoder_layers": 3, "n_window_infer": 100}},

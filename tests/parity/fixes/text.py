@@ -126,6 +126,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 16},
     "modernvbert": {"pixel_shuffle_factor": 2},
     "nemotron": {"num_key_value_heads": 2},
+    "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 12},  # of the length of the batch
     "neomme": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "partial_rotary_factor": 0.5}},
