@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,8 @@ from transformers import YolosConfig, YolosForObjectDetection
 from transformers.loss import loss_for_object_detection
 
 import pipeshard
-from pipeshard.errors import TraceError
+from pipeshard.errors import ConfigurationError, TraceError
+from pipeshard.split.materialize import is_released
 from tests.pool import Pool
 from tests.trainers import launched
 
@@ -99,3 +101,78 @@ def test_a_detector_normalizes_by_its_batch(pool: Pool) -> None:
     """A Trainer initializes accelerate, and transformers' detectors then sum the number of boxes over all processes,
     of which only the last stage's computes the loss: the first step waited forever."""
     assert pool.run(detected, 2, 2, True, timeout=30) == pytest.approx([detected(0, False)] * 2)
+
+
+class SingleDeviceMuon(torch.optim.Optimizer):
+    """Muon in one process, without the orthogonalization."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def move(self, p: Tensor) -> None:
+        momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        momentum.lerp_(p.grad, 0.1)  # type: ignore[arg-type]
+        p.sub_(self.param_groups[0]["lr"] * momentum / momentum.norm())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.move(p)
+
+
+class Muon(SingleDeviceMuon):
+    """Each rank updates some of the matrices, and all ranks exchange them, as in the file that many projects copy."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        for group in self.param_groups:
+            params = group["params"]
+            padded = params + [torch.empty_like(params[-1])] * (ranks - len(params) % ranks)
+            for k in range(0, len(params), ranks):
+                if k + rank < len(params):
+                    self.move(params[k + rank])
+                dist.all_gather(padded[k : k + ranks], padded[k + rank])
+
+
+def trained(kind: type[SingleDeviceMuon], **options: Any) -> float:
+    """The largest difference of a weight that this rank holds from training in one process."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    alone = nn.Sequential(*layers)
+    model = copy.deepcopy(alone)
+    batch = {"input": torch.randn(8, 8), "criterion.y": torch.randint(8, (8,))}
+    options = {"num_microbatches": 1, "dry_run_input": batch, **options}
+    engine = pipeshard.initialize(
+        model,
+        kind(model.parameters()),
+        lambda out, batch: nn.functional.cross_entropy(out, batch["criterion.y"]),
+        **options,
+    )
+    other = SingleDeviceMuon(alone.parameters())
+    for _ in range(2):
+        nn.functional.cross_entropy(alone(batch["input"]), batch["criterion.y"]).backward()
+        engine.execute_pipeline(iter([batch]))
+        for optimizer in (other, engine.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(alone.parameters(), model.parameters(), strict=True)
+    return max(float((p - q).abs().max()) for p, q in pairs if not is_released(q))
+
+
+@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 1, "zero_stage": 1}])
+def test_an_optimizer_that_exchanges_its_updates_is_refused(pool: Pool, options: dict[str, Any]) -> None:
+    """A Muon for data parallelism updated a part of the matrices on each rank, and gathered the others. With stages, it
+    wrote matrices of one stage over those of another without a message, or the proof at boost waited forever."""
+    for message in pool.run_expecting(ConfigurationError, trained, 2, Muon, verify=False, **options):
+        assert "Muon exchanges tensors with all ranks (c10d::allgather_), in " in message, message
+        assert "test_collectives.py" in message and "torch.optim.Muon" in message
+
+
+def test_the_remedies_for_an_optimizer_that_exchanges_its_updates_train(pool: Pool) -> None:
+    """The variant for one device trains exactly, as does the exchange itself with replicas of the whole model."""
+    gaps = pool.run(trained, 2, SingleDeviceMuon, pp_size=2)
+    gaps += pool.run(trained, 2, SingleDeviceMuon, pp_size=1, zero_stage=1, verify=False)
+    gaps += pool.run(trained, 2, Muon, pp_size=1, verify=False)
+    assert max(gaps) < 1e-6

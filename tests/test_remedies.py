@@ -24,6 +24,9 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "the criterion, or the forward after its last layer": "test_hunt.py::test_hunted",
     "torch's `clip_grad_norm_` or": "test_updates.py::test_a_norm_of_one_stage_is_refused",
     "a criterion or a forward with a collective": "test_collectives.py::test_the_remedies_for_a_collective_run",
+    "an optimizer whose step calls collectives": (
+        "test_collectives.py::test_the_remedies_for_an_optimizer_that_exchanges_its_updates_train"
+    ),
     "`nn.SyncBatchNorm`": "engine/test_state.py::test_batch_norm_once_a_batch",
     "gradient hooks, added after `boost`": "test_loop_gradients.py::test_hooks_that_would_not_run_are_refused",
     "torch's `clip_grad_norm_` of gradients that are": "test_loop_gradients.py::test_a_norm_of_shards_is_refused",

@@ -3,7 +3,7 @@
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
 compute different updates on every stage. For the optimizers of torch and bitsandbytes, the result is known, and they
 are not run. Any other optimizer is run on tiny parameters, once on all of these parameters and once on each half, and
-the updates are compared.
+the updates are compared. A collective of all ranks in this trial is refused: each rank has other parameters in a step.
 """
 
 import copy
@@ -25,6 +25,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.step_guard import contents
 from pipeshard.errors import ConfigurationError
+from pipeshard.graph.taint import Lone
 
 logger = logging.getLogger("pipeshard")
 FEW = 2  # the number of parameters of each group in the first trial
@@ -50,18 +51,26 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             "only some of the gradients: use another optimizer, or pp_size=1 without tp_size, ep_size, zero_stage and "
             "fsdp"
         )
-    known = type(optimizer).__module__.startswith(KNOWN)
+    known, lone = type(optimizer).__module__.startswith(KNOWN), Lone()
     try:
-        couples = not known and gap(optimizer, model, False) > SPARED
-        divides = sharded and (looks_at_whole(optimizer) if known else gap(optimizer, model, True) > SPARED)
+        with lone:
+            couples = not known and gap(optimizer, model, False) > SPARED
+            divides = sharded and (looks_at_whole(optimizer) if known else gap(optimizer, model, True) > SPARED)
     except Exception as error:  # a user's class may raise anything
-        if grid.first:
+        if grid.first and lone.waiting is None:
             logger.warning(
                 "could not check whether %s updates each parameter independently (%s: %s). If not, the split model "
                 "trains differently from the unsplit model",
                 name, type(error).__name__, error,
             )  # fmt: skip
-        return
+        couples = divides = False
+    if lone.waiting is not None:
+        raise ConfigurationError(
+            f"{name} exchanges tensors with all ranks {lone.waiting}, but each rank updates different parameters, so "
+            "it would mix those of different layers. Use the optimizer's variant for one device (SingleDeviceMuon, "
+            "torch.optim.Muon): zero_stage=1 divides the state and the work of any optimizer among replicas. Or use "
+            "pp_size=1 without tp_size, ep_size, zero_stage and fsdp"
+        )
     if couples:
         raise ConfigurationError(
             f"{name} couples parameters: the update of a parameter depends on other parameters (through a norm or an "

@@ -326,9 +326,14 @@ class Taint(DispatchMode):
 
 class Lone(DispatchMode):
     """Dispatch mode for code that only some ranks run in a step: a layer on its stage, and the loss on the last stage.
-    An operator that waits for all ranks raises TraceError, since it would hang in a step."""
+    An operator that waits for all ranks raises TraceError, since it would hang in a step.
+
+    Attributes:
+        waiting: the first such operator and its line, even if the code has caught the TraceError.
+    """
 
     supports_higher_order_operators = True
+    waiting: str | None = None
 
     @classmethod
     def of(cls, pp_size: int) -> AbstractContextManager[Any]:
@@ -337,6 +342,7 @@ class Lone(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and func.namespace in COLLECTIVES and _is_of_world(func, args, kwargs):
+            self.waiting = self.waiting or f"({func.name()}), in {_where()}"
             raise TraceError(
                 f"{_where()} waits for all ranks ({func.name()}), but in a pipeline only some ranks run this line: "
                 "each layer runs on its own stage, and the loss on the last stage. Remove the collective: pipeshard "
