@@ -113,6 +113,38 @@ def test_a_norm_of_one_stage_is_refused(pool: Pool) -> None:
     pool.run(early_hook, 2, timeout=120)
 
 
+def in_two_groups(model: Any) -> torch.optim.Optimizer:
+    """The second group has one parameter on each of two stages, and for each of two replicas."""
+    ends = [model.embed.weight, model.head.weight]
+    others = [p for p in model.parameters() if all(p is not end for end in ends)]
+    return torch.optim.SGD([{"params": others}, {"params": ends, "lr": 0.2}], lr=0.5)
+
+
+def norms_of_one(layout: dict[str, Any]) -> list[str]:
+    """A norm of such a group is refused, and the same loop over single tensors is exact."""
+    sides = Sides(layout, in_two_groups)
+    batches = sides.batches(0)
+    sides.split_loss(batches)
+    of_group = sides.optimizer.param_groups[1]["params"]
+    assert len(of_group) == 1
+    for function in (lambda: clip_grad_norm_(of_group, 0.1), lambda: get_total_norm(gradients(of_group))):
+        with pytest.raises(UsageError, match=r"which another (stage|replica).*max_norm=.*pass the tensor"):
+            function()
+    sides.loss(batches)
+    for optimizer in (sides.reference, sides.optimizer):
+        for parameter in optimizer.param_groups[1]["params"]:
+            clip_grad_norm_(parameter, 0.01)
+    sides.step()
+    return sides.done()
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_size": 2, "zero_stage": 1}])
+def test_a_norm_of_a_group_with_one_parameter_on_each_rank_is_refused(pool: Pool, layout: dict[str, Any]) -> None:
+    """A loop clipped each group by its norm, and a group had one parameter on each rank: each of them was silently
+    clipped by its own norm."""
+    assert pool.run(norms_of_one, 2, layout, timeout=120) == [[], []]
+
+
 def loss_scale() -> None:
     sides = Sides({}, sgd, precision="fp16")
     sides.split_loss(sides.batches(0))

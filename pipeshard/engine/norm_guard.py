@@ -2,7 +2,7 @@
 
 `torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. While a boosted model is alive, the
 guard patches the functions in place, so it also works if a loop, a hook or a library has already imported them. A
-single parameter, or some of a stage's parameters, can be clipped as usual.
+single tensor, or some of a stage's parameters, can be clipped as usual.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +32,8 @@ FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm
 class NormGuard(Guard):
     """Checks the arguments of torch's gradient-norm functions."""
 
+    _is_single = False  # whether the loop has passed one tensor; clip_grad_norm_ passes get_total_norm a list of it
+
     def install(self) -> None:
         for function, check in zip(FUNCTIONS, (self._check_parameters, self._check_gradients), strict=True):
             set_wrapped(function, self._guarding(function, check))
@@ -46,10 +48,15 @@ class NormGuard(Guard):
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             tensors, *rest = args or (kwargs.pop(first),)
+            before = self._is_single
+            self._is_single = before or isinstance(tensors, Tensor)
             listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            check(listed)
             given = (tensor for tensor in listed) if isinstance(tensors, GeneratorType) else listed
-            return original(given, *rest, **kwargs)
+            try:
+                check(listed)
+                return original(given, *rest, **kwargs)
+            finally:
+                self._is_single = before
 
         return guarded
 
@@ -74,7 +81,8 @@ class NormGuard(Guard):
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
         """Raise UsageError if `held` is incomplete because of the split: `held` contains all of this rank's parameters
         with gradients in the model or in an optimizer group, but no parameter that another stage holds or another
-        replica updates. Also raise UsageError if the gradients are shards or are multiplied by the loss scale."""
+        replica updates. A single tensor is never incomplete; a list of one parameter may be the rest of a group. Also
+        raise UsageError if the gradients are shards or are multiplied by the loss scale."""
         if held and gradients.is_scaled:
             raise UsageError(
                 f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "
@@ -85,7 +93,7 @@ class NormGuard(Guard):
                 f"torch.nn.utils.{function} got shards of gradients, such as a shard of the gradient of {shard}, so "
                 f"each rank would scale its gradients by a different factor. {REMEDY}"
             )
-        if len(held) < 2:
+        if self._is_single:
             return
         chosen, names = set(map(id, held)), {gradients.name_of(tensor) for tensor in held}
         for parameters, elsewhere in gradients.wholes():
@@ -93,7 +101,8 @@ class NormGuard(Guard):
             is_lacking = elsewhere and names.isdisjoint(elsewhere)
             if here and is_lacking and all(id(parameter) in chosen for parameter in here):
                 name = gradients.name_of(held[0]) or "a parameter"
-                raise UsageError(_problem(function, gradients, name, min(elsewhere)))
+                apart = "" if len(held) > 1 else f". For the norm of {name} alone, pass the tensor instead of a list"
+                raise UsageError(_problem(function, gradients, name, min(elsewhere)) + apart)
 
 
 GUARD = NormGuard()
