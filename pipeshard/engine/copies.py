@@ -58,11 +58,12 @@ class WeightCopies:
         """Record the state of the tracked tensors. Call it when the copies are equal."""
         self._noted = self._states()
 
-    def follow(self, adopts: bool) -> bool:
-        """Make the copies on this rank equal again if a loop has written to one of them (`MasterWeight.follow`).
-        Returns whether the replicas must `share` the values afterwards."""
+    def follow(self, adopts: bool, is_updated: bool = False) -> bool:
+        """Make the copies on this rank equal again if a loop has written to one of them (`MasterWeight.follow`). With
+        `is_updated`, also copy values of which no write is recorded: some kernels do not change the version. Returns
+        whether the replicas must `share` the values afterwards."""
         now = self._states()
-        if now == self._noted:
+        if now == self._noted and not is_updated:
             return False
         followed = []
         for k, weight in enumerate(self._watched):
@@ -71,15 +72,16 @@ class WeightCopies:
                 followed.append(weight.follow(one[:3] != one_before[:3], True, adopts))
             elif one != one_before:
                 followed.append(weight.follow(True, False, adopts))
+            elif is_updated:
+                weight.take_value()
         if all(followed):
             self.note()
         return self._zero and any(followed)
 
     def take_values(self) -> None:
-        """Copy the updated values to the parameters on this rank."""
-        for weight in self._weights.values():
-            weight.take_value()
-        self.note()
+        """Copy the updated values to the parameters on this rank. An optimizer with its own list (LBFGS) has updated
+        the parameters themselves: their values are copied instead."""
+        self.follow(adopts=True, is_updated=True)
 
     def share(self) -> None:
         """With ZeRO, broadcast each weight from its owner to the other replicas. Call it on all ranks."""

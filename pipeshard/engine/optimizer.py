@@ -373,8 +373,6 @@ class PipelineOptimizer(Optimizer):
         hook that runs after the inner optimizer's update."""
         self._depth -= 1
         if self.is_stepping:
-            if self._is_updated:
-                self.follow(adopts=True)  # a post-hook of an inner step may have written values
             self._copies.take_values()
             self._is_updated = True
         if self.is_stepping and self._depth == 0:

@@ -252,6 +252,33 @@ def follows_closures(offload: str | None, precision: str) -> list[Tensor]:
     return values_of(split)
 
 
+def searches(offload: str | None, precision: str, options: dict[str, Any]) -> list[float]:
+    """The losses before and after steps of LBFGS, which keeps a list of the parameters that it was created with."""
+    split = boosted(lambda model: torch.optim.LBFGS(model.parameters(), **options), offload, precision, p=1)
+
+    def closure() -> Tensor:
+        split.optimizer.zero_grad()
+        loss: Tensor = split.backward(zoo.batch("llama", rows=8))["loss"]
+        return loss
+
+    before = float(closure())
+    for _ in range(2):
+        split.optimizer.step(closure)
+    return [before, float(closure())]
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("options", [{"max_iter": 1}, {"max_iter": 3, "line_search_fn": "strong_wolfe"}], ids=str)
+def test_an_optimizer_that_keeps_a_list_of_parameters_trains(pool: Pool, options: dict[str, Any]) -> None:
+    """LBFGS writes to the parameters themselves. In 16 bits, or with offload, the values in the groups were copied over
+    its last write of each step: with max_iter=1, nothing ever trained."""
+    (expected,) = pool.run(searches, 1, None, "fp32", options)
+    for offload, precision in (("optimizer", "fp32"), (None, "bf16"), ("optimizer", "bf16")):
+        (found,) = pool.run(searches, 1, offload, precision, options)
+        assert found == pytest.approx(expected, abs=1e-6 if precision == "fp32" else 0.1)
+        assert found[1] < found[0] - 0.2
+
+
 def is_boosted_later(offload: str | None, precision: str) -> list[Tensor]:
     """An optimizer is boosted after the model, whose weights have been drawn again since."""
     data = zoo.batch("llama", rows=8)
