@@ -29,6 +29,7 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     ),
     "`nn.SyncBatchNorm`": "engine/test_state.py::test_batch_norm_once_a_batch",
     "gradient hooks, added after `boost`": "test_loop_gradients.py::test_hooks_that_would_not_run_are_refused",
+    "`clip_grad_value_`, constant factors": "test_updates.py::test_a_norm_of_scaled_gradients_is_refused",
     "torch's `clip_grad_norm_` of gradients that are": "test_loop_gradients.py::test_a_norm_of_shards_is_refused",
     "your own code that multiplies gradients": "test_updates.py::test_a_norm_of_ones_own_is_refused",
     "noise on gradients": "test_updates.py::test_noise_that_is_drawn_in_turn_is_refused",

@@ -154,10 +154,17 @@ def loss_scale() -> None:
     ):
         with pytest.raises(UsageError, match="multiplied by the loss scale"):
             function()
+    with pytest.raises(UsageError, match=r"multiplied by the loss scale.*clip_grad_by_value\(clip_value\)"):
+        clip_grad_value_(sides.model.parameters(), 0.001)
+    sides.optimizer.clip_grad_by_value(0.001)
+    clip_grad_value_(sides.model.parameters(), 0.001)  # the gradients are no longer scaled
+    largest = max(float(gradient.abs().max()) for gradient in gradients(sides.model.parameters()))
+    assert largest == pytest.approx(0.001)
 
 
 def test_a_norm_of_scaled_gradients_is_refused(pool: Pool) -> None:
-    """Even in one process clip_grad_norm_ clipped gradients that were still multiplied by fp16's loss scale."""
+    """Even in one process clip_grad_norm_ and clip_grad_value_ clipped gradients that were still multiplied by fp16's
+    loss scale: 65,536 times as much was cut off as the loop asked for."""
     pool.run(loss_scale, 1, timeout=120)
 
 

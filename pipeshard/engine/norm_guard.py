@@ -1,4 +1,4 @@
-"""Norm guard: raises UsageError if a torch gradient-norm function gets all gradients of only one stage, or scaled ones.
+"""Norm guard: raises UsageError if torch clips, or takes the norm of, all gradients of only one stage, or scaled ones.
 
 `torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. While a boosted model is alive, the
 guard patches the functions in place, so it also works if a loop, a hook or a library has already imported them. A
@@ -10,7 +10,7 @@ from types import GeneratorType
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.guard import Guard
@@ -26,16 +26,17 @@ REMEDY = (
 )
 
 
-FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm
+FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm, clip_grad_value_
 
 
 class NormGuard(Guard):
-    """Checks the arguments of torch's gradient-norm functions."""
+    """Checks the arguments of torch's functions that clip gradients or compute their norm."""
 
     _is_single = False  # whether the loop has passed one tensor; clip_grad_norm_ passes get_total_norm a list of it
 
     def install(self) -> None:
-        for function, check in zip(FUNCTIONS, (self._check_parameters, self._check_gradients), strict=True):
+        checks = self._check_parameters, self._check_gradients, self._check_values
+        for function, check in zip(FUNCTIONS, checks, strict=True):
             set_wrapped(function, self._guarding(function, check))
 
     def remove(self) -> None:
@@ -77,6 +78,16 @@ class NormGuard(Guard):
             of_gradients = {id(gradient): parameter for gradient, parameter in marked if gradient is not None}
             held = [of_gradients[id(tensor)] for tensor in tensors if id(tensor) in of_gradients]
             self._check(held, gradients, "get_total_norm")
+
+    def _check_values(self, parameters: Sequence[Tensor]) -> None:
+        """Raise UsageError if gradients of `parameters` are multiplied by the loss scale."""
+        for gradients in list(self._models):
+            if gradients.is_scaled and any(gradients.name_of(parameter) is not None for parameter in parameters):
+                raise UsageError(
+                    "torch.nn.utils.clip_grad_value_ got gradients that are multiplied by the loss scale of "
+                    "precision='fp16' until optimizer.step(). Call optimizer.clip_grad_by_value(clip_value) on every "
+                    "rank before optimizer.step()"
+                )
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
         """Raise UsageError if `held` is incomplete because of the split: `held` contains all of this rank's parameters
