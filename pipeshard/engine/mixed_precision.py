@@ -8,7 +8,7 @@ update MasterWeights. Autocast is available as an option.
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
@@ -21,6 +21,7 @@ from pipeshard.distributed.collectives import local, local_grad, set_local_grad,
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.writes import DATA, OWNERS
 from pipeshard.hf import is_target, kept_in_fp32
 from pipeshard.options import PRECISIONS
 from pipeshard.split.materialize import rebuilt_models, storageless
@@ -69,6 +70,7 @@ class MasterWeight:
         plain: whether `master` is the parameter itself.
         owner: with ZeRO, the replica that updates the parameter for all replicas (only this replica has the fp32 master
         weight); otherwise None.
+        moved: a function to call after the shard has moved to other memory, or None.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
     """
@@ -78,12 +80,15 @@ class MasterWeight:
     ) -> None:
         self.name, self.parameter, self.holders, self.lowered = name, parameter, holders, lowered
         self.owner: int | None = None
+        self.moved: Callable[[str, nn.Parameter], None] | None = None
         self._lent: Tensor | None = None  # the gradient that was assigned to `master`
         self.plain = full is None and not isinstance(parameter, DTensor)
         self.master: nn.Parameter = parameter
         if not self.plain:
             value = local(parameter.detach()) if full is None else slice_like(full, parameter)
             self.master = self._like(value, requires_grad=parameter.requires_grad)
+        if isinstance(parameter, DTensor):
+            OWNERS[id(parameter)] = OWNERS[id(self.master)] = self
         if lowered:  # accumulate gradients in the precision of the values, even if unfrozen later
             parameter.grad_dtype = self.master.grad_dtype = torch.float32
 
@@ -130,6 +135,35 @@ class MasterWeight:
                 self.master.copy_(torch.where(value == rounded, self.master, value.to(self.master)))
         self.take_value()
         return True
+
+    @torch.no_grad()
+    def replace_data(self, tensor: Tensor, value: Tensor) -> bool:
+        """Replace the data of a sharded parameter, or of the `master` that shares the shard's memory: torch would leave
+        the other tensor, and the DTensor's shard, in the former memory."""
+        shares = self.master is not self.parameter and not self.is_double
+        if tensor is not self.parameter and not (shares and tensor is self.master):
+            return False
+        shard, part = local(self.parameter), self._shard_of(value)
+        if (part.shape, part.dtype, part.device) != (shard.shape, shard.dtype, shard.device):
+            raise UsageError(
+                f"the data assigned to {self.name} has shape {tuple(part.shape)}, {part.dtype} on {part.device}, but "
+                f"this rank's shard has shape {tuple(shard.shape)}, {shard.dtype} on {shard.device}: assign a tensor "
+                "like the parameter's own data, or call p.data.copy_(value)"
+            )
+        shard.data = part.contiguous()
+        if self.moved is not None:
+            self.moved(self.name, self.parameter)
+        if shares:
+            DATA.__set__(self.master, local(self.parameter))
+        return True
+
+    def _shard_of(self, value: Tensor) -> Tensor:
+        """The shard of a value that a loop assigns: a shard, a DTensor that is sharded like the parameter, or the full
+        tensor."""
+        parameter = self.parameter
+        if isinstance(value, DTensor) or value.shape != parameter.shape:
+            return local(value)
+        return slice_like(value, parameter)
 
     @property
     def lacks_values(self) -> bool:

@@ -72,6 +72,9 @@ class HeldParameters:
             name: kind(name, p, self._holders(name), full.get(before[name]), before[name] in low)
             for name, p in self.held.items()
         }
+        if self.sharded is not None:
+            for weight in self.weights.values():
+                weight.moved = self.sharded.moved
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
         self.sync = GradientSync(self._buckets(self._summed_along), tp_sharded, self.sharded)
 

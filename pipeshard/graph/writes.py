@@ -3,9 +3,13 @@
 While a boosted model is alive (engine/data_guard.py), reads and replacements of `tensor.data` are counted, for tensors
 that were passed to `count_reads` or `note`. Before the first read after a note, the sum of the tensor's values is
 stored. A note is therefore fast if a loop does not use `data`, and a read does not count as a write.
+
+A replacement of the `data` of a sharded parameter is passed to its owner in `OWNERS`, since torch would only replace
+the DTensor's outer tensor.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +21,17 @@ READS, SUMS = "pipeshard_reads", "pipeshard_sums"  # attributes of a tensor
 KEPT = 8  # the number of latest notes of a tensor whose sums are kept
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DATA: Any = Tensor.data  # the attribute of a tensor that `CountedData` overrides
+
+
+class Owner(Protocol):
+    """An object that replaces the `data` of tensors that share memory."""
+
+    def replace_data(self, tensor: Tensor, value: Tensor) -> bool:
+        """Replace the data of `tensor` and of the tensors that share its memory. Returns False if `tensor` shares its
+        memory with no other tensor."""
+
+
+OWNERS = WeakValueDictionary[int, Owner]()  # by the id of a tensor
 
 
 class Noted(NamedTuple):
@@ -84,7 +99,9 @@ class CountedData:
 
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
         _count(tensor)
-        DATA.__set__(tensor, value)
+        owner = OWNERS.get(id(tensor))
+        if owner is None or not owner.replace_data(tensor, value):
+            DATA.__set__(tensor, value)
 
 
 def _count(tensor: Tensor) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import pipeshard
 from pipeshard.distributed.collectives import local
+from pipeshard.errors import UsageError
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.hunt.loops import LAYOUTS, Sides
-from tests.pool import Pool
+from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
 
 pytestmark = pytest.mark.local
@@ -284,3 +285,145 @@ def test_what_is_written_to_the_optimizers_tensors_is_seen_by_a_plain_call(pool:
     """Each closure of a line search (LBFGS) computed with the weights from before the step."""
     ((plain, pipelined),) = pool.run(calls, 1)
     assert plain == pytest.approx(pipelined, rel=1e-3)
+
+
+class Assigning(torch.optim.SGD):
+    """Assigns new values to `data`, and keeps the tensor of the values before."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, now = self.state[parameter], parameter.data
+                moved = now - state.get("before", now)
+                parameter.data = now - group["lr"] * parameter.grad + 0.5 * moved
+                state["before"] = now
+
+
+def assigns_in_a_step() -> list[str]:
+    """Against the unsplit model: steps that assign `data`, and an exchange of values through the groups."""
+    sides = Sides(LAYOUTS["FSDP"], lambda model: Assigning(model.parameters(), lr=0.1), verify=False)
+    for step in range(3):
+        sides.train(sides.batches(step))
+        sides.step()
+    others = [(optimizer, [p.data for p in of_groups(optimizer)]) for optimizer in (sides.reference, sides.optimizer)]
+    for factor in (0.5, 1.0):
+        for optimizer, before in others:
+            for parameter, value in zip(of_groups(optimizer), before, strict=True):
+                parameter.data = value * factor if factor < 1 else value
+        sides.train(sides.batches(5))
+        for optimizer in (sides.reference, sides.optimizer):
+            optimizer.zero_grad()
+    return sides.done()
+
+
+def assigns_to_slices() -> float:
+    """The error of slices of weights after a step that assigns `data`, against one that writes in place."""
+    values = []
+    for kind in (torch.optim.SGD, Assigning):
+        data, model = zoo.batch("llama"), zoo.build("llama")
+        plugin = pipeshard.PipelinePlugin(pp_size=1, tp_size=2, num_microbatches=2, dry_run_input=data, verify=False)
+        engine = pipeshard.initialize(model, kind(model.parameters(), lr=0.1), plugin=plugin)
+        engine.execute_pipeline(iter([data]))
+        engine.optimizer.step()
+        values.append([local(p.detach()).clone() for p in engine.model.parameters()])
+    return max(float((one - other).abs().max()) for one, other in zip(*values, strict=True))
+
+
+@pytest.mark.turns
+def test_data_that_a_step_assigns_to_a_sharded_weight_is_trained(pool: Pool) -> None:
+    """A user's optimizer wrote `p.data = p.data - lr * p.grad`. With fsdp and tp_size the model computed with the
+    memory from before: nothing was trained, and the initial weights were saved."""
+    assert pool.run(assigns_in_a_step, 2, timeout=120) == [[]] * 2
+    assert max(pool.run(assigns_to_slices, 2, timeout=120)) < 1e-6
+
+
+def assigns_in_a_forward() -> None:
+    sides = Sides(LAYOUTS["FSDP"], verify=False)
+    weight = sides.model.layers[0].a.weight
+
+    def assign(*_: Any) -> None:
+        weight.data = weight.data.clone()
+
+    sides.model.layers[0].register_forward_pre_hook(assign)
+    sides.split_loss(sides.batches(0))
+
+
+@pytest.mark.turns
+def test_data_that_is_assigned_while_it_is_gathered_is_refused(pool: Pool) -> None:
+    """A hook in a forward assigned to a shard, whereas the step computed with the gathered weight."""
+    with pytest.raises(WorkerError, match=r"data of layers\.0\.a\.weight was assigned .* before or after the step"):
+        pool.run(assigns_in_a_forward, 2, timeout=120)
+
+
+class Average:
+    """The average of the weights as many scripts have it, which exchanges the `data` of parameters."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.backup = model, dict[str, Tensor]()
+        self.shadow = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    def update(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.shadow[name] = 0.5 * parameter.data + 0.5 * self.shadow[name]
+
+    def apply_shadow(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.backup[name] = parameter.data
+            parameter.data = self.shadow[name]
+
+    def restore(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.data = self.backup[name]
+
+
+def evaluates_the_average() -> list[str]:
+    sides = Sides(LAYOUTS["FSDP"], momentum, verify=False)
+    averages = [Average(model) for model in sides.both]
+    for step in range(3):
+        sides.train(sides.batches(step))
+        sides.step()
+        for average in averages:
+            average.update()
+            average.apply_shadow()
+        sides.train(sides.batches(20 + step))
+        saved = pipeshard.to_sequential(sides.engine.model).state_dict()
+        assert all(torch.allclose(saved[name], value, atol=1e-5) for name, value in averages[0].shadow.items())
+        for average, optimizer in zip(averages, (sides.reference, sides.optimizer), strict=True):
+            average.restore()
+            optimizer.zero_grad()
+    return sides.done()
+
+
+def exchanges_slices(**options: Any) -> None:
+    """Weights are exchanged by `data` and restored; the loss is that with the same values written in place."""
+    data = zoo.batch("llama")
+    split = Split(zoo.build("llama"), 1, data, num_microbatches=2, verify=False, **options)
+    before = float(split.evaluate(data)["loss"])
+    backup = {name: parameter.data for name, parameter in split.held.items()}
+    masters = [master.detach().clone() for master in of_groups(split.optimizer)]
+    for parameter in split.held.values():
+        parameter.data = parameter.data * 0.5
+    assigned = float(split.evaluate(data)["loss"])
+    for name, parameter in split.held.items():
+        parameter.data = backup[name]
+    assert float(split.evaluate(data)["loss"]) == before
+    assert all(map(torch.equal, of_groups(split.optimizer), masters))
+    with torch.no_grad():
+        for parameter in split.held.values():
+            parameter.mul_(0.5)
+    assert float(split.evaluate(data)["loss"]) == assigned != before
+    weight = next(iter(split.held.values()))
+    with pytest.raises(UsageError, match=r"shard has shape .*, or call p\.data\.copy_\(value\)"):
+        weight.data = weight.data[:2]
+    with torch.no_grad():
+        weight.data.copy_(torch.zeros_like(weight))
+
+
+@pytest.mark.turns
+def test_data_that_is_assigned_to_a_sharded_parameter_is_used(pool: Pool) -> None:
+    """A script's average of the weights exchanged `param.data` for an evaluation. With fsdp and tp_size the model
+    computed with the former values, and these were saved."""
+    assert pool.run(evaluates_the_average, 2, timeout=120) == [[]] * 2
+    pool.run(exchanges_slices, 2, tp_size=2, timeout=120)
+    pool.run(exchanges_slices, 2, tp_size=2, precision="bf16", timeout=120)
