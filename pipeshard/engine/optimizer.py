@@ -8,7 +8,7 @@ a single process group.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -206,8 +206,8 @@ class PipelineOptimizer(Optimizer):
         state, and remove the tensors in `left`."""
         move_overrides(self.optim, {before: weight.master for before, weight in became.items()})
         for group in self.optim.param_groups:
-            kept = [p for p in group["params"] if p not in left]
-            group["params"] = [became[p].master if p in became else p for p in kept]
+            keep(group, [k for k, p in enumerate(group["params"]) if p not in left])
+            group["params"] = [became[p].master if p in became else p for p in group["params"]]
         for before in [p for p in self.optim.state if p in became or p in left]:
             state = self.optim.state.pop(before)
             if (weight := became.get(before)) is not None:
@@ -482,14 +482,21 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
         load[weight.owner] += local(weight.parameter).numel()
 
 
+def keep(group: dict[str, Any], places: Sequence[int]) -> None:
+    """Keep in a group only the parameters at these places, and their names, if the group has names."""
+    lists = {key: group[key] for key in UNCOMPARED if len(group.get(key) or ()) == len(group["params"])}
+    group |= {key: [values[k] for k in places] for key, values in lists.items()}
+
+
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Replace parameters in the optimizer's groups (`became` maps old to new), and discard the state of the old
     parameters. If a new parameter replaces several old parameters, it stays only in the first group that contains
     it."""
     seen: set[nn.Parameter] = set()
     for group in optim.param_groups if became else ():
-        now = dict.fromkeys(became.get(parameter, parameter) for parameter in group["params"])
-        group["params"] = [parameter for parameter in now if parameter not in seen]
-        seen |= now.keys()
+        group["params"] = now = [became.get(parameter, parameter) for parameter in group["params"]]
+        first = {parameter: k for k, parameter in reversed([*enumerate(now)])}
+        keep(group, sorted(k for parameter, k in first.items() if parameter not in seen))
+        seen |= first.keys()
     for parameter in became:
         optim.state.pop(parameter, None)

@@ -24,6 +24,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.step_guard import contents
+from pipeshard.engine.updates import UNCOMPARED
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.taint import Lone
 
@@ -258,7 +259,9 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for k, group in enumerate(trial.param_groups):
         _speed_up(group)
-        group["params"][:] = [parameter for (of, _), parameter in parameters.items() if of == k]
+        places = [j for of, j in parameters if of == k]
+        for values in [group[key] for key in UNCOMPARED if len(group.get(key) or ()) == len(group["params"])]:
+            values[:] = [values[j] for j in places]  # in place: the optimizer may have another reference to the list
     set_training(trial)
     return trial
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from pipeshard import PipelinePlugin, Policy
 from pipeshard.distributed.collectives import whole
+from pipeshard.engine.optimizer import replace_parameters
 from pipeshard.errors import ConfigurationError
 from tests import zoo
 from tests.pool import Pool
@@ -88,6 +89,56 @@ def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
 )
 def test_trains_as_in_one_process(pool: Pool, kind: str, frozen: str, world: int, options: dict[str, Any]) -> None:
     assert max(pool.run(trained, world, kind, frozen, options)) < 1e-6
+
+
+class ByName(torch.optim.SGD):
+    """Decays matrices and other parameters differently, by their names."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                parameter.mul_(0.9 if name.endswith("norm.weight") else 0.5)
+
+
+def pairs_names(tied: bool) -> list[str]:
+    """What is paired with a wrong name in the groups, or is wrongly updated."""
+    sample, model = zoo.batch(NAME), zoo.build(NAME if tied else "llama")
+    names, before = [n for n, _ in model.named_parameters()], dict(copy.deepcopy(model).named_parameters())
+    optimizer: Any = ByName([*model.named_parameters()][::-1], lr=0.1)
+    dp_size = 1 if tied else 2
+    plugin = PipelinePlugin(2, dp_size=dp_size, zero_stage=int(not tied), num_microbatches=4, dry_run_input=sample)
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    booster.execute_pipeline(iter([sample]), boosted, None, optimizer)
+    optimizer.step()
+    found = []
+    for group in optimizer.param_groups:
+        of_group = zip(group["param_names"], group["params"], strict=True)
+        found += [name for name, parameter in of_group if optimizer.names[parameter] != name]
+    for name, parameter in boosted.pipeline.holdings.held.items():
+        factor = 0.9 if name.endswith("norm.weight") else 0.5
+        found += [name] if not torch.allclose(parameter, factor * before[name]) else []
+    return found + [name for group in optimizer.param_groups for name in group["param_names"] if name not in names]
+
+
+@pytest.mark.turns
+@pytest.mark.local
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_in_the_groups_are_those_of_their_parameters(pool: Pool, tied: bool) -> None:
+    """An optimizer of `named_parameters()` decided by name what to decay. On each rank but the first, the groups had
+    the names of all parameters beside some parameters, so the first stage's names met the last stage's parameters."""
+    assert pool.run(pairs_names, 2 if tied else 4, tied) == [[]] * (2 if tied else 4)
+
+
+def test_names_of_replaced_parameters_are_kept_with_the_first_place() -> None:
+    """The names of a group were those of all parameters, also of those that a tie replaced."""
+    tied, *others = (nn.Parameter(torch.ones(2)) for _ in range(4))
+    groups = [{"params": [("a", others[0]), ("b", others[1]), ("c", tied)]}, {"params": [("d", others[2])]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    replace_parameters(optimizer, {others[1]: tied, others[2]: tied})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["a", "b"], []]
+    assert [[*map(id, group["params"])] for group in optimizer.param_groups] == [[id(others[0]), id(tied)], []]
 
 
 def refused(options: dict[str, Any], name: str) -> str:
