@@ -8,7 +8,7 @@ a single process group.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +33,7 @@ OF_RANK = "parameters_of_rank"  # key in a state dict: for each group, the names
 class PipelineOptimizer(Optimizer):
     """Restricts the groups of `optim`, including groups that are added later, to the parameters that this rank trains.
 
-    This class is a subclass of Optimizer, since LR schedulers require one. Attributes that it does not define (`state`,
+    This class is a subclass of Optimizer, since LR schedulers require one. Attributes that it does not define (such as
     hooks) are delegated to `optim`.
 
     Before a step, the `gradients` of the whole model are clipped and unscaled. With a loss scale, all ranks skip the
@@ -111,6 +111,22 @@ class PipelineOptimizer(Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optim.param_groups = groups
         self._narrow()
+
+    @property
+    def state(self) -> Any:
+        return States(self.optim.state, self._key)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optim.state = state.states if isinstance(state, States) else state
+
+    def _key(self, key: Any) -> Any:
+        """The key of `optim.state` for a key of `state`: the tensor that `optim` updates for a parameter of the model,
+        or None for a parameter that this rank does not update."""
+        if not isinstance(key, Tensor) or key in self.names or key not in self.gradients.names:
+            return key
+        weight = self.weights.get(self.gradients.names[key])
+        return weight.master if weight is not None and self._updates(weight) else None
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -438,6 +454,52 @@ class PipelineOptimizer(Optimizer):
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
+
+
+class States(MutableMapping[Any, Any]):
+    """The state of a boosted optimizer, as `optimizer.state` returns it.
+
+    A parameter of the model is a key for the state of the tensor that the optimizer updates. For a parameter that this
+    rank does not update, `states[parameter]` is a new dict, which is not kept: `state_dict` requires that all keys are
+    in the groups.
+
+    Attributes:
+        states: the state of the inner optimizer.
+    """
+
+    def __init__(self, states: Any, key: Callable[[Any], Any]) -> None:
+        self.states, self._key = states, key
+
+    def __getitem__(self, key: Any) -> Any:
+        return {} if (own := self._key(key)) is None else self.states[own]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if (own := self._key(key)) is not None:
+            self.states[own] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.states[self._key(key)]
+
+    def __contains__(self, key: Any) -> bool:
+        return self._key(key) in self.states
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.states)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __repr__(self) -> str:
+        return repr(self.states)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self.states.get(self._key(key), default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return self.states.pop(self._key(key), *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return default if (own := self._key(key)) is None else self.states.setdefault(own, default)
 
 
 def _converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:

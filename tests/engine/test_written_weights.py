@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -236,7 +237,7 @@ def sets_attributes_of_optimizers() -> list[str]:
             optimizer.factor = 1.0 / (1 + step)
         for optimizer in (fresh.reference, fresh.optimizer):
             if step == 2:
-                optimizer.state = type(optimizer.state)(dict)
+                optimizer.state = collections.defaultdict(dict)
                 optimizer.param_groups = [{**group, "lr": 0.02} for group in optimizer.param_groups]
         for sides in (factored, fresh):
             sides.train(sides.batches(step))
@@ -251,6 +252,52 @@ def test_what_is_set_on_a_boosted_optimizer_is_set_on_the_optimizer(pool: Pool) 
     """`optimizer.factor = 0.5` and `optimizer.state = defaultdict(dict)` went to the object around it, which nothing
     read; `optimizer.param_groups = [...]` raised AttributeError."""
     assert pool.run(sets_attributes_of_optimizers, 2, timeout=120) == [[], []]
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def resets_state(layout: dict[str, Any]) -> list[str]:
+    """Resets state, and reads it in other ways, by the model's parameters, as before and after the step; what differs
+    from the unsplit model, or from the states of the tensors in the groups."""
+    sides = Sides(layout, adam, verify=False)
+    for step in range(3):
+        sides.split_loss(sides.batches(step))
+        sides.optimizer.step()
+        sides.optimizer.zero_grad()
+        states, held = sides.optimizer.state, set(of_groups(sides.optimizer))
+        for name, parameter in sides.model.named_parameters():
+            of_name = [tensor for tensor in held if sides.optimizer.names[tensor] == name]
+            state = states[parameter]
+            assert (parameter in states) == bool(of_name) == bool(state) == bool(states.get(parameter))
+            assert not of_name or state is states[of_name[0]]
+            if state and step == 1:
+                state["exp_avg"].zero_()
+                assert not states[of_name[0]]["exp_avg"].any()
+            if step == 2:
+                states[parameter] = states.setdefault(parameter, {})
+                popped = states.pop(parameter, None)
+                assert (popped is None) != bool(of_name) and parameter not in states
+                states[parameter] = popped or {}
+        assert set(states) == held and len(states) == len(held)
+        assert len(sides.optimizer.state_dict()["state"]) == len(held)
+    sides.optimizer.state = saved = sides.optimizer.state
+    assert sides.optimizer.optim.state is saved.states
+    states["count"] = 1
+    del states["count"]
+    return []
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, {}), (1, {"precision": "bf16"}), (2, {"offload": "optimizer"}), (2, LAYOUTS["FSDP"]), (2, LAYOUTS["ZeRO-1"])],
+)
+def test_state_is_read_by_the_models_parameters(pool: Pool, ranks: int, layout: dict[str, Any]) -> None:
+    """A reset of Adam's moments after merging LoRA read `optimizer.state[p]` of the model's parameters. In 16 bits, it
+    got empty dicts, so nothing was reset; and the next `state_dict()` raised KeyError with a number."""
+    assert pool.run(resets_state, ranks, dict(layout), timeout=120) == [[]] * ranks
 
 
 def fills() -> float:
