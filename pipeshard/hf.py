@@ -24,7 +24,7 @@ IGNORED = -100  # the label that losses ignore
 
 # Words in the names of each media kind's inputs; the first kind that matches applies.
 MEDIA = {
-    "video": ("video",),
+    "video": ("video", "per_grid"),
     "audio": ("audio", "input_features", "feature_", "speech"),
     "image": ("image", "pixel", "target_sizes", "spatial"),
 }

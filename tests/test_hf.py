@@ -72,6 +72,7 @@ def test_a_label_that_counts_for_no_loss() -> None:
     [
         ("Qwen2VLForConditionalGeneration", {"pixel_values": "image", "image_grid_thw": "image"}),
         ("Qwen2VLForConditionalGeneration", {"pixel_values_videos": "video", "video_grid_thw": "video"}),
+        ("Qwen2_5_VLForConditionalGeneration", {"second_per_grid_ts": "video"}),
         ("Siglip2Model", {"spatial_shapes": "image"}),
         ("Qwen2AudioForConditionalGeneration", {"input_features": "audio", "feature_attention_mask": "audio"}),
         ("LlamaForCausalLM", {"input_ids": None, "labels": None, "attention_mask": None}),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.batch.read import read_batch
+from pipeshard.batch.read import RowDims, read_batch
 from pipeshard.errors import BatchError
 from tests.covering import covering
 from tests.families import layers_of
@@ -191,6 +191,16 @@ def test_images_go_with_the_tokens_of_their_row() -> None:
     read = read_batch(READER, {"input_ids": rows_of(2, 0, 4), "pixel_values": NUMBERS[:3]})
     assert read.owners == {"pixel_values": (1, 0, 2)}
     assert read_batch(READER, {"input_ids": rows_of(2, 2, 2), "pixel_values": NUMBERS[:3]}).owners == {}
+
+
+def test_the_frame_spacing_of_videos_goes_with_them() -> None:
+    """A user trained Qwen2.5-VL on videos of several frame rates: the positions of every video of the second microbatch
+    used the frame spacing of the batch's first video, and nothing failed."""
+    grid, spacing = torch.tensor([(1, 2, 2), (1, 4, 2), (1, 2, 4)]), torch.tensor([0.5, 1.0, 2.0])
+    data = {"input_ids": rows_of(1, 0, 2, 2), "pixel_values_videos": NUMBERS[:20], "video_grid_thw": grid}
+    read = RowDims(reader(video_token_id=3)).read({**data, "second_per_grid_ts": spacing})
+    parts = [part.data["second_per_grid_ts"] for part in read.split(4)]
+    assert [None if part is None else part.tolist() for part in parts] == [[0.5], None, [1.0], [2.0]]
 
 
 def test_samples_taken_in_another_order_take_their_media_along() -> None:
