@@ -22,6 +22,7 @@ from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.stages import Stages
 from pipeshard.engine.traces import Traces
 from pipeshard.errors import BatchError, PipeshardError, TraceError
+from pipeshard.hf import IDS, LABELS, MASK
 from pipeshard.schedule.program import Action, Kind
 
 
@@ -55,7 +56,8 @@ def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exceptio
     rows = f"{start} to {start + parts[i].rows - 1}" if place is None else ", ".join(map(str, place.rows))
     names = cut_inputs(batch)
     where = f" in {module}" if module else ""
-    example = f"{{{names[0]!r}: None}}" if names else "{<name>: None}"
+    doubtful = [name for name in names if name not in (IDS, MASK, LABELS)] or names
+    example = f"{{{doubtful[0]!r}: None}}" if doubtful else "{<name>: None}"
     return (
         f"the forward fails for rows {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch "
         f"of {batch.rows} rows: {type(error).__name__}{where}: {error}. If an input contains row indices, "

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.batch.read import RowDims, read_batch
+from pipeshard.engine.dependent import dependent_text
 from pipeshard.errors import BatchError
 from tests.covering import covering
 from tests.families import layers_of
@@ -201,6 +202,35 @@ def test_the_frame_spacing_of_videos_goes_with_them() -> None:
     read = RowDims(reader(video_token_id=3)).read({**data, "second_per_grid_ts": spacing})
     parts = [part.data["second_per_grid_ts"] for part in read.split(4)]
     assert [None if part is None else part.tolist() for part in parts] == [[0.5], None, [1.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts"),
+    [(("iii.ii.", ".......", ".iiiiii", "i......"), (2, 0, 1, 1)), (("iii.ii.", ".iiiiii", "i.ii.i."), (2, 1, 3))],
+)
+def test_images_of_any_resolution_are_runs_of_tokens(rows: Sequence[str], counts: tuple[int, ...]) -> None:
+    """A user trained LLaVA-NeXT, whose images take tokens by their shape, with two images in a row. With as many images
+    as rows, each row got one image, which the model refused; otherwise, the batch was refused."""
+    ids = torch.tensor([[3 if letter == "i" else 8 for letter in row] for row in rows])
+    images = torch.arange(4.0 * sum(counts)).view(-1, 2, 2)
+    data = {"input_ids": ids, "pixel_values": images, "image_sizes": torch.full((len(images), 2), 30)}
+    assert RowDims(READER).read(data).owners == {"pixel_values": counts, "image_sizes": counts}
+
+
+@pytest.mark.parametrize("text", ["i.i.", "ii.."])
+def test_images_padded_to_the_most_of_a_row_go_with_their_row(text: str) -> None:
+    """A user trained Idefics 3 with 2, 1, 1 and no images in four rows. Its processor stacks and pads the images of a
+    row; as four images take equal numbers of tokens, they were split as if nothing were padded."""
+    ids = torch.tensor([[3 if letter == "i" else 8 for letter in row] for row in (text, "i...", "...i", "....")])
+    data = {"input_ids": ids, "pixel_values": torch.rand(4, 2, 3, 2, 2), "pixel_attention_mask": torch.ones(4, 2, 2, 2)}
+    assert read_batch(READER, data).owners == {}
+
+
+def test_the_advice_for_a_microbatch_that_fails_does_not_name_the_ids() -> None:
+    """A user whose images were split wrongly was advised to pass all of input_ids to every microbatch."""
+    batch = read_batch(READER, {"input_ids": rows_of(2, 2), "pixel_values": NUMBERS[:2]})
+    text = dependent_text(batch, batch.split(2), 0, ValueError("features and tokens do not match"))
+    assert "for example batch_dims={'pixel_values': None}" in text
 
 
 def test_samples_taken_in_another_order_take_their_media_along() -> None:
