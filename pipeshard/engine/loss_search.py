@@ -85,6 +85,8 @@ def prove_loss_rule(
         rule, is_approximate = search.rule(side_outputs=True), False
     if rule is None and search.is_sum_of_means():
         rule, is_approximate = LossRule(), True
+    if rule is None and search.is_of_shorter():
+        rule, is_approximate = search.rule(shortens=False), search.has_side_outputs
     if rule is None and search.strayed is not None:
         raise search.strayed
     if rule is None:
@@ -136,13 +138,16 @@ class _Search:
         self.strayed: TraceError | None = None  # the same, if glue took a different path than in its trace
         self.has_side_outputs = flow.has_side_loss
 
-    def rule(self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None) -> LossRule | None:
+    def rule(
+        self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None, shortens: bool = True
+    ) -> LossRule | None:
         """Find the rule, or return None. With `side_outputs`, side outputs of units are also random; otherwise they are
         zeros. With `valid`, all labels are valid, and only the rule that counts samples is tried. If the rule `known`
-        is passed, only this rule is tried, and only at the batch's own sizes."""
+        is passed, only this rule is tried, and only at the batch's own sizes. Unless it `shortens` the samples, they
+        have all positions."""
         self.valid, self.side_outputs = valid, side_outputs
         self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
-        sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
+        sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)[not shortens :]
         for self.cuts in (CUTS, HALVES):
             if any(self._can_try(source, side_outputs) for source in sources):
                 break
@@ -173,6 +178,12 @@ class _Search:
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
         return self.sizes is None and not ignored and self.rule(valid=True) is not None
+
+    def is_of_shorter(self) -> bool:
+        """Whether the latest trials had shortened samples, although samples with all positions have few enough random
+        elements. Labels that are positions (the ends of an answer) may be out of range in a shortened sample."""
+        is_shorter = self.flow.axes.shortened(self.batch, LENGTH) is not self.batch
+        return is_shorter and self.failure is None and self._needs(self.batch, ROWS) <= MOST_DRAWN
 
     def _can_try(self, source: Batch, side_outputs: bool) -> bool:
         """Whether samples of `source` give a finite loss. Also sets `samples`, `trial`, `kind` (the distribution of

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, dropout, normalize
 
@@ -385,6 +386,17 @@ def test_a_lower_bound_of_a_count_by_mask_or_mark_is_refused(criterion: Criterio
     count added 1 to the count, since only labels of -100 were tried."""
     with pytest.raises(ConfigurationError, match=r"without valid labels is 1.*remove the lower bound"):
         rule(criterion, tokens(mask=ONES[:4]))
+
+
+def test_labels_that_are_positions_may_be_out_of_range_in_a_shorter_sample() -> None:
+    """A user fine-tuned BERT on SQuAD 2, in which questions without an answer have the positions 0: with two of them
+    among the tried samples, the answers of the shortened samples were ignored, and a random step refused the loss."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BertForQuestionAnswering(transformers.BertConfig(vocab_size=TOKENS, **sizes))
+    ends = torch.tensor([0, 9, 12, 15, 0, 10, 13, 8])
+    ids = torch.arange(8 * 16).view(8, 16) % TOKENS
+    batch = read_batch(model, {"input_ids": ids, "start_positions": (ends - 1).clamp(0), "end_positions": ends})
+    assert find_loss_rule(model, trace(model, batch), batch, None) == LossRule()
 
 
 def mean_times_count(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
