@@ -82,7 +82,8 @@ class NormGuard(Guard):
     def _check_values(self, parameters: Sequence[Tensor]) -> None:
         """Raise UsageError if gradients of `parameters` are multiplied by the loss scale."""
         for gradients in list(self._models):
-            if gradients.is_scaled and any(gradients.name_of(parameter) is not None for parameter in parameters):
+            names = [gradients.name_of(parameter) for parameter in parameters if parameter.grad is not None]
+            if gradients.is_scaled and any(name is not None for name in names):
                 raise UsageError(
                     "torch.nn.utils.clip_grad_value_ got gradients that are multiplied by the loss scale of "
                     "precision='fp16' until optimizer.step(). Call optimizer.clip_grad_by_value(clip_value) on every "

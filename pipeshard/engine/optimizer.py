@@ -7,6 +7,7 @@ and broadcasts the updated values to the other replicas. torch's ZeroRedundancyO
 a single process group.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.step_guard import GUARD
-from pipeshard.engine.updates import UNCOMPARED
+from pipeshard.engine.updates import UNCOMPARED, lists_of
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
 
@@ -223,7 +224,7 @@ class PipelineOptimizer(Optimizer):
         move_overrides(self.optim, {before: weight.master for before, weight in became.items()})
         for group in self.optim.param_groups:
             keep(group, [k for k, p in enumerate(group["params"]) if p not in left])
-            group["params"] = [became[p].master if p in became else p for p in group["params"]]
+            group["params"][:] = [became[p].master if p in became else p for p in group["params"]]
         for before in [p for p in self.optim.state if p in became or p in left]:
             state = self.optim.state.pop(before)
             if (weight := became.get(before)) is not None:
@@ -478,7 +479,8 @@ class States(MutableMapping[Any, Any]):
             self.states[own] = value
 
     def __delitem__(self, key: Any) -> None:
-        del self.states[self._key(key)]
+        if (own := self._key(key)) is not None:
+            del self.states[own]
 
     def __contains__(self, key: Any) -> bool:
         return self._key(key) in self.states
@@ -496,7 +498,14 @@ class States(MutableMapping[Any, Any]):
         return self.states.get(self._key(key), default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        return self.states.pop(self._key(key), *default)
+        own = self._key(key)
+        return self.states.pop(own, *default) if own is not None else default[0] if default else {}
+
+    def copy(self) -> Any:
+        return self.states.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self.states,)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         return default if (own := self._key(key)) is None else self.states.setdefault(own, default)
@@ -546,8 +555,8 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
 
 def keep(group: dict[str, Any], places: Sequence[int]) -> None:
     """Keep in a group only the parameters at these places, and their names, if the group has names."""
-    lists = {key: group[key] for key in UNCOMPARED if len(group.get(key) or ()) == len(group["params"])}
-    group |= {key: [values[k] for k in places] for key, values in lists.items()}
+    for values in lists_of(group):
+        values[:] = [values[k] for k in places]  # in place: the optimizer may have another reference to the list
 
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -556,7 +565,7 @@ def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parame
     it."""
     seen: set[nn.Parameter] = set()
     for group in optim.param_groups if became else ():
-        group["params"] = now = [became.get(parameter, parameter) for parameter in group["params"]]
+        group["params"][:] = now = [became.get(parameter, parameter) for parameter in group["params"]]
         first = {parameter: k for k, parameter in reversed([*enumerate(now)])}
         keep(group, sorted(k for parameter, k in first.items() if parameter not in seen))
         seen |= first.keys()

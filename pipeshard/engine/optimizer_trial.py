@@ -12,7 +12,7 @@ import logging
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -24,7 +24,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.step_guard import contents
-from pipeshard.engine.updates import UNCOMPARED
+from pipeshard.engine.updates import lists_of
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.taint import Lone
 
@@ -53,10 +53,18 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             "fsdp"
         )
     known, lone = type(optimizer).__module__.startswith(KNOWN), Lone()
+
+    def gaps(mode: AbstractContextManager[Any]) -> tuple[bool, bool]:
+        couples = not known and gap(optimizer, model, False, mode) > SPARED
+        return couples, sharded and (looks_at_whole(optimizer) if known else gap(optimizer, model, True, mode) > SPARED)
+
     try:
-        with lone:
-            couples = not known and gap(optimizer, model, False) > SPARED
-            divides = sharded and (looks_at_whole(optimizer) if known else gap(optimizer, model, True) > SPARED)
+        try:
+            couples, divides = gaps(lone)
+        except Exception:
+            if lone.waiting is not None:
+                raise
+            couples, divides = gaps(nullcontext())  # compiled code may not run in a dispatch mode
     except Exception as error:  # a user's class may raise anything
         if grid.first and lone.waiting is None:
             logger.warning(
@@ -97,22 +105,26 @@ def looks_at_whole(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, WHOLE) or in_blocks or stacks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
 
 
-def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:
+def gap(optimizer: Optimizer, model: nn.Module, sliced: bool, mode: AbstractContextManager[Any] | None = None) -> float:
     """Compare the updates of one optimizer with those of two optimizers that each have half of its parameters (with
     `sliced`, half of the rows of each parameter). Return the largest difference, relative to the largest update of the
-    same step. The optimizer's own methods are tested in addition to `step`."""
+    same step. The optimizer's own methods are tested in addition to `step`, which runs in `mode`."""
+    mode = mode or nullcontext()
     try:
-        return _gap_of_few(optimizer, model, sliced, FEW)
+        return _gap_of_few(optimizer, model, sliced, FEW, mode)
     except Exception:  # the optimizer may need all parameters
-        return _gap_of_few(optimizer, model, sliced, None)
+        return _gap_of_few(optimizer, model, sliced, None, mode)
 
 
-def _gap_of_few(optimizer: Optimizer, model: nn.Module, sliced: bool, few: int | None) -> float:
+def _gap_of_few(
+    optimizer: Optimizer, model: nn.Module, sliced: bool, few: int | None, mode: AbstractContextManager[Any]
+) -> float:
     start, methods = _tiny(optimizer, sliced, few), own_methods(optimizer)
     by_methods = _gap(start, lambda values: _called(optimizer, model, values, methods), sliced) if methods else 0.0
     if by_methods > SPARED:
         return by_methods
-    return _gap(start, lambda values: _stepped(optimizer, model, values), sliced)
+    with mode:
+        return _gap(start, lambda values: _stepped(optimizer, model, values), sliced)
 
 
 def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[Place, Tensor]], sliced: bool) -> float:
@@ -260,7 +272,7 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
     for k, group in enumerate(trial.param_groups):
         _speed_up(group)
         places = [j for of, j in parameters if of == k]
-        for values in [group[key] for key in UNCOMPARED if len(group.get(key) or ()) == len(group["params"])]:
+        for values in lists_of(group):
             values[:] = [values[j] for j in places]  # in place: the optimizer may have another reference to the list
     set_training(trial)
     return trial

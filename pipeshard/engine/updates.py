@@ -40,6 +40,12 @@ UNCOMPARED = ("params", "param_names")
 PLAIN = (bool, int, float, str, type(None))
 
 
+def lists_of(group: dict[str, Any]) -> list[list[Any]]:
+    """The lists of a group with one value for each parameter: the parameters, and their names if it has names."""
+    named = [key for key in UNCOMPARED if group.get(key) is not None]
+    return [group[key] for key in named if len(group[key]) == len(group["params"])]
+
+
 class Grouped(Protocol):
     """The attributes and methods of a boosted optimizer that are used here; see `PipelineOptimizer`."""
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pipeshard.batch.batch import Batch
+from pipeshard.engine.optimizer import keep
 from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.hf import LABELS, config_of, has_label_per_sample, is_ids, without_adapters
 from pipeshard.split.adapters import base_names
@@ -271,7 +272,7 @@ def _completed(given: Copies, built: nn.Module, sample: Batch, memo: dict[int, A
 def _drop(optimizer: Optimizer) -> None:
     """Remove from an optimizer the parameters that a smaller copy lacks, and groups that are then empty."""
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if not isinstance(parameter, _Dropped)]
+        keep(group, [k for k, parameter in enumerate(group["params"]) if not isinstance(parameter, _Dropped)])
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     for parameter in [one for one in optimizer.state if isinstance(one, _Dropped)]:
         del optimizer.state[parameter]

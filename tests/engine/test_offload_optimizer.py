@@ -264,6 +264,7 @@ def searches(offload: str | None, precision: str, options: dict[str, Any]) -> li
     before = float(closure())
     for _ in range(2):
         split.optimizer.step(closure)
+    assert split.optimizer.state_dict()["state"].keys() == {0}  # LBFGS has one state, for its first parameter
     return [before, float(closure())]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from typing import Any
 
 import pytest
@@ -280,10 +281,14 @@ def resets_state(layout: dict[str, Any]) -> list[str]:
                 popped = states.pop(parameter, None)
                 assert (popped is None) != bool(of_name) and parameter not in states
                 states[parameter] = popped or {}
+                if not of_name:
+                    del states[parameter]
+                    assert states.pop(parameter) == {}
         assert set(states) == held and len(states) == len(held)
         assert len(sides.optimizer.state_dict()["state"]) == len(held)
     sides.optimizer.state = saved = sides.optimizer.state
     assert sides.optimizer.optim.state is saved.states
+    assert states.copy().keys() == copy.copy(states).keys() == set(states)
     states["count"] = 1
     del states["count"]
     return []
