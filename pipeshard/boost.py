@@ -19,9 +19,10 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.coupling import end_of_deleted
 from pipeshard.engine.data_guard import GUARD as DATA_GUARD
 from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.groups import replace_parameters
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
-from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
+from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.optimizer_trial import check_separable
 from pipeshard.engine.refusals import (
     plain,

@@ -110,11 +110,9 @@ def _owners(model: nn.Module, batch: Batch) -> Owners:
     for kind in MEDIA:
         leaves = {path: leaf for path, leaf in batch.tensors.items() if media_kind(path) == kind and leaf.ndim > 0}
         token = placeholder_token(model, kind)
-        is_token = ids.eq(token) if ids is not None and ids.ndim == 2 and token is not None else torch.zeros(0, 1)
-        begins = nn.functional.pad(is_token.long(), (1, 0)).diff().eq(1)
-        tokens, runs = is_token.sum(1).tolist(), begins.sum(1).tolist()
+        is_token = ids.eq(token) if leaves and ids is not None and ids.ndim == 2 and token is not None else None
         unknown: Owners = {p: () for p, t in leaves.items() if t.is_floating_point() and len(t) != batch.rows}
-        owners |= unknown | _by_tokens(leaves, tokens, runs) | _by_counts(leaves, batch)
+        owners |= unknown | _by_tokens(leaves, is_token) | _by_counts(leaves, batch)
     if LABELS in batch.tensors and batch.tensors[LABELS].ndim == 2 and (codebooks := _several(batch, LABELS)):
         owners[LABELS] = codebooks  # one row for each codebook of a sample
     return owners
@@ -138,13 +136,15 @@ def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
     return {path: by_total[size] for path, size in sizes.items() if size in by_total}
 
 
-def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int], runs: Sequence[int]) -> Owners:
-    """The number of entries of each sample, from its placeholder tokens, and the number of `runs` of adjacent tokens,
-    for leaves without one entry per sample."""
+def _by_tokens(leaves: Mapping[str, Tensor], is_token: Tensor | None) -> Owners:
+    """The number of entries of each sample, from its placeholder tokens and the runs of adjacent tokens, for leaves
+    without one entry per sample."""
     sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
     values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
-    if not tokens or values is None:
+    if is_token is None or not len(is_token) or values is None:
         return {}
+    begins = nn.functional.pad(is_token.long(), (1, 0)).diff().eq(1)
+    tokens, runs = is_token.sum(1).tolist(), begins.sum(1).tolist()
     areas = [1] * len(values) if sizes is None else [int(area) for area in sizes.long().prod(1).tolist()]
     items = _assign(areas, tokens) or _assign([1] * len(areas), tokens)
     if items is None and sum(runs) == len(areas):

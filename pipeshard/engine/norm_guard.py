@@ -24,6 +24,9 @@ REMEDY = (
     "optimizer.clip_grad_by_norm(max_norm) on every rank before optimizer.step(). optimizer.get_grad_norm() returns "
     "the norm of the whole model"
 )
+SCALED = (
+    "torch.nn.utils.{} got gradients that are multiplied by the loss scale of precision='fp16' until optimizer.step()."
+)
 
 
 FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm, clip_grad_value_
@@ -82,13 +85,9 @@ class NormGuard(Guard):
     def _check_values(self, parameters: Sequence[Tensor]) -> None:
         """Raise UsageError if gradients of `parameters` are multiplied by the loss scale."""
         for gradients in list(self._models):
-            names = [gradients.name_of(parameter) for parameter in parameters if parameter.grad is not None]
-            if gradients.is_scaled and any(name is not None for name in names):
-                raise UsageError(
-                    "torch.nn.utils.clip_grad_value_ got gradients that are multiplied by the loss scale of "
-                    "precision='fp16' until optimizer.step(). Call optimizer.clip_grad_by_value(clip_value) on every "
-                    "rank before optimizer.step()"
-                )
+            if gradients.is_scaled and any(p.grad is not None and gradients.name_of(p) is not None for p in parameters):
+                remedy = "Call optimizer.clip_grad_by_value(clip_value) on every rank before optimizer.step()"
+                raise UsageError(f"{SCALED.format('clip_grad_value_')} {remedy}")
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
         """Raise UsageError if `held` is incomplete because of the split: `held` contains all of this rank's parameters
@@ -96,10 +95,7 @@ class NormGuard(Guard):
         replica updates. A single tensor is never incomplete; a list of one parameter may be the rest of a group. Also
         raise UsageError if the gradients are shards or are multiplied by the loss scale."""
         if held and gradients.is_scaled:
-            raise UsageError(
-                f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "
-                f"until optimizer.step(). {REMEDY}"
-            )
+            raise UsageError(f"{SCALED.format(function)} {REMEDY}")
         if held and (shard := gradients.shard_of(held)):
             raise UsageError(
                 f"torch.nn.utils.{function} got shards of gradients, such as a shard of the gradient of {shard}, so "

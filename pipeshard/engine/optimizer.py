@@ -7,24 +7,24 @@ and broadcasts the updated values to the other replicas. torch's ZeroRedundancyO
 a single process group.
 """
 
-import copy
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pipeshard.distributed.collectives import local, local_grad, slice_like, together_in
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.copies import WeightCopies
+from pipeshard.engine.groups import UNCOMPARED, keep, move_overrides
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
+from pipeshard.engine.states import States
 from pipeshard.engine.step_guard import GUARD
-from pipeshard.engine.updates import UNCOMPARED, lists_of
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
 
@@ -457,60 +457,6 @@ class PipelineOptimizer(Optimizer):
         self._backward(loss)
 
 
-class States(MutableMapping[Any, Any]):
-    """The state of a boosted optimizer, as `optimizer.state` returns it.
-
-    A parameter of the model is a key for the state of the tensor that the optimizer updates. For a parameter that this
-    rank does not update, `states[parameter]` is a new dict, which is not kept: `state_dict` requires that all keys are
-    in the groups.
-
-    Attributes:
-        states: the state of the inner optimizer.
-    """
-
-    def __init__(self, states: Any, key: Callable[[Any], Any]) -> None:
-        self.states, self._key = states, key
-
-    def __getitem__(self, key: Any) -> Any:
-        return {} if (own := self._key(key)) is None else self.states[own]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if (own := self._key(key)) is not None:
-            self.states[own] = value
-
-    def __delitem__(self, key: Any) -> None:
-        if (own := self._key(key)) is not None:
-            del self.states[own]
-
-    def __contains__(self, key: Any) -> bool:
-        return self._key(key) in self.states
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.states)
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-    def __repr__(self) -> str:
-        return repr(self.states)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self.states.get(self._key(key), default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        own = self._key(key)
-        return self.states.pop(own, *default) if own is not None else default[0] if default else {}
-
-    def copy(self) -> Any:
-        return self.states.copy()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self.states,)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        return default if (own := self._key(key)) is None else self.states.setdefault(own, default)
-
-
 def _converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:
     """A state value of the tensor `before`, converted for the `master` of `weight`, which replaces this tensor. A value
     on the same device is moved (not the step count, which most optimizers keep on the host). A value for each element
@@ -523,24 +469,6 @@ def _converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:
     return slice_like(value, weight.parameter) if is_like and before.shape == weight.parameter.shape else value
 
 
-def move_overrides(optimizer: Optimizer, became: Mapping[Tensor, Tensor]) -> None:
-    """Give each tensor that will replace a parameter in the groups the options that bitsandbytes' GlobalOptimManager
-    has for this parameter: by module, by index in the groups, or by id. Only ids remain, since indices change."""
-    manager: Any = getattr(optimizer, "mng", None)
-    if not became or not hasattr(manager, "pid2config"):
-        return
-    of_modules = {id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple}
-    for k, group in enumerate(optimizer.param_groups):
-        for j, parameter in enumerate(group["params"]):
-            options = manager.index2config.get((k, j), {}) | manager.pid2config.get(id(parameter), {})
-            if options := of_modules.pop(id(parameter), options):
-                manager.pid2config[id(became.get(parameter, parameter))] = options
-    manager.index2config.clear()
-    manager.module_weight_config_triple = [
-        entry for entry in manager.module_weight_config_triple if id(getattr(entry[0], entry[1])) in of_modules
-    ]
-
-
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
     """Assign each weight an owner, the replica that keeps its optimizer state. Weights are assigned from the largest to
     the smallest, each to the replica that owns the fewest elements so far (ZeRO stage 1, Rajbhandari et al. 2020,
@@ -551,23 +479,3 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
         if weight.owner is None:
             weight.owner = load.index(min(load))
         load[weight.owner] += local(weight.parameter).numel()
-
-
-def keep(group: dict[str, Any], places: Sequence[int]) -> None:
-    """Keep in a group only the parameters at these places, and their names, if the group has names."""
-    for values in lists_of(group):
-        values[:] = [values[k] for k in places]  # in place: the optimizer may have another reference to the list
-
-
-def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Replace parameters in the optimizer's groups (`became` maps old to new), and discard the state of the old
-    parameters. If a new parameter replaces several old parameters, it stays only in the first group that contains
-    it."""
-    seen: set[nn.Parameter] = set()
-    for group in optim.param_groups if became else ():
-        group["params"][:] = now = [became.get(parameter, parameter) for parameter in group["params"]]
-        first = {parameter: k for k, parameter in reversed([*enumerate(now)])}
-        keep(group, sorted(k for parameter, k in first.items() if parameter not in seen))
-        seen |= first.keys()
-    for parameter in became:
-        optim.state.pop(parameter, None)

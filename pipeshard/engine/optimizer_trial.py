@@ -23,8 +23,8 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.groups import keep
 from pipeshard.engine.step_guard import contents
-from pipeshard.engine.updates import lists_of
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.taint import Lone
 
@@ -271,9 +271,7 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for k, group in enumerate(trial.param_groups):
         _speed_up(group)
-        places = [j for of, j in parameters if of == k]
-        for values in lists_of(group):
-            values[:] = [values[j] for j in places]  # in place: the optimizer may have another reference to the list
+        keep(group, [j for of, j in parameters if of == k])
     set_training(trial)
     return trial
 

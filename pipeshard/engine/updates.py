@@ -36,14 +36,7 @@ OTHER = -1  # the integer that is sent for a missing factor
 LARGEST = 2.0**20  # only smaller factors are compared
 TENSORS, VALUES = 8, 64  # at most this many gradients, and values of each, are sampled to find a factor
 CLOSE, NEAR = 1e-6, 1e-3  # tolerated relative differences of options, and of factors and norms
-UNCOMPARED = ("params", "param_names")
 PLAIN = (bool, int, float, str, type(None))
-
-
-def lists_of(group: dict[str, Any]) -> list[list[Any]]:
-    """The lists of a group with one value for each parameter: the parameters, and their names if it has names."""
-    named = [key for key in UNCOMPARED if group.get(key) is not None]
-    return [group[key] for key in named if len(group[key]) == len(group["params"])]
 
 
 class Grouped(Protocol):

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from pipeshard.config import AUTO
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.grad_sync import GradientSync
+from pipeshard.engine.groups import replace_parameters
 from pipeshard.engine.mixed_precision import Precision
-from pipeshard.engine.optimizer import replace_parameters
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
 from pipeshard.interop.build import Split, StageModule, Target, as_keywords, register_target

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pipeshard.batch.batch import Batch
-from pipeshard.engine.optimizer import keep
+from pipeshard.engine.groups import keep
 from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.hf import LABELS, config_of, has_label_per_sample, is_ids, without_adapters
 from pipeshard.split.adapters import base_names

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeshard import PipelinePlugin, Policy
 from pipeshard.distributed.collectives import whole
-from pipeshard.engine.optimizer import replace_parameters
+from pipeshard.engine.groups import replace_parameters
 from pipeshard.errors import ConfigurationError
 from tests import zoo
 from tests.pool import Pool

@@ -305,5 +305,6 @@ def mixes(model: nn.Module, data: dict[str, Any], m: int) -> bool:
     if m == 1 or any(isinstance(module, BatchNorm) for module in model.modules()):
         return False
     parts = read_batch(model, data).split(m)
-    in_training, in_evaluation = (min(missed(model, data, parts, shares_of(parts), mode)) for mode in (False, True))
-    return in_training[0] > 100 * CLOSE > in_evaluation[0]
+    shares = shares_of(parts)
+    is_off = min(missed(model, data, parts, shares, evaluate=False))[0] > 100 * CLOSE
+    return is_off and min(missed(model, data, parts, shares, evaluate=True))[0] < 100 * CLOSE

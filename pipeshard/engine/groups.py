@@ -1,0 +1,48 @@
+"""Groups: an optimizer's parameter groups, if a rank has only some of the parameters, or other tensors for them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+UNCOMPARED = ("params", "param_names")  # of a group: lists with one value for each parameter
+
+
+def keep(group: dict[str, Any], places: Sequence[int]) -> None:
+    """Keep in a group only the parameters at these places, and their names, if the group has names."""
+    named = [key for key in UNCOMPARED if group.get(key) is not None]
+    for values in [group[key] for key in named if len(group[key]) == len(group["params"])]:
+        values[:] = [values[k] for k in places]  # in place: the optimizer may have another reference to the list
+
+
+def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Replace parameters in the optimizer's groups (`became` maps old to new), and discard the state of the old
+    parameters. If a new parameter replaces several old parameters, it stays only in the first group that contains
+    it."""
+    seen: set[nn.Parameter] = set()
+    for group in optim.param_groups if became else ():
+        group["params"][:] = now = [became.get(parameter, parameter) for parameter in group["params"]]
+        first = {parameter: k for k, parameter in reversed([*enumerate(now)])}
+        keep(group, sorted(k for parameter, k in first.items() if parameter not in seen))
+        seen |= first.keys()
+    for parameter in became:
+        optim.state.pop(parameter, None)
+
+
+def move_overrides(optimizer: Optimizer, became: Mapping[Tensor, Tensor]) -> None:
+    """Give each tensor that will replace a parameter in the groups the options that bitsandbytes' GlobalOptimManager
+    has for this parameter: by module, by index in the groups, or by id. Only ids remain, since indices change."""
+    manager: Any = getattr(optimizer, "mng", None)
+    if not became or not hasattr(manager, "pid2config"):
+        return
+    of_modules = {id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple}
+    for k, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            options = manager.index2config.get((k, j), {}) | manager.pid2config.get(id(parameter), {})
+            if options := of_modules.pop(id(parameter), options):
+                manager.pid2config[id(became.get(parameter, parameter))] = options
+    manager.index2config.clear()
+    manager.module_weight_config_triple = [
+        entry for entry in manager.module_weight_config_triple if id(getattr(entry[0], entry[1])) in of_modules
+    ]
