@@ -2,8 +2,8 @@
 # make train    fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
 # make examples trains a BERT, a T5 and, by GRPO, a llama, and in the environment of parity-packages a model of timm and a Flux,
 #               each until it has learnt its task; make examples STEPS=3 is the short form, make example-classify runs one
-# make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in 64 of the
-#               tests that take turns, by commit (SAMPLE_SEED=N runs others, TURNS=1 all)
+# make test     ruff, mypy, pytest; JOBS tests (2) at a time. It runs one in 64 of the tests that take turns, by commit
+#               (SAMPLE_SEED=N runs others, TURNS=1 all)
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one:
 #               the whole products of which make test takes few cases, all tests that take turns, and ranks that are processes;
@@ -58,7 +58,7 @@ SCHEDULE     ?= 1f1b
 DP           ?= 1
 ROUNDS       ?= 9
 INPUTS       ?= 1000000
-JOBS         ?= 3
+JOBS         ?= 2
 DEVICE       ?= cuda
 PART         ?= work orders links overhead lengths memory partition replay guards slices generation
 PYTHONS      ?= $(wildcard $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python)

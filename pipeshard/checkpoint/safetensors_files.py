@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from reprlib import repr as short
@@ -34,6 +35,7 @@ from pipeshard.checkpoint.untrusted import has_content, is_inside, load_plain, r
 from pipeshard.distributed.collectives import local, reason
 from pipeshard.errors import CheckpointError, explained, listed, summary
 from pipeshard.hf import has_adapters, without_adapters
+from pipeshard.replaced import replaced
 
 # In order of preference. If a checkpoint has several files, its index lists them.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -247,7 +249,11 @@ def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
     with explained(  # gguf barely validates the content
         lambda error: CheckpointError(f"{file} cannot be read as GGUF: {summary(error)}")
     ):
-        return load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+        import gguf
+
+        # transformers would build the same map again for each module of the model.
+        with replaced(gguf, get_tensor_name_map=cache(gguf.get_tensor_name_map)):
+            return load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
 
 
 def joined_file(parts: Sequence[Path], target: Path) -> None:
