@@ -127,7 +127,8 @@ class PipelineConfig:
         autocast: keep the parameters in fp32, and run forwards under torch.autocast with `precision`.
         initial_scale: the initial loss scale, with "fp16".
         compile: True, or a dict of torch.compile options: each held unit is compiled separately. Units of one class are
-            compiled only once. Not supported with schedules that split the backward.
+            compiled only once. Not supported with schedules that split the backward, "auto", `num_slices`, `offload` of
+            activations, and `deferred_batch_norm`.
         batch_dims: a dict that maps paths of batch leaves to the batch dimension, if it is not the first (time-major
             inputs), or to None for a leaf that every microbatch receives unsplit. An ambiguous leaf is an error.
         recompute: the units that keep no activations and run again in the backward pass: True (all), a fraction of each

@@ -230,9 +230,16 @@ class Grid:
     tp-pp-dp): with two replicas of two stages, the pipelines are ranks 0, 1 and ranks 2, 3.
 
     Attributes:
+        dp_size: the number of replicas.
+        pp_size: the number of ranks in a pipeline.
+        tp_size: the number of ranks across which a stage (or its experts) is sharded.
         mesh: the mesh of the ranks, with the axes DP, PP and TP.
-        replica, stage, slice: this rank's index on each axis.
-        replicas, stages, slices: the group of the ranks whose index differs from this rank's only on that axis.
+        replica: this rank's index on the axis DP.
+        stage: this rank's index on the axis PP.
+        slice: this rank's index on the axis TP.
+        replicas: the group of the ranks whose index differs from this rank's only on the axis DP.
+        stages: the group of the ranks whose index differs only on the axis PP: this rank's pipeline.
+        slices: the group of the ranks whose index differs only on the axis TP.
         world: the group of all ranks.
         device: the device on which this process computes.
 

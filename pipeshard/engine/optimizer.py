@@ -311,6 +311,9 @@ class PipelineOptimizer(Optimizer):
             )
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Clip and unscale the gradients, and update the parameters. With a loss scale, all ranks skip the step if a
+        gradient is not finite. Returns the result of the wrapped optimizer's step, or None for a skipped step. Call it
+        on every rank."""
         together = together_in("optimizer.step") if self._meets else calling("optimizer.step")
         with self.gradients.coupling.paused(), together:
             self.follow(adopts=True)
@@ -409,6 +412,7 @@ class PipelineOptimizer(Optimizer):
             weight.drop_gradient()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of this optimizer's parameters, including gradients accumulated under `no_sync`."""
         self.sync.reset({weight.parameter for weight in self.weights.values()})
         for hosted in self._copies.hosted:
             hosted.is_updating = True  # the inner optimizer may read its gradients, which are None
