@@ -89,8 +89,8 @@ class Engine:
     Attributes:
         plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and more.
         checkpoint_io: saves and loads checkpoints.
-        model: the model that the last `boost` returned, or None before the first call. Iterating over the engine yields
-            this and the next four attributes.
+        model: the model that the last `boost` with an optimizer returned, or, without any optimizer, the last `boost`;
+            None before the first call. Iterating over the engine yields this and the next four attributes.
         optimizer: the optimizer of this process's part of the model.
         criterion: the given criterion, or the criterion in the model's hints.
         dataloader: the given dataloader.
@@ -130,7 +130,7 @@ class Engine:
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Split the model, load this rank's weights if the model is from `PipelinePlugin.from_pretrained`, and keep the
-        five results as attributes."""
+        five results as attributes, unless the model has no optimizer and the engine already has a model with one."""
         if optimizer is None and isinstance(lr_scheduler, LRScheduler):
             raise UsageError(
                 f"initialize got a {type(lr_scheduler).__name__} without the {type(lr_scheduler.optimizer).__name__} "
@@ -138,7 +138,8 @@ class Engine:
             )
         folder = getattr(model, "_pretrained", None)
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
-        self.model, self.optimizer, self.criterion, self.dataloader, self.lr_scheduler = boosted
+        if boosted[1] is not None or self.optimizer is None:
+            self.model, self.optimizer, self.criterion, self.dataloader, self.lr_scheduler = boosted
         if folder:
             self.load_model(boosted[0], folder)
             setattr(boosted[0].unwrap(), "_pretrained", None)  # noqa: B010 - torch types a module's attributes as tensors

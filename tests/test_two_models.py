@@ -11,6 +11,7 @@ from colossalai.booster import Booster
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import classify
+import pipeshard
 from pipeshard import PipelinePlugin
 from pipeshard.errors import UsageError
 from pipeshard.split.materialize import is_released
@@ -172,3 +173,32 @@ def test_a_frozen_average_is_cut_like_the_model(pool: Pool) -> None:
     assert max(pool.run(frozen_average, 2, "uniform")) < 1e-6
     with pytest.raises(WorkerError, match="pass partition='uniform'"):
         pool.run(frozen_average, 2, "auto")
+
+
+def boosted_later() -> list[tuple[float, float]]:
+    """A step of an engine before and after its teacher is boosted, without naming a model: how far the loss is from the
+    student's, and how far the student moves."""
+    data = zoo.batch("llama-tied", rows=4)
+    student, teacher = zoo.build("llama-tied", seed=0), zoo.build("llama-tied", seed=1)
+    plugin = PipelinePlugin(2, num_microbatches=2, dry_run_input=data, verify=False)
+    engine = pipeshard.initialize(student, torch.optim.SGD(student.parameters(), lr=0.1), plugin=plugin)
+    model, optimizer, *_ = engine
+    held, found = [*model.pipeline.held_parameters()], []
+    for boosts in (False, True):
+        if boosts:
+            engine.boost(teacher)
+        before = [p.detach().clone() for p in held]
+        with torch.no_grad():
+            expected = float(engine.execute_pipeline(iter([data]), model)["loss"])
+        error = abs(float(engine.execute_pipeline(iter([data]))["loss"]) - expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((error, max(float((p - old).abs().max()) for p, old in zip(held, before, strict=True))))
+    return found
+
+
+def test_an_engine_trains_its_model_after_it_boosted_a_teacher(pool: Pool) -> None:
+    """A teacher was boosted after the student, and `engine.execute_pipeline(batches)` then evaluated the teacher: it
+    returned the teacher's loss, and the student was never trained."""
+    for steps in pool.run(boosted_later, 2):
+        assert all(error < 1e-6 and moved > 0 for error, moved in steps)
