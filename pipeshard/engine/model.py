@@ -107,6 +107,10 @@ def _answered(name: str) -> Callable[..., Any]:
     return call
 
 
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
+
 class PipelineModel(nn.Module):
     """A boosted model. `unwrap()` returns the original model, reduced to this rank's stages.
 
@@ -132,6 +136,11 @@ class PipelineModel(nn.Module):
     def training(self, mode: bool) -> None:
         if (module := self.__dict__.get("_modules", {}).get("module")) is not None:
             module.training = mode
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy, or a pickled model, is one of the original model, since process groups can be neither copied nor
+        pickled."""
+        return _itself, (self.module,)
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
         """The model that was passed to boost, even if it is a PeftModel. ColossalAI would return a wrapper of the base
