@@ -270,10 +270,21 @@ def test_what_was_refused_for_nothing_is_exact(pool: Pool, name: str) -> None:
     assert pool.run(exact, 2, name) == [("", [])] * 2
 
 
-@pytest.mark.parametrize("name", ["a table that is cut", "bags that are cut", "edges of three microbatches"])
+DO_NOT_RUN = "a table that is cut", "bags that are cut", "edges of three microbatches"
+OF_THE_CRITERION = "a criterion that reads a whole batch", "a criterion whose tensor is set later"
+
+
+@pytest.mark.parametrize("name", DO_NOT_RUN)
 def test_a_microbatch_that_does_not_run_is_a_batch_error_on_every_rank(pool: Pool, name: str) -> None:
     """One rank raised the model's own IndexError, and the others RankError, where the whole batch runs."""
     assert all("BatchError" in error for error, _ in pool.run(refused, 2, name))
+
+
+@pytest.mark.parametrize("name", OF_THE_CRITERION)
+def test_a_criterion_that_reads_a_tensor_of_the_whole_batch_is_told_where_to_put_it(pool: Pool, name: str) -> None:
+    """A criterion read the teacher's logits from a closure, and the error said that the forward fails for a
+    microbatch, with remedies for row indices and other batch dimensions."""
+    assert all(re.search(ALL[name].says, error) for error, _ in pool.run(refused, 2, name))
 
 
 def rows(page: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import traceback
 from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import Any
@@ -12,6 +13,11 @@ from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError
 
 Criterion = Callable[[Any, Any], Any]  # returns a scalar, or (sum, count)
+
+WHOLE_TENSOR = (
+    "If the criterion reads a tensor of the whole batch from a closure or an attribute, pass this tensor in the batch, "
+    "under a key with the prefix 'criterion.', so that it is split with the samples"
+)
 
 
 def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
@@ -48,6 +54,11 @@ def sum_and_count(
             "batch's loss is then the sum of all sums divided by the sum of all counts"
         )
     return _without_dimensions(loss), count
+
+
+def raised(error: BaseException) -> bool:
+    """Whether a criterion raised `error`."""
+    return any(frame.f_code is sum_and_count.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _without_dimensions(loss: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.criterion import WHOLE_TENSOR, Criterion, raised
 from pipeshard.distributed.failures import is_lost
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.cuts import Cuts
@@ -58,12 +58,13 @@ def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exceptio
     where = f" in {module}" if module else ""
     doubtful = [name for name in names if name not in (IDS, MASK, LABELS)] or names
     example = f"{{{doubtful[0]!r}: None}}" if doubtful else "{<name>: None}"
+    who, remedy = ("criterion", f"{WHOLE_TENSOR}. ") if raised(error) else ("forward", "")
     return (
-        f"the forward fails for rows {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch "
-        f"of {batch.rows} rows: {type(error).__name__}{where}: {error}. If an input contains row indices, "
-        f"pass num_microbatches=1 to PipelinePlugin. If the first dimension of one of {', '.join(names)} is not the "
-        f"batch dimension, pass batch_dims instead, for example batch_dims={example} to send the full tensor with "
-        "every microbatch"
+        f"the {who} fails for rows {rows} of the batch (microbatch {i} of {len(parts)}), but not for the full batch "
+        f"of {batch.rows} rows: {type(error).__name__}{where}: {error}. {remedy}If an input contains row "
+        f"indices, pass num_microbatches=1 to PipelinePlugin. If the first dimension of one of {', '.join(names)} is "
+        f"not the batch dimension, pass batch_dims instead, for example batch_dims={example} to send the full tensor "
+        "with every microbatch"
     )
 
 
@@ -81,8 +82,8 @@ class Dependents:
 
     @contextmanager
     def tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
-        """Context manager for traces of microbatches. Raises BatchError on every rank if glue fails for a microbatch,
-        but not for the full batch."""
+        """Context manager for traces of microbatches. Raises BatchError on every rank if glue or the criterion fails
+        for a microbatch, but not for the full batch."""
         try:
             yield
         except TraceError as error:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, sum_and_count
+from pipeshard.batch.criterion import WHOLE_TENSOR, Criterion, sum_and_count
 from pipeshard.batch.tree import flatten_with_names
 from pipeshard.errors import PipeshardError, TraceError, explained, summary
 from pipeshard.garbage import collector_paused
@@ -163,7 +163,8 @@ class Tracer:
         with explained(
             lambda error: TraceError(
                 f"tracing the criterion failed: {summary(error)}. pipeshard called criterion(output, batch) with the "
-                f"output of {type(self.model).__name__} for {batch.rows} samples, and the batch of these samples"
+                f"output of {type(self.model).__name__} for {batch.rows} samples, and the batch of these samples. "
+                f"{WHOLE_TENSOR}"
             ),
             but=(PipeshardError,),
         ):

@@ -166,6 +166,34 @@ def above_half_sum(model: nn.Module) -> Any:
     return criterion
 
 
+def taught() -> list[dict[str, Tensor]]:
+    """Batches with the logits of a teacher."""
+    generator = torch.Generator().manual_seed(0)
+    return [{**batch, "criterion.taught": torch.randn(4, 6, V, generator=generator)} for batch in ordinary()]
+
+
+def distilled(logits: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(logits.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
+def by_batch(model: nn.Module) -> Any:
+    return lambda out, batch: distilled(out["logits"], batch["criterion.taught"])
+
+
+def by_closure(model: nn.Module) -> Any:
+    teacher = taught()[0]["criterion.taught"]
+    return lambda out, batch: distilled(out["logits"], teacher)
+
+
+class ByAttribute:
+    """Reads what the loop is to set before each step."""
+
+    teacher: Any = None
+
+    def __call__(self, out: Any, batch: Any) -> Tensor:
+        return distilled(out["logits"], self.teacher)
+
+
 def sure(model: nn.Module) -> Any:
     return marks.confident
 
@@ -411,6 +439,19 @@ REMEDIES = {
             Training(nets.Table, {"batch_dims": {"table": None}}, batches=nets.tables),
             Training(nets.Table, ONE, batches=nets.tables),
         ),
+    ),
+    "a criterion that reads a whole batch": Remedy(
+        ("`BatchError`: a criterion that reads a tensor of the whole batch",),
+        r"the criterion fails for rows 0 to 1 of the batch \(microbatch 0 of 2\), but not for the full batch of 4 rows"
+        r".*a closure or an attribute, pass this tensor in the batch, under a key with the prefix 'criterion\.'",
+        Training(Logits, criterion=by_closure),
+        (Training(Logits, criterion=by_batch, batches=taught), Training(Logits, ONE, criterion=by_closure)),
+    ),
+    "a criterion whose tensor is set later": Remedy(
+        (),
+        r"tracing the criterion failed: .*a key with the prefix 'criterion\.'",
+        Training(Logits, criterion=lambda model: ByAttribute()),
+        (Training(Logits, criterion=by_batch, batches=taught),),
     ),
     "bags that are cut": Remedy(
         ("`BatchError`: a microbatch that does not run",),

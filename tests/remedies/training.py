@@ -88,7 +88,7 @@ def accumulate(model: nn.Module, criterion: Any, batch: Batch, parts: int) -> Te
     total = torch.zeros(())
     for k in range(parts):
         part = copy.deepcopy(batch) if parts == 1 else {name: leaf.chunk(parts)[k] for name, leaf in batch.items()}
-        output = model(**part)
+        output = model(**{name: leaf for name, leaf in part.items() if not name.startswith("criterion.")})
         loss = output["loss"] if criterion is None else criterion(output, part)
         loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
         (loss / parts).backward()
