@@ -285,6 +285,8 @@ class PipelinePlugin:
         train = torch.is_grad_enabled() and optimizer is not None
         if train:
             check_optimizer(optimizer, pipeline)
+        elif torch.is_grad_enabled():
+            pipeline.gradients.updates.evaluated = True
         with calling("execute_pipeline"), pipeline.gradients.coupling.paused(), torch.set_grad_enabled(train):
             return pipeline.step(data_iter, criterion, train, return_loss, return_outputs, num_batches, weight)
 

@@ -436,6 +436,31 @@ def test_gradients_that_one_rank_drops_are_warned_of(pool: Pool) -> None:
         assert pool.run(skips_together, 2, freezes, timeout=120) == [[], []]
 
 
+def without_optimizer() -> list[str]:
+    """What is told of updates after evaluations without an optimizer, under gradients: in two training steps, where
+    the first stage has no gradients, and then in two updates that only follow evaluations."""
+    told, sides = listening(), Sides({}, sgd)
+    for module in (sides.engine.model.embed, sides.engine.model.layers[:3]):
+        module.requires_grad_(False)
+    for runs in ("evaluates, trains", "trains, evaluates", "evaluates", "evaluates"):
+        for run in runs.split(", "):
+            if run == "trains":
+                sides.split_loss(sides.batches(0))
+            else:
+                sides.engine.execute_pipeline(iter(sides.batches(0)), sides.engine.model)
+        assert runs == "evaluates" or not any("only evaluates" in text for text in told)
+        sides.optimizer.step()
+        sides.optimizer.zero_grad()
+    return [text for text in told if "only evaluates" in text]
+
+
+def test_a_step_after_evaluations_alone_is_warned_of(pool: Pool) -> None:
+    """A loop passed the model to `execute_pipeline` and forgot the optimizer: each step only evaluated the model, and
+    the loss never fell."""
+    (text,) = pool.run(without_optimizer, 2)[0]
+    assert "call execute_pipeline(batches, model, criterion, optimizer)" in text
+
+
 def groups(model: Any) -> torch.optim.Optimizer:
     """Layer decay: a group is on one stage, and empty on the other."""
     parts = [model.embed, *model.layers, model.head]

@@ -151,6 +151,7 @@ class Updates:
         optimizers: weak references to the boosted optimizers, in the order in which they were boosted.
         count: the number of updates so far.
         found, numbered: findings about values that the training loop has written since the last step; see `Told`.
+        evaluated: whether execute_pipeline has run without an optimizer, with gradients enabled, since the last update.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -158,6 +159,7 @@ class Updates:
         self.optimizers: list[weakref.ref[Grouped]] = []
         self.count = 0
         self.found, self.numbered = "", dict[str, set[float]]()
+        self.evaluated = self._has_added = False  # `_has_added`: whether gradients were added since the last update
         self._graded: list[Tensor] = []  # the parameters with gradients from the last step
         self._dropped: tuple[bool, ...] = ()  # for each update since then, whether these gradients were cleared
         self._added: Snapshot | None = None  # the gradients after the last step
@@ -168,7 +170,7 @@ class Updates:
         self._before: float | None = None  # the latest factor other than 1 in earlier updates
         self._stepped: Any = ()  # the options of the last update
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
-        self._warned = self._has_found = False
+        self._warned = self._has_found = self._has_told = False
 
     @property
     def is_compared(self) -> bool:
@@ -180,6 +182,7 @@ class Updates:
 
     def added(self, parameters: Iterable[Tensor]) -> None:
         """Record that a step has computed the gradients of these parameters."""
+        self._has_added = True
         self.found, self.numbered, self._dropped = "", {}, ()
         if self.grid.size > 1:
             self._graded = [parameter for parameter in parameters if parameter.grad is not None]
@@ -199,13 +202,17 @@ class Updates:
     def hooks_end(self, parameters: Sequence[Tensor]) -> None:
         """Record the update of these parameters, after the last hook that runs before the update. Compares the first
         updates across ranks (see `compare`)."""
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
+        if self.evaluated and not (self._has_added or has_gradients or self._has_told) and self.grid.first:
+            logger.warning(EVALUATED)
+            self._has_told = True
+        self.evaluated = self._has_added = False
         if self.grid.size == 1:
             return
         self._note(self._given)
         self._given = None
         if _is_scaled(self._told):
             self._before = self._told
-        has_gradients = any(parameter.grad is not None for parameter in parameters)
         self._told = self._factor if has_gradients else None  # a frozen stage has no gradients
         self._factor = 1.0
         self._stepped = self._options()
@@ -321,6 +328,10 @@ WARNED = (
 TOGETHER = (
     "Stages then train differently. Call optimizer.zero_grad() on every rank. If this depends on a value, use a "
     "value that all ranks have: the loss that execute_pipeline returns, or optimizer.get_grad_norm() on every rank"
+)
+EVALUATED = (
+    "optimizer.step() updates nothing, since there are no gradients: execute_pipeline(batches, model) without an "
+    "optimizer only evaluates the model. To train it, call execute_pipeline(batches, model, criterion, optimizer)"
 )
 NUMBERED = (
     "This is exact if these numbers are constants, and wrong if the loop computes the numbers from gradients or "
