@@ -39,7 +39,14 @@ class ModelGradients:
         norm: the last gradient norm of the full model (of `norm_type`) before clipping, or None if this step has not
         computed it.
         overflow: whether the last step was skipped because a gradient overflowed.
+        remedy: what to call instead of torch's clipping functions, for error messages.
     """
+
+    remedy = (
+        "Clip by the norm of the whole model: pass max_norm=... to PipelinePlugin or pipeshard.initialize, or call "
+        "optimizer.clip_grad_by_norm(max_norm) on every rank before optimizer.step(). optimizer.get_grad_norm() "
+        "returns the norm of the whole model"
+    )
 
     def __init__(
         self,

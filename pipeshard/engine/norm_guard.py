@@ -19,11 +19,6 @@ from pipeshard.errors import UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.private import set_wrapped
 
-REMEDY = (
-    "Clip by the norm of the whole model: pass max_norm=... to PipelinePlugin or pipeshard.initialize, or call "
-    "optimizer.clip_grad_by_norm(max_norm) on every rank before optimizer.step(). optimizer.get_grad_norm() returns "
-    "the norm of the whole model"
-)
 SCALED = (
     "torch.nn.utils.{} got gradients that are multiplied by the loss scale of precision='fp16' until optimizer.step()."
 )
@@ -95,11 +90,11 @@ class NormGuard(Guard):
         replica updates. A single tensor is never incomplete; a list of one parameter may be the rest of a group. Also
         raise UsageError if the gradients are shards or are multiplied by the loss scale."""
         if held and gradients.is_scaled:
-            raise UsageError(f"{SCALED.format(function)} {REMEDY}")
+            raise UsageError(f"{SCALED.format(function)} {gradients.remedy}")
         if held and (shard := gradients.shard_of(held)):
             raise UsageError(
                 f"torch.nn.utils.{function} got shards of gradients, such as a shard of the gradient of {shard}, so "
-                f"each rank would scale its gradients by a different factor. {REMEDY}"
+                f"each rank would scale its gradients by a different factor. {gradients.remedy}"
             )
         if self._is_single:
             return
@@ -124,5 +119,6 @@ def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str
         own, other, kind = f"of stage {grid.stage} of {grid.pp_size}", "holds", "stage"
     return (
         f"torch.nn.utils.{function} got only the gradients {own}. Their norm includes {here}, but not {elsewhere}, "
-        f"which another {kind} {other}, so each {kind} would scale its gradients by a different factor. {REMEDY}"
+        f"which another {kind} {other}, so each {kind} would scale its gradients by a different factor. "
+        f"{gradients.remedy}"
     )

@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from pipeshard.config import AUTO
 from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.groups import replace_parameters
 from pipeshard.engine.mixed_precision import Precision
+from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
 from pipeshard.interop.build import Split, StageModule, Target, as_keywords, register_target
@@ -137,16 +139,19 @@ class TorchStages:
         schedule = Schedule1F1B(built.stages[0], m, loss_fn=built.loss_fn)
         schedule.step(**built.keywords(batch), target=labels, losses=losses, return_outputs=False)   # on every rank
         built.sync_gradients()
+        built.clip_grad_norm_(1.0)                      # optional
         optimizer.step()                                # of built.parameters()
 
     Every rank passes the full batch as keyword arguments; `keywords` names the entries of a tuple. torch does not
-    synchronize tied weights: `sync_gradients` sums their gradients over the stages that hold them. Gradients may be
-    accumulated over several steps of a schedule with scale_grads=False: otherwise, torch divides the gradients of
-    earlier steps again in each step.
+    synchronize tied weights: `sync_gradients` sums their gradients over the stages that hold them. torch's
+    `clip_grad_norm_` would clip each stage by its own norm, and raises UsageError. Gradients may be accumulated over
+    several steps of a schedule with scale_grads=False: otherwise, torch divides the gradients of earlier steps again in
+    each step.
     """
 
     stages: list[Any]
     gradients: GradientSync
+    clipping: ModelGradients
     keywords: Callable[[Any], dict[str, Any]]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -156,6 +161,13 @@ class TorchStages:
     def sync_gradients(self) -> None:
         """Sum the gradients of tied weights. Call on all ranks, before optimizer.step."""
         self.gradients.finish(True)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients by the norm of the whole model, and return this norm. Call on all ranks, after
+        `sync_gradients`."""
+        if self.gradients.is_partial:
+            raise UsageError("the gradients of tied weights are not summed yet: call sync_gradients() before clipping")
+        return self.clipping.clip(max_norm, norm_type)
 
     def zero_grad(self) -> None:
         """Set the gradients of this rank's parameters to None."""
@@ -216,12 +228,16 @@ class Torch(Target):
             )
         device = split.policy.replay.device
         holdings = HeldParameters(split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
+        names = {parameter: name for name, parameter in split.model.named_parameters()}
+        clipping = ModelGradients(holdings, names, self.grid, max_norm=0.0, scaling=None)
+        clipping.remedy = "Clip by the norm of the whole model: call built.clip_grad_norm_(max_norm) on every rank"
+        NORM_GUARD.watch(clipping)
         kind = _stage_class(split.stages, holdings.sync)
         stages = [
             kind(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=self.grid.stages)
             for index, stage in split.stages.items()
         ]
-        return TorchStages(stages, holdings.sync, partial(as_keywords, split.model))
+        return TorchStages(stages, holdings.sync, clipping, partial(as_keywords, split.model))
 
 
 def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync) -> Any:

@@ -239,6 +239,39 @@ def test_gradients_of_ties_are_summed_once_per_update(pool: Pool) -> None:
     assert max(pool.run(accumulated, 2, ["sync", "zero", "", "sync"])) < 1e-5
 
 
+def clipped() -> list[float]:
+    """The differences of the norms and of the clipped gradients from those of one process, in two steps."""
+    model, found = zoo.build("gpt2"), []
+    whole = copy.deepcopy(model)
+    built = build(model, CUTS["gpt2"][1:2], "torch", zoo.part(even("gpt2", 0), 0, [2]))
+    (stage,) = built.stages
+    schedule = Schedule1F1B(stage, 4, loss_fn=built.loss_fn)
+    optimizers = torch.optim.SGD(built.parameters(), lr=0.1), torch.optim.SGD(whole.parameters(), lr=0.1)
+    for seed in range(2):
+        data = even("gpt2", seed)
+        schedule.step(**data, target=data["labels"], losses=[], return_outputs=False)
+        whole(**data).loss.backward()
+        with pytest.raises(UsageError, match="call sync_gradients"):
+            built.clip_grad_norm_(0.1)
+        built.sync_gradients()
+        with pytest.raises(UsageError, match=r"of stage \d of 2.*: call built.clip_grad_norm_\(max_norm\)"):
+            nn.utils.clip_grad_norm_(built.parameters(), 0.1)
+        norm, expected = built.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        of_whole = dict(whole.named_parameters(remove_duplicate=False))
+        pairs = [(p.grad, of_whole[name].grad) for name, p in stage.submod.named_parameters()]
+        found += [float(norm - expected), *(float((mine - theirs).abs().max()) for mine, theirs in pairs)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def test_torch_s_stages_are_clipped_by_the_norm_of_the_model(pool: Pool) -> None:
+    """A user clipped built.parameters() with torch's clip_grad_norm_. Each stage was scaled by another factor, and the
+    copies of a tied weight drifted apart."""
+    assert max(abs(error) for errors in pool.run(clipped, 2) for error in errors) < 1e-6
+
+
 def of_pairs() -> list[list[float]]:
     """Losses of microbatches by torch's schedule for batches (inputs, labels), and those of one process."""
     found = []
