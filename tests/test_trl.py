@@ -106,6 +106,20 @@ def test_replicas_gather_the_metrics(pool: Pool, tmp_path: Path) -> None:
         assert found[3]["num_tokens"] == expected[3]["num_tokens"]
 
 
+def of_replicas_by_tokens(folder: str) -> None:
+    few = {"max_steps": 1, "eval_strategy": "no", "per_device_train_batch_size": 4}
+    with pytest.raises(UsageError, match=r"different numbers of microbatches.*pass num_microbatches instead"):
+        run("completion", folder, {"pp_size": 1, "microbatch_tokens": 24}, **few)
+    run("completion", folder, {"pp_size": 1, "num_microbatches": 4}, **few)
+
+
+@pytest.mark.turns
+def test_replicas_with_microbatches_of_tokens_do_not_gather(pool: Pool, tmp_path: Path) -> None:
+    """SFTTrainer with microbatch_tokens=8192 and two replicas gathers its metrics once per microbatch, but each replica
+    has its own number of microbatches: one replica waited in a gather for the other, until the timeout."""
+    pool.run(of_replicas_by_tokens, 2, str(tmp_path), timeout=40)
+
+
 def test_a_reference_on_meta_is_not_precomputed() -> None:
     """The reference of adapters on a model on meta was computed with weights of zeros."""
     with torch.device("meta"):

@@ -102,10 +102,12 @@ class Objective:
         accelerator = self.trainer.accelerator
         self._random, self._failure = random_state(), None
         self._pipeline, self._calls = pipeline, 0
+        tokens = pipeline.config.microbatch_tokens
+        accelerator.uneven = "" if tokens is None else f"microbatch_tokens={tokens}"
         try:
             yield
         finally:
-            self._pipeline, accelerator.is_last_call = None, True
+            self._pipeline, accelerator.is_last_call, accelerator.uneven = None, True, ""
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class PipelineAccelerator(Accelerator):
     is_alone: bool
     is_muted: bool  # whether gathers return unused ones instead of communicating
     is_last_call: bool  # whether this is the last call of compute_loss in a step
+    uneven: str  # in a step whose replicas may call compute_loss different numbers of times: the argument that does so
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
@@ -58,7 +59,7 @@ class PipelineAccelerator(Accelerator):
         new = cls.__new__(cls)
         new.__dict__.update(vars(accelerator))
         new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
-        new.is_last_call = True
+        new.is_last_call, new.uneven = True, ""
         new.scaler = None  # the pipeline itself scales the loss in fp16
         return new
 
@@ -116,6 +117,7 @@ class PipelineAccelerator(Accelerator):
         """Gather the entries of every replica's list."""
         if self.num_processes == 1:
             return values
+        self._refuse_uneven()
         return gather_lists(values, self.grid.replicas)
 
     def _of_replicas(self, combine: Callable[[Tensor], Tensor], tensor: Any) -> Any:
@@ -123,7 +125,17 @@ class PipelineAccelerator(Accelerator):
             return recursively_apply(_ones, tensor, error_on_other_type=True)
         if self.num_processes == 1:
             return tensor
+        self._refuse_uneven()
         return recursively_apply(combine, tensor, error_on_other_type=True)
+
+    def _refuse_uneven(self) -> None:
+        """Raise UsageError in a step in which other replicas may gather a different number of times."""
+        if self.uneven:
+            raise UsageError(
+                f"compute_loss gathers values from {self.num_processes} replicas in every call, but with {self.uneven} "
+                "replicas have different numbers of microbatches, so one would wait forever: pass num_microbatches "
+                "instead, or train one replica (with pp_size, tp_size or ep_size, all ranks)"
+            )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather from replicas, and omit samples that were repeated at the end of an epoch. For objects, returns a
@@ -140,6 +152,7 @@ class PipelineAccelerator(Accelerator):
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         if self.is_muted or self.num_processes == 1:
             return tensor
+        self._refuse_uneven()
 
         def padded(one: Tensor) -> Tensor:
             if dim >= one.ndim:
