@@ -170,6 +170,49 @@ def test_outputs_are_in_the_order_of_the_samples(pool: Pool, name: str) -> None:
     assert pool.run(outputs_differ, 2, name) == [[], []]
 
 
+class Shifted(nn.Module):
+    """A model whose outputs have one entry fewer than positions, or two more: virtual tokens at the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCABULARY, 8)
+        self.virtual = nn.Parameter(torch.ones(2, 8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, zoo.VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = torch.cat([self.virtual.expand(len(input_ids), 2, 8), self.embed(input_ids)], 1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        losses = F.cross_entropy(logits[:, 2:-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        return {"loss": losses.sum() / (labels[:, 1:] != -100).sum(), "losses": losses, "logits": logits}
+
+
+def shifted_outputs_differ() -> list[str]:
+    torch.manual_seed(0)
+    model = Shifted().double()
+    reference = copy.deepcopy(model)
+    data = data_of("llama", LENGTHS[0], 9)
+    split = Split(model, dist.get_world_size(), data, microbatch_tokens=LIMIT, verify=False)
+    found = []
+    for lengths in LENGTHS:
+        data = data_of("llama", lengths, 1)
+        expected, out = reference(**data), split.evaluate(data, return_outputs=True)["outputs"]
+        kept = F.pad(data["attention_mask"], (2, 0), value=1)[..., None]
+        if out is not None and not torch.allclose(out["losses"], expected["losses"], atol=1e-9):
+            found.append(f"losses of {lengths}")
+        if out is not None and not torch.allclose(out["logits"] * kept, expected["logits"] * kept, atol=1e-9):
+            found.append(f"logits of {lengths}")
+    return found
+
+
+def test_outputs_with_more_or_fewer_entries_than_positions_are_merged(pool: Pool) -> None:
+    """SFTTrainer with microbatch_tokens trained, but each evaluation raised UsageError: TRL's evaluation requests the
+    log-probabilities of the next tokens, with one entry fewer than the sample has positions."""
+    assert pool.run(shifted_outputs_differ, 2) == [[], []]
+
+
 def raised(name: str, data: dict[str, Tensor], limit: int) -> str:
     sample = zoo.batch(name, dtype=torch.float64)
     split = Split(zoo.build(name, torch.float64), dist.get_world_size(), sample, microbatch_tokens=limit, verify=False)
