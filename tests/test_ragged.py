@@ -17,6 +17,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.errors import PipeshardError
 from tests import zoo
 from tests.pool import Pool
+from tests.test_updates import listening
 from tests.unsplit import Split, Unsplit, compared, parameter_error, refusal
 
 pytestmark = pytest.mark.local
@@ -303,10 +304,45 @@ def boosted(model: nn.Module, data: dict[str, Tensor], **options: Any) -> str:
     return ""
 
 
+def proven(model: nn.Module, data: dict[str, Tensor]) -> list[str]:
+    """What was logged as a warning."""
+    lines = listening()
+    assert boosted(model, data) == ""
+    return lines
+
+
 def test_a_model_that_reads_its_padding_is_refused_at_boost(pool: Pool) -> None:
     data = data_of("classifier", LENGTHS[0], 0)
     for found in pool.run(boosted, 2, CountsPadding(), data):
         assert "changes if the padding of its samples is removed" in found
+
+
+class Learned(CountsPadding):
+    """One that has an embedding for each of 44 positions."""
+
+    def __init__(self, reads_mask: bool) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(44, 8)
+        self.reads_mask = reads_mask
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        mask = attention_mask if self.reads_mask else torch.ones_like(attention_mask)
+        mean = (hidden * mask[..., None]).sum(1) / mask.sum(1)[:, None]
+        return {"loss": nn.functional.cross_entropy(self.head(mean), labels)}
+
+
+def test_the_longest_samples_of_a_model_are_proven_too(pool: Pool) -> None:
+    """A BERT with a head that averages over all positions, padding included, and samples of 512 tokens.
+
+    The proof added padding, for which the model has no positions: a warning said that the model fails on its batch,
+    and training silently continued with other losses."""
+    data = data_of("classifier", (44, 31, 12, 7, 44, 20, 3, 9), 0)
+    for found in pool.run(boosted, 2, Learned(reads_mask=False), data):
+        assert "changes if the padding of its samples is removed" in found
+    assert pool.run(proven, 2, Learned(reads_mask=True), data) == [[], []]
 
 
 class CountsLeft(nn.Module):

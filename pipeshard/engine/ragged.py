@@ -208,7 +208,7 @@ class Ragged:
         """The reason why left padding changes the loss of batches like this one, with a remedy, or None."""
         needed = POSITIONS if name == ENCODER else f"decoder_{POSITIONS}"
         on_right = "Pad on the right (tokenizer.padding_side = 'right')"
-        if counting := [path for path in batch.tensors if path.endswith("_positions")]:  # positions of an answer
+        if counting := _answers(batch):
             return f"{counting[0]} counts padding. {on_right}"
         if needed not in batch.tensors:
             return f"without {needed}, the model counts padding. {on_right}, or pass {needed}"
@@ -242,16 +242,18 @@ class Ragged:
 
         return replace(batch.take(torch.tensor(rows)).map(narrowed), place=Place(tuple(rows), spans))
 
-    def padded(self, batch: Batch) -> Batch:
+    def padded(self, batch: Batch) -> list[Batch]:
         """Return the batch with 25 % more positions, all of them padding, so that every microbatch has padding to
-        remove."""
-        totals = {name: side.total for name, side in self._sides(batch).items()}
-        totals = {name: total for name, total in totals.items() if self._used(name, batch, total) is not None}
-        return self._extended(batch, totals, on_left=False)
+        remove. For models that do not run with so many positions, a second batch has 25 % fewer tokens instead, unless
+        it contains positions of answers."""
+        sides = self._sides(batch)
+        sides = {name: side for name, side in sides.items() if self._used(name, batch, side.total) is not None}
+        cuts = [False] if _answers(batch) else [False, True]
+        return [self._extended(batch, sides, is_cut, on_left=False) for is_cut in cuts]
 
-    def left_padded(self, batch: Batch) -> Batch | None:
-        """Return the batch with 25 % more positions, all of them padding on the left. Returns None if left padding of
-        such batches is not removed, because the batch has padding on the right or because left padding would change the
+    def left_padded(self, batch: Batch) -> list[Batch]:
+        """Return the same two batches as `padded`, with the padding on the left. Returns none if left padding of such
+        batches is not removed, because the batch has padding on the right or because left padding would change the
         loss."""
         sides = {
             name: side
@@ -262,29 +264,49 @@ class Ragged:
         }
 
         def unpredicted(path: str, leaf: Tensor, dim: int | None) -> Tensor:
-            """The labels, with the labels of the first tokens ignored: the model would predict these tokens from
-            padding."""
+            """The labels, with the labels of the first tokens (of each batch) ignored: the model would predict these
+            tokens from padding."""
             side = sides.get(self._side_of(path))
             if side is None or path not in targets(batch.tensors) or not self._dims(path, batch, side.total):
                 return leaf
-            leaf = leaf.clone()
-            leaf.movedim(dim or 0, 0)[torch.arange(batch.rows), torch.tensor(side.first)] = IGNORED
+            leaf, first = leaf.clone(), torch.tensor(side.first)
+            for least in (0, _cut_of(side)[0]):
+                leaf.movedim(dim or 0, 0)[torch.arange(batch.rows), first.clamp(min=least)] = IGNORED
             return leaf
 
-        totals = {name: side.total for name, side in sides.items()}
-        return self._extended(batch.map(unpredicted), totals, on_left=True) if totals else None
+        cuts = [False, True] if sides else []
+        return [self._extended(batch.map(unpredicted), sides, is_cut, on_left=True) for is_cut in cuts]
 
-    def _extended(self, batch: Batch, totals: Mapping[str, int], on_left: bool) -> Batch:
-        """The batch with 25 % more positions on these sides, all of them padding."""
+    def _extended(self, batch: Batch, sides: Mapping[str, Side], is_cut: bool, on_left: bool) -> Batch:
+        """The batch with 25 % more positions on these sides, all of them padding. With `is_cut`, as many of the batch's
+        own positions are removed first."""
         fillings = {IDS: padding_token(self.model) or 0, **dict.fromkeys(targets(batch.tensors), IGNORED)}
 
         def fill(path: str, leaf: Tensor, dim: int | None) -> Tensor:
-            total = totals.get(self._side_of(path), 0)
-            for positions in self._dims(path, batch, total):
+            side = sides.get(self._side_of(path))
+            for positions in [] if side is None else self._dims(path, batch, side.total):
+                assert side is not None
+                leaf = leaf.narrow(positions, *_cut_of(side)) if is_cut else leaf
                 shape = list(leaf.shape)
-                shape[positions] = max(1, total // 4)
+                shape[positions] = _quarter(side)
                 padding = leaf.new_full(shape, fillings.get(path.removeprefix("decoder_"), 0))
                 leaf = torch.cat([padding, leaf] if on_left else [leaf, padding], positions)
             return leaf
 
         return batch.map(fill)
+
+
+def _answers(batch: Batch) -> list[str]:
+    """The leaves that contain positions of answers."""
+    return [path for path in batch.tensors if path.endswith("_positions")]
+
+
+def _quarter(side: Side) -> int:
+    return max(1, side.total // 4)
+
+
+def _cut_of(side: Side) -> tuple[int, int]:
+    """The first position and the number of positions of a side without a quarter of its positions. Those of samples
+    with padding on the left are removed at the beginning."""
+    length = max(1, side.total - _quarter(side))
+    return side.total - length if any(side.first) else 0, length

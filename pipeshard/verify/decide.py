@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -109,8 +109,8 @@ def prove_at_boost(
 
     of_world = replace(config, dp_size=grid.dp_size)
     # Called on all ranks, so that all of them raise an error.
-    proven = shortened(sample, POSITIONS) if is_sliced else Ragged(model).padded(sample) if is_ragged else sample
-    left = Ragged(model).left_padded(sample) if is_ragged else None
+    tried = [shortened(sample, POSITIONS)] if is_sliced else Ragged(model).padded(sample) if is_ragged else [sample]
+    left = Ragged(model).left_padded(sample) if is_ragged else []
 
     def work(note: Callable[[], None]) -> Proof:
         if stages == 1 and not is_cut:
@@ -122,15 +122,25 @@ def prove_at_boost(
         fits = not on_meta and not _too_large(model, free, FEW_COPIES)
         large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
         seconds = (SECONDS_OF_LARGE if large or is_cut else SECONDS) if auto else None
-        made = prove(of_world, grid.device, model, optimizer, criterion, proven, seconds, note, large)
+
+        def compare(tried: Sequence[Batch]) -> Proof:
+            """Prove on the first of these batches on which the model runs."""
+            made, remaining = Proof(UNPROVEN), seconds
+            for batch in tried:
+                if made.kind == UNPROVEN and not made.dependent and (remaining is None or remaining > 0):
+                    made = prove(of_world, grid.device, model, optimizer, criterion, batch, remaining, note, large)
+                    remaining = None if remaining is None else remaining - made.seconds
+            return made
+
+        made = compare(tried)
         if made.kind not in (EXACT, PARTLY):
             return made
-        if left is not None:
-            of_left = prove(of_world, grid.device, model, optimizer, criterion, left, seconds, note, large)
+        if left:
+            of_left = compare(left)
             return made if of_left.kind in (EXACT, PARTLY) else of_left
         if not is_sliced:
             return made
-        padded = with_padding(proven, padding_token(model))
+        padded = with_padding(tried[0], padding_token(model))
         of_padded = prove(of_world, grid.device, model, optimizer, criterion, padded, seconds, note, large)
         return replace(made, padding=of_padded.reason if of_padded.kind == DIFFERENT else "")
 
