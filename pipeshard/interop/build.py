@@ -2,7 +2,8 @@
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,13 +15,16 @@ from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.read import dummy_inputs, read_batch, taken_by
 from pipeshard.config import PipelineHints
 from pipeshard.engine.refusals import refuse_recomputed
+from pipeshard.engine.running_state import Carry
 from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.traces import Traces
-from pipeshard.errors import ConfigurationError, UsageError, hint
+from pipeshard.errors import ConfigurationError, TraceError, UsageError, hint
 from pipeshard.ghost import inside_pipeshard
+from pipeshard.graph.carried import Place
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
+from pipeshard.graph.writes import is_written, note
 from pipeshard.split.boundary import Boundary, boundaries
 from pipeshard.split.materialize import shard
 from pipeshard.split.partition import named_modules_of
@@ -52,6 +56,7 @@ class StageModule(nn.Module):
         criterion: Criterion | None,
         whole: bool,
         names: Sequence[str],
+        carry: Carry,
     ) -> None:
         super().__init__()
         self.index, self.num_stages, self.whole, self.names = index, len(policy.placement), whole, tuple(names)
@@ -59,6 +64,7 @@ class StageModule(nn.Module):
         self._source = (model, policy, criterion)
         self._traces = Traces(policy, Recompute.of(False, 0, self.num_stages))
         self._forwards = 0
+        self.carry, self.is_carried = carry, False  # is_carried: whether the caller begins and ends the Carry
         policy.replay.proves = False  # another runtime may use caches, which the trace disables
         calls = zip(policy.flow.calls, policy.stages, strict=True)
         running = dict.fromkeys(call.unit for call, stage in calls if stage == index)
@@ -91,7 +97,7 @@ class StageModule(nn.Module):
 
     @inside_pipeshard()
     def forward(self, *received: Tensor, **batch: Any) -> Any:
-        _, policy, criterion = self._source
+        model, policy, criterion = self._source
         policy.replace_forward()  # again, since another target of the same model may have run last
         microbatch = self.microbatch(batch)
         route = microbatch.route
@@ -104,7 +110,10 @@ class StageModule(nn.Module):
                 else f"stage 0 got {len(received)} tensors, but takes none: pass the microbatch as stage(**batch)"
             )
         randomness = policy.replay.randomness
-        with randomness.step(torch.initial_seed() % 2**63, self._forwards):
+        is_again = self.index != policy.chunks[0] and not self.is_carried
+        calls = {call for call, stage in enumerate(policy.stages) if stage == self.index}
+        once = changed_once(model, route.flow, calls) if is_again else nullcontext()
+        with randomness.step(torch.initial_seed() % 2**63, self._forwards), self.carry.around(route), once:
             randomness.microbatch(0)
             entering = dict(zip(route.enters.values, received, strict=True))
             output, made = policy.replay.run(route, microbatch.deltas, entering, microbatch.batch)
@@ -114,6 +123,29 @@ class StageModule(nn.Module):
             return tuple(made[value].contiguous() for value in route.leaves.values)
         loss = None if self.whole else loss_of(output, criterion, microbatch.batch)
         return output if loss is None else loss
+
+
+@contextmanager
+def changed_once(model: nn.Module, flow: Dataflow, calls: Collection[int]) -> Iterator[None]:
+    """Context manager for a forward of a stage that runs these calls and is not the first stage in this process. On
+    exit, restores state that only units of other stages change. Raises TraceError if glue changes state for the next
+    forward, which the glue of the first stage has changed already."""
+    of_others = [place for place in flow.carried if place.writers.isdisjoint(calls)]
+    carried = [place for place in of_others if place.kind not in ("parameter", "settled")]
+    before = [(place, at := Place(model, place.path), at.take()) for place in carried]
+    noted = [[(tensor, note(tensor)) for tensor in held.tensors] for *_, held in before]
+    yield
+    for (place, at, held), tensors in zip(before, noted, strict=True):
+        if at.has(held) and not any(is_written(*each) for each in tensors):
+            continue
+        if -1 not in place.writers:
+            at.put(held)
+        elif place.until != -1 and (place.kind or place.readers or isinstance(held.value, int | float)):
+            raise TraceError(
+                f"the forward of {type(model).__name__} changes {place.name} for the next forward, but several stages "
+                f"in this process run this forward, and each of them would change {place.name}. Move this code into a "
+                "layer (a module with parameters), or use one stage per process, target=None or target='colossalai'"
+            )
 
 
 def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -263,7 +295,8 @@ def build(
     live = boundaries(flow, policy.stages, len(policy.placement), whole)
     names = () if isinstance(sample.data, Mapping) else tuple(as_keywords(model, sample.data))
     own = () if chosen.shards_itself else policy.chunks
-    stages = {index: StageModule(model, policy, index, criterion, whole, names) for index in own}
+    carry = Carry(model)
+    stages = {index: StageModule(model, policy, index, criterion, whole, names, carry) for index in own}
     return chosen.take(Split(model, sample, criterion, flow, policy, ties, live, stages, became))
 
 

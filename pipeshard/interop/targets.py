@@ -33,14 +33,20 @@ class SplitModel(nn.Module):
 
     def __init__(self, model: nn.Module, stages: list[StageModule]) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stages)
-        self._model = (model,)
+        self.stages, self._stages = nn.ModuleList(stages), stages
+        self._model, self._carry = (model,), stages[0].carry
+        for stage in stages:
+            stage.is_carried = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         batch = as_keywords(self._model[0], args) | kwargs if args else kwargs
         values: Any = ()
-        for stage in self.stages:
-            values = stage(*values, **batch)
+        self._carry.begin([stage.microbatch(batch).route for stage in self._stages])
+        try:
+            for stage in self._stages:
+                values = stage(*values, **batch)
+        finally:
+            self._carry.end()
         return values
 
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import pipeshard
 from pipeshard import LayerSpec, PipelineModule, Target, analyze_tied_weights, build, register_target
-from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, UsageError
+from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
 from pipeshard.interop.build import Split as Parts
 from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.program import Program
@@ -376,6 +376,110 @@ class Longest(Target):
             return sizes
 
         return run
+
+
+class Counting(nn.Module):
+    """Its forward divides by the number of forwards, adds a running mean, and counts its depth up and down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.register_buffer("mean", torch.zeros(4))
+        self.steps = self.depth = 0
+
+    def count(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x / self.steps + self.mean
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        self.depth += 1
+        x = self.count(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) / self.steps / self.depth
+        self.depth -= 1
+        return {"loss": nn.functional.cross_entropy(x, labels)}
+
+
+class Storing(Counting):
+    """Stores a mask in its first forward, and the last input in each."""
+
+    mask: Tensor | None = None
+
+    def count(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.arange(4) % 2
+        self.latest, self.steps = x.detach(), 1
+        return x * self.mask
+
+
+class Counter(nn.Linear):
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return super().forward(x) / self.steps
+
+
+class InALayer(Counting):
+    """Counts in a layer, as the error says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter, self.steps = Counter(4, 4), 1
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(6))
+
+    def count(self, x: Tensor) -> Tensor:
+        return self.counter(x)  # type: ignore[no-any-return]
+
+
+class Losses(Target):
+    """A runtime of a user: the loss, after all stages in this process have run in turn."""
+
+    def take(self, split: Parts) -> Callable[..., Tensor]:
+        def run(**batch: Any) -> Tensor:
+            values: Any = ()
+            for stage in split.stages.values():
+                values = stage(*values, **batch)
+            return values
+
+        return run
+
+
+register_target("losses", Losses)
+
+
+def counted(kind: type[Counting], target: str | None) -> list[float]:
+    """The differences of losses, of gradients and of the state from those of the unsplit model, in two steps."""
+    torch.manual_seed(0)
+    model, found = kind(), []
+    whole = copy.deepcopy(model)
+    split = build(model, 3, target, {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4})
+    for _ in range(2):
+        data = {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4}
+        loss, expected = split(**data), whole(**data)["loss"]
+        loss = loss if isinstance(loss, Tensor) else loss["loss"]
+        loss.backward()
+        expected.backward()
+        found += [float(loss - expected), model.steps - whole.steps, model.depth]
+        found += [float((value - other).abs().max()) for value, other in zip(model.buffers(), whole.buffers())]
+        found += [float((p.grad - q.grad).abs().max()) for p, q in zip(model.parameters(), whole.parameters())]
+    return found
+
+
+@pytest.mark.parametrize("kind", [Counting, Storing, InALayer])
+def test_state_of_the_forward_is_changed_once_in_one_process(kind: type[Counting]) -> None:
+    """A model counted its forwards. In one process with three stages, the count grew by three in each forward, and
+    each stage computed with another count."""
+    assert max(map(abs, counted(kind, None))) < 1e-6
+
+
+def test_state_that_several_stages_of_a_process_would_change_is_refused() -> None:
+    """The same under a runtime of a user, which does not say where a forward begins and ends."""
+    with pytest.raises(TraceError, match=r"the forward of Counting changes steps .* Move this code into a layer"):
+        counted(Counting, "losses")
+    for kind in (Storing, InALayer):
+        assert max(map(abs, counted(kind, "losses"))) < 1e-6
 
 
 @pytest.mark.turns
