@@ -25,6 +25,7 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.graph.writes import is_written, note
+from pipeshard.private import tree_tensors
 from pipeshard.split.boundary import Boundary, boundaries
 from pipeshard.split.materialize import shard
 from pipeshard.split.partition import named_modules_of
@@ -117,12 +118,25 @@ class StageModule(nn.Module):
             randomness.microbatch(0)
             entering = dict(zip(route.enters.values, received, strict=True))
             output, made = policy.replay.run(route, microbatch.deltas, entering, microbatch.batch)
+        self._watch_backward([output, *made.values()], received)
         self._forwards += 1
         self._traces.stepped()
         if not self.is_last:
             return tuple(made[value].contiguous() for value in route.leaves.values)
         loss = None if self.whole else loss_of(output, criterion, microbatch.batch)
         return output if loss is None else loss
+
+    def _watch_backward(self, returned: Any, received: Sequence[Tensor]) -> None:
+        """Let the backward of this stage, which another runtime calls, recompute checkpoints as those of this stage.
+        Autograd runs all nodes of a later stage before a node of this stage, since it prefers the latest nodes."""
+        repeats, passed = self._source[1].replay.repeats, set(map(id, received))
+
+        def begin(_: Tensor) -> None:
+            repeats.stage = self.index
+
+        for tensor in tree_tensors(returned):
+            if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in passed:
+                tensor.register_hook(begin)
 
 
 @contextmanager

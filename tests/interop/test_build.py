@@ -17,6 +17,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+from torch.utils.checkpoint import checkpoint
 
 import pipeshard
 from pipeshard import LayerSpec, PipelineModule, Target, analyze_tied_weights, build, register_target
@@ -399,6 +400,53 @@ class Counting(nn.Module):
             x = x + torch.tanh(layer(x)) / self.steps / self.depth
         self.depth -= 1
         return {"loss": nn.functional.cross_entropy(x, labels)}
+
+
+class Dropping(nn.Module):
+    """Layers with dropout, each in a checkpoint of the model's own forward if `checkpoints`."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(), nn.Linear(4, 4)) for _ in range(6)
+        )
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x))
+        return {"loss": nn.functional.cross_entropy(x, labels)}
+
+
+def dropped(checkpoints: bool, by_stage: bool) -> list[Tensor]:
+    """The gradients of two forwards, whose backwards follow in turn: of the whole model, or stage by stage, with
+    a forward of the first stage before each."""
+    torch.manual_seed(0)
+    model, data = Dropping(checkpoints), {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4}
+    split = build(model, 3, batch=data)
+    if not by_stage:
+        for loss in [split(**data)["loss"] for _ in range(2)]:
+            loss.backward()
+    else:
+        runs: list[Any] = []
+        for _ in range(2):
+            values: Any = ()
+            for stage in split.stages:
+                entered = [value.detach().requires_grad_() for value in values]
+                values = stage(*entered, **data)
+                runs.append((entered, [values["loss"]] if stage.is_last else values))
+        for k in (5, 2, 4, 1, 3, 0):
+            split.stages[0](**data)
+            grads = None if k % 3 == 2 else [value.grad for value in runs[k + 1][0]]
+            torch.autograd.backward(runs[k][1], grads)
+    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+
+def test_a_forward_s_own_checkpoints_are_recomputed_on_their_stage() -> None:
+    """A model called its layers in checkpoints. Outside of boost, the backward recomputed them with what the last
+    stage that had run a forward knew of them: CheckpointError, or other dropout masks."""
+    for by_stage in (False, True):
+        assert all(map(torch.equal, dropped(True, by_stage), dropped(False, by_stage)))
 
 
 class Storing(Counting):
