@@ -171,13 +171,15 @@ def _prompts(module: PeftModel, state: dict[str, Tensor], adapter: str) -> dict[
 
 def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], pipeline: Pipeline) -> None:
     """Broadcast the tensors of `state` with these `names` from their stages, and put the values into the first stage's
-    `state`."""
+    `state`. A ghost's dtype may differ from the owner's: with `fsdp` and 16 bits, shards are in fp32."""
     first = first_names(module)
-    for name in names:
-        owner = pipeline.policy.ownership.owner(first.get(name, name))
+    owners = {name: pipeline.policy.ownership.owner(first.get(name, name)) for name in names}
+    own = {name: state[name].dtype for name, owner in owners.items() if owner == pipeline.rank}
+    dtypes = {name: dtype for of_stage in gather_objects(own, pipeline.group) for name, dtype in of_stage.items()}
+    for name, owner in owners.items():
         if owner > 0:
             tensor = state[name]
-            received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            received = torch.empty(tensor.shape, dtype=dtypes[name], device=tensor.device)
             content = tensor.contiguous() if pipeline.rank == owner else received
             broadcast_bytes(content, pipeline.ranks[owner], pipeline.group)
             state[name] = content if pipeline.rank == 0 else tensor
