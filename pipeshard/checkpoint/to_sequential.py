@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.fsdp import fsdp_additions, remove_fsdp, unsharded_classes
+from pipeshard.engine.mixed_precision import computed_in
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Guarded, inside_pipeshard
@@ -28,8 +29,9 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
     Returns the model on each rank. With `rank`, only that stage (of every replica) returns the model; the other stages
     return None, and allocate at most one parameter at a time. The result shares no tensors with `model`, which can
-    continue training. Its weights and buffers come from the stages that own them. Ties, frozen parameters, modes,
-    activation checkpointing, hooks and `use_cache` come from `model`. Gradients are not copied.
+    continue training. Its weights and buffers come from the stages that own them, in the dtype in which these stages
+    compute with them. Ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache` come from
+    `model`. Gradients are not copied.
 
     Args:
         model: the model that `booster.boost` returned.
@@ -110,7 +112,7 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
     """The memo for `deepcopy`: by id, the replacements for objects that `deepcopy` must not copy."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():  # a ghost's copy has the ghost's full shape; ties stay tied
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        empty = torch.empty(parameter.shape, dtype=computed_in(parameter), device=device)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
     for module in model.modules():
         for value in module.__dict__.values():
@@ -158,7 +160,7 @@ def _stage_tensors(pipeline: Pipeline) -> Iterator[StageTensor]:
     policy, model = pipeline.policy, pipeline.model
     for name, parameter in model.named_parameters():
         if pipeline.rank == policy.ownership.owner(name):
-            yield StageTensor(name, False, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            yield StageTensor(name, False, tuple(parameter.shape), computed_in(parameter), parameter.requires_grad)
     for name, buffer in model.named_buffers():
         if pipeline.rank == policy.ownership.owner(name):
             path, _, key = name.rpartition(".")
@@ -171,7 +173,7 @@ def _shared(pipeline: Pipeline, stage: int, entry: StageTensor) -> Tensor:
     if stage == pipeline.rank:
         model = pipeline.model
         own = model.get_buffer(entry.name) if entry.is_buffer else model.get_parameter(entry.name)
-        value = whole(own.detach()).to(pipeline.device).contiguous()
+        value = whole(own.detach()).to(pipeline.device, entry.dtype).contiguous()
     else:
         value = torch.empty(entry.shape, dtype=entry.dtype, device=pipeline.device)
     broadcast_bytes(value, pipeline.ranks[stage], pipeline.group)

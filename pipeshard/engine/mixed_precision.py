@@ -60,6 +60,13 @@ def copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
     vars(other).update({key: value for key, value in vars(parameter).items() if not key.startswith("pipeshard_")})
 
 
+def computed_in(tensor: Tensor) -> torch.dtype:
+    """The dtype in which the model computes with a parameter or buffer. FSDP casts a parameter when it gathers the
+    shards."""
+    dtype: torch.dtype = getattr(tensor, "pipeshard_dtype", tensor.dtype)
+    return dtype
+
+
 class MasterWeight:
     """The tensor that an optimizer updates for one parameter of a stage. `master` is the parameter itself, this rank's
     shard of a sharded parameter, or the fp32 master weight of a 16-bit parameter or shard. `full` is the unsharded fp32
@@ -210,13 +217,17 @@ class MasterWeight:
         to this shard, it is kept, since it may have been loaded with the checkpoint's optimizer state. Returns whether
         the current values were kept."""
         part = slice_like(value, self.parameter).to(self.master.device)
-        is_kept = self.is_precise and part.dtype is self._computed_in and torch.equal(self.master.to(part.dtype), part)
+        is_kept = (
+            self.is_precise
+            and part.dtype is computed_in(self.parameter)
+            and torch.equal(self.master.to(part.dtype), part)
+        )
         self.set_part(self.master.detach() if is_kept else part)
         return is_kept
 
     def round(self) -> None:
         """Round the values to the precision in which the model computes."""
-        self.set_part(self.master.detach().to(self._computed_in))
+        self.set_part(self.master.detach().to(computed_in(self.parameter)))
 
     def blank(self) -> None:
         """Mark an fp32 master weight that is not loaded yet as unknown: its memory may contain values of an earlier
@@ -232,13 +243,7 @@ class MasterWeight:
     @property
     def is_precise(self) -> bool:
         """Whether this rank has values of a higher precision than the model's compute dtype."""
-        return self._computed_in is not self.master.dtype
-
-    @property
-    def _computed_in(self) -> torch.dtype:
-        """The dtype in which the model computes with the parameter. FSDP casts the parameter when it gathers the
-        shards."""
-        return getattr(self.parameter, "pipeshard_dtype", self.parameter.dtype)
+        return computed_in(self.parameter) is not self.master.dtype
 
     @torch.no_grad()
     def set_part(self, part: Tensor) -> None:

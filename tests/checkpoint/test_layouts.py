@@ -119,3 +119,25 @@ def test_values_in_full_precision_are_saved(pool: Pool, tmp_path: Path, layout: 
         pool.run(lowered, world, layout, str(tmp_path), False), pool.run(lowered, world, layout, str(tmp_path), True)
     ):
         assert straight and all(torch.equal(a, b) and a.dtype is torch.float32 for a, b in zip(straight, resumed))
+
+
+def converted(layout: str) -> tuple[set[torch.dtype], float, float]:
+    """The dtypes of the converted model after a bf16 step, its loss, and that of the stages."""
+    options, data = dict(LAYOUTS[layout][1]), zoo.batch("gpt2")
+    split = Split(zoo.build("gpt2"), options.pop("pp_size"), data, num_microbatches=2, precision="bf16", **options)
+    grid = split.plugin.grid
+    own = zoo.part(data, grid.replica, [8 // grid.dp_size] * grid.dp_size)
+    split.backward(own)
+    split.step()
+    whole: Any = to_sequential(split.model)
+    with torch.no_grad():
+        return {p.dtype for p in whole.parameters()}, float(whole(**data).loss), float(split.evaluate(own)["loss"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", ["fsdp", "wide"])
+def test_a_converted_model_has_the_dtype_in_which_the_stages_compute(pool: Pool, layout: str) -> None:
+    """A user trained with fsdp in bf16, and converted the model back. Its layers of the first stage were in fp32, and
+    the others in bf16, so its first call raised an error about the dtypes of two matrices."""
+    for dtypes, loss, expected in pool.run(converted, LAYOUTS[layout][0], layout):
+        assert dtypes == {torch.bfloat16} and loss == pytest.approx(expected, rel=1e-3)
