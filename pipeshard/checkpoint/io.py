@@ -104,14 +104,12 @@ class PipelineCheckpointIO:
         """Like `save_model` with `shard=True`, but also saves models with adapters (merged only with `merge`) or
         quantized weights (omitted). `load_model` reads the folder."""
         boosted = boosted_model(model)
-
-        def plan(tensors: dict[str, Tensor]) -> FolderSave:
-            if merge:
-                with together(boosted.pipeline.group):
-                    tensors = merged(boosted.unwrap(), tensors)
-            return FolderSave.plan(boosted, tensors, folder, size_per_shard, use_async, of_base=merge)
-
-        self._save(boosted, use_async, plan)
+        self._save(
+            boosted,
+            use_async,
+            lambda tensors: FolderSave.plan(boosted, tensors, folder, size_per_shard, use_async, of_base=merge),
+            merge,
+        )
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
         """Plan a save of copies of this stage's tensors to the folder. Returns None on ranks outside the first replica
@@ -126,8 +124,10 @@ class PipelineCheckpointIO:
         self.pending, self.saving = save, True
         save.start()
 
-    def _save(self, boosted: PipelineModel, use_async: bool, plan: Callable[[dict[str, Tensor]], Save]) -> None:
-        with self._leading(boosted) as (leads, tensors):
+    def _save(
+        self, boosted: PipelineModel, use_async: bool, plan: Callable[[dict[str, Tensor]], Save], merge: bool = False
+    ) -> None:
+        with self._leading(boosted, merge) as (leads, tensors):
             self.saving = use_async
             if not leads:
                 return
@@ -146,12 +146,13 @@ class PipelineCheckpointIO:
                 raise
 
     @contextmanager
-    def _leading(self, boosted: PipelineModel) -> Iterator[tuple[bool, dict[str, Tensor]]]:
+    def _leading(self, boosted: PipelineModel, merge: bool = False) -> Iterator[tuple[bool, dict[str, Tensor]]]:
         """Context manager that yields whether this rank writes (only ranks in the first replica and slice write), and
-        the tensors that its stage saves. If one rank fails, all ranks raise CheckpointError on exit."""
+        the tensors that its stage saves, with `merge` after the adapters have been merged into them. If one rank fails,
+        all ranks raise CheckpointError on exit."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
-            tensors = owned(boosted)
+            tensors = merged(boosted.unwrap(), owned(boosted)) if merge else owned(boosted)
         with together(self.grid.world):
             yield self.grid.leads, tensors
 

@@ -4,8 +4,12 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeshard.checkpoint.load import ties_name
+from pipeshard.checkpoint.to_sequential import additions
+from pipeshard.distributed.collectives import whole
+from pipeshard.engine.fsdp import unsharded_classes
 from pipeshard.errors import CheckpointError, explained, summary
 from pipeshard.hf import is_of_peft
 from pipeshard.split.adapters import base_names
@@ -17,7 +21,7 @@ WHOLE = "on the model that pipeshard.to_sequential(model, rank=0) returns on ran
 def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Merge the active adapters into a stage's `tensors` (by full name), and return the tensors by their names in the
     base model. A module that the active adapter trains in full (`modules_to_save`) is replaced by this adapter's copy.
-    `module` and `tensors` do not change.
+    `module` and `tensors` do not change. Call it on all ranks, since sharded layers are gathered.
 
     Raises CheckpointError for adapters that cannot be merged into a weight, and for adapters of a weight that is tied
     to another weight.
@@ -37,7 +41,7 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             )
         if own := tensors.keys() & weights.keys():
             values = _merged(layer, path)
-            made |= {name: values[name] for name in own}
+            made |= {name: values[name].to(tensors[name].device) for name in own}
     return _under_plain_names(module, made)
 
 
@@ -73,9 +77,19 @@ def _of_base(layer: Any, path: str) -> dict[str, nn.Parameter]:
 
 
 def _merged(layer: Any, path: str) -> dict[str, Tensor]:
-    """Merge the adapters with peft in a copy of the layer. Returns the base layer's parameters by full name."""
-    with explained(lambda error: CheckpointError(f"merge=True: peft cannot merge {path[:-1]}: {summary(error)}")):
-        inner = made = copy.deepcopy(layer)
+    """Merge the adapters with peft in a copy of the layer, whose parameters are not sharded. Returns the base layer's
+    parameters by full name."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(whole(parameter.detach()), requires_grad=False)
+        for parameter in layer.parameters()
+        if isinstance(parameter, DTensor)
+    }
+    memo |= {id(addition): addition for module in layer.modules() for addition in additions(module)}
+    with (
+        explained(lambda error: CheckpointError(f"merge=True: peft cannot merge {path[:-1]}: {summary(error)}")),
+        unsharded_classes(layer),
+    ):
+        inner = made = copy.deepcopy(layer, memo)
         while is_of_peft(inner, "BaseTunerLayer"):
             inner.merge(safe_merge=True)
             inner = inner.base_layer

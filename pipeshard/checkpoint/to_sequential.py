@@ -115,15 +115,19 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
         empty = torch.empty(parameter.shape, dtype=computed_in(parameter), device=device)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
     for module in model.modules():
-        for value in module.__dict__.values():
-            if isinstance(value, Interception | Recomputation | Sliced | Guarded):
-                memo[id(value)] = value
         for tensor in tree_tensors(list(module.__dict__.values())):
             if id(tensor) not in memo:  # buffers, and non-leaf tensors left by a forward
                 memo[id(tensor)] = tensor if tensor.is_meta else tensor.detach().to(device, copy=True)
         memo.update((id(hook), hook) for hook in _module_hooks(module) if not _is_bound(hook))
-        memo.update((id(addition), addition) for addition in fsdp_additions(module))
+        memo.update((id(addition), addition) for addition in additions(module))
     return memo
+
+
+def additions(module: nn.Module) -> list[Any]:
+    """The attribute values and hooks that boost has added to a module. `deepcopy` must not copy them, since they refer
+    to the whole pipeline."""
+    own = (Interception, Recomputation, Sliced, Guarded)
+    return [*(value for value in module.__dict__.values() if isinstance(value, own)), *fsdp_additions(module)]
 
 
 def _module_hooks(module: nn.Module) -> Iterator[Any]:

@@ -618,6 +618,42 @@ def test_the_active_adapters_copy_is_saved(pool: Pool, tmp_path: Path, active: s
     assert pool.run(merged_as_one, 2, "copied head", tmp_path, active, second) == [[], []]
 
 
+def merged_shards(folder: Path, p: int, targets: Any, options: dict[str, Any]) -> list[str]:
+    """The tensors of a merged folder of sharded layers that are not those of `merge_and_unload` in one process."""
+    data, config = zoo.batch("llama"), LoraConfig(r=4, init_lora_weights=False, target_modules=targets)
+    torch.manual_seed(0)
+    model = get_peft_model(zoo.build("llama"), config)
+    split = Split(model, p, data, num_microbatches=2, **options)
+    grid = split.plugin.grid
+    split.backward(zoo.part(data, grid.replica, [8 // grid.dp_size] * grid.dp_size))
+    split.step()
+    split.booster.checkpoint_io.save_model(split.model, str(folder), shard=True, merge=True)
+    split.backward(zoo.part(data, grid.replica, [8 // grid.dp_size] * grid.dp_size))
+    split.optimizer.zero_grad()
+    whole: Any = to_sequential(split.model)
+    expected = whole.merge_and_unload(safe_merge=True).state_dict()
+    found = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    wrong = [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
+    return [*wrong, *(found.keys() ^ expected.keys())]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("p", "targets", "options"),
+    [
+        (2, "all-linear", {"fsdp": True, "dp_size": 2}),
+        (1, ["q_proj", "lm_head"], {"fsdp": True, "dp_size": 2}),
+        (1, "all-linear", {"tp_size": 2}),
+    ],
+)
+def test_merged_weights_of_sharded_layers(
+    pool: Pool, tmp_path: Path, p: int, targets: Any, options: dict[str, Any]
+) -> None:
+    """A user trained adapters with fsdp or tp_size, and saved the merged model. With fsdp, only the first replica
+    merged, and waited for the other replicas forever; with tp_size, peft multiplied a shard by a plain tensor."""
+    assert not [name for wrong in pool.run(merged_shards, 2 * p, tmp_path, p, targets, options) for name in wrong]
+
+
 def merging(case: str, folder: Path) -> None:
     model, data = adapted(case)
     split = Split(model, dist.get_world_size(), data, num_microbatches=2)
