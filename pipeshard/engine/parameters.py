@@ -54,7 +54,10 @@ class HeldParameters:
         lowered, dtype = precision.lowered(model), precision.dtype if self.lowers else None
         self.kept = {name for name, p in model.named_parameters() if p not in lowered} if self.lowers else set()
         is_sharded = fsdp and grid.dp_size > 1
-        cast = lowered - self._in_units() if is_sharded else lowered
+        in_units = self._in_units() if is_sharded else set()
+        for parameter in in_units:  # FSDP does not shard other layouts, such as channels_last
+            parameter.data = parameter.data.contiguous()
+        cast = lowered - in_units
         low = self._in_fp32(lowered - cast)
         full, low = precision.lower(cast), low | cast
         self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
@@ -121,9 +124,9 @@ class HeldParameters:
         return holders
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters of held units, except parameters that glue reads or that keep their own precision. Without
-        a cast, trained parameters whose dtype is not the most frequent in their unit are also excluded, since FSDP
-        reduces gradients of one dtype per unit."""
+        """The parameters of held units, except parameters that glue reads, that have no dimensions, or that keep their
+        own precision. Without a cast, trained parameters whose dtype is not the most frequent in their unit are also
+        excluded, since FSDP reduces gradients of one dtype per unit."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
         apart |= {now[name] for name in self.kept}
@@ -134,7 +137,7 @@ class HeldParameters:
                 sizes[parameter.dtype] += parameter.numel()
             usual = max(sizes, key=sizes.__getitem__, default=None)
             apart |= {p for p in trained if p.dtype is not usual}
-        return {p for unit in self.units.values() for p in unit.parameters()} - apart
+        return {p for unit in self.units.values() for p in unit.parameters() if p.ndim} - apart
 
     def _in_fp32(self, sharded: set[torch.Tensor]) -> set[torch.Tensor]:
         """Cast trained parameters to fp32: their shards are fp32 master weights, which FSDP casts to 16 bits as it

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -88,6 +89,51 @@ def test_divided_over_the_replicas(pool: Pool, name: str, options: dict[str, Any
     pool.run(replicas, 4, name, 2, "1f1b", **options)
     pool.run(replicas, 4, name, 2, "interleaved", 3, **options)
     pool.run(replicas, 2, name, 1, "1f1b", 3, **options)
+
+
+class Scaled(nn.Module):
+    """A layer of a vision model, in channels_last, that scales its output by a learned number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.alpha = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.alpha * torch.tanh(self.conv(x))
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.float().square().mean()}
+
+
+def scaled(options: dict[str, Any]) -> list[float]:
+    """The losses of three steps, and the last values of the numbers that scale."""
+    torch.manual_seed(0)
+    model, x = Vision(), torch.randn(8, 4, 6, 6).to(memory_format=torch.channels_last)
+    split = Split(model, 1, {"x": x[:4]}, num_microbatches=2, dp_size=2, **options)
+    losses = []
+    for _ in range(3):
+        losses.append(float(split.backward({"x": x.chunk(2)[split.plugin.grid.replica]})["loss"]))
+        split.step()
+    return losses + [float(p) for p in split.held.values() if p.ndim == 0]
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp_trains_numbers_and_weights_in_channels_last(pool: Pool, precision: str) -> None:
+    """A user trained a vision model in channels_last, whose layers scale by a learned number, with fsdp: torch raised
+    an error at boost that no parameter without dimensions, and then that no other layout, can be sharded."""
+    options = {"precision": precision}
+    found, expected = (pool.run(scaled, 2, options | more)[0] for more in ({"fsdp": True}, {}))
+    assert len(found) == 6 and found == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 1e-2)
 
 
 def warnings_of_repeated() -> list[str]:
