@@ -6,13 +6,14 @@ on the device, or a copy on each replica.
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import compress
 from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.distributed.collectives import broadcast, local
+from pipeshard.distributed.collectives import broadcast, gather, local
 from pipeshard.distributed.groups import ranks_of
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
@@ -35,6 +36,7 @@ class WeightCopies:
         self._tensors: list[Tensor] = []
         self._locals: list[Tensor] = []
         self._noted: list[State] = []
+        self._shared: dict[int, State] = {}  # the state of each tensor, by its id, after the last `share`
 
     def watch(self) -> None:
         """Track the weights that now have several copies. The recorded state of tensors that are already tracked is
@@ -84,15 +86,27 @@ class WeightCopies:
         self.follow(adopts=True, is_updated=True)
 
     def share(self) -> None:
-        """With ZeRO, broadcast each weight from its owner to the other replicas. Call it on all ranks."""
-        if not self._zero:
+        """With ZeRO, broadcast each weight that may have changed on any replica from its owner to the other replicas:
+        the base of adapters is frozen, and its weights are not sent again. Call it on all ranks."""
+        if not self._zero or not self._watched:
             return
-        share_updates(self._weights.values(), self._grid.replicas)
+        changed = gather(torch.tensor(self._changed(), dtype=torch.uint8), self._grid.replicas).any(dim=0)
+        share_updates(compress(self._watched, changed.tolist()), self._grid.replicas)
         states = self._states()
+        self._shared = dict(zip(map(id, self._tensors), states, strict=True))
         self._noted[::2] = states[::2]  # a broadcast also changes the version of the parameter that it sends
         for k, weight in enumerate(self._watched):
             if not weight.is_double:  # this replica owns each double weight, so it was not received
                 self._noted[2 * k + 1] = states[2 * k + 1]
+
+    def _changed(self) -> list[bool]:
+        """Whether each tracked weight may have changed since the last `share`. A trained weight may also have changed
+        if no write is recorded."""
+        same = [self._shared.get(id(t)) == now for t, now in zip(self._tensors, self._states(), strict=True)]
+        return [
+            w.parameter.requires_grad or w.parameter.grad is not None or not (one and other)
+            for w, one, other in zip(self._watched, same[::2], same[1::2], strict=True)
+        ]
 
     @property
     def hosted(self) -> list[HostedWeight]:

@@ -476,10 +476,12 @@ def _converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
     """Assign each weight an owner, the replica that keeps its optimizer state. Weights are assigned from the largest to
     the smallest, each to the replica that owns the fewest elements so far (ZeRO stage 1, Rajbhandari et al. 2020,
-    arXiv:1910.02054, by whole parameters). A weight that already has an owner keeps this owner, even if another
-    optimizer trains the weight, since only the owner has the fp32 master weight."""
-    load = [0] * replicas
+    arXiv:1910.02054, by whole parameters). Frozen weights, which have no state, are assigned separately. A weight that
+    already has an owner keeps this owner, even if another optimizer trains the weight, since only the owner has the
+    fp32 master weight."""
+    loads = {is_trained: [0] * replicas for is_trained in (True, False)}
     for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
+        load = loads[weight.parameter.requires_grad]
         if weight.owner is None:
             weight.owner = load.index(min(load))
         load[weight.owner] += local(weight.parameter).numel()

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from pipeshard import PipelinePlugin, to_sequential
-from pipeshard.engine import grad_sync, reader
+from pipeshard.engine import copies, grad_sync, reader
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import ConfigurationError
 from pipeshard.split.policy import find_policy
@@ -178,6 +179,44 @@ def updates_in_small_messages() -> None:
 def test_zero_tells_updates_in_messages_of_a_limited_size(pool: Pool) -> None:
     """All parameters of a stage were copied into one message for each owner."""
     pool.run(updates_in_small_messages, 2)
+
+
+def frozen_base(precision: str) -> tuple[list[int], list[int], bool]:
+    """The bytes that three steps broadcast, the elements of trained weights that each replica owns, and whether the
+    replicas have equal values after a loop has written to a frozen weight of the first replica's groups."""
+    data, sent = zoo.batch("llama"), [0] * 3
+    torch.manual_seed(0)
+    model = get_peft_model(zoo.build("llama"), LoraConfig(target_modules=["q_proj"], r=4))
+    split = Split(model, 1, zoo.part(data, 0, [4, 4]), num_microbatches=2, zero_stage=1, precision=precision)
+    replica, whole = split.plugin.grid.replica, copies.broadcast
+    weights, owned = split.optimizer.weights, [0, 0]
+    frozen = [weight for weight in weights.values() if not weight.parameter.requires_grad and weight.owner == 0]
+    for weight in weights.values():
+        owned[weight.owner] += weight.parameter.numel() if weight.parameter.requires_grad else 0
+    for step in range(3):
+
+        def broadcast(tensor: Tensor, *arguments: Any, step: int = step, **keywords: Any) -> Any:
+            sent[step] += tensor.nbytes
+            return whole(tensor, *arguments, **keywords)
+
+        split.backward(zoo.part(data, replica, [4, 4]))
+        if step == 2 and replica == 0:
+            with torch.no_grad():
+                frozen[0].master.mul_(2)
+        with mock.patch.object(copies, "broadcast", broadcast):
+            split.step()
+    values = [torch.empty_like(frozen[0].parameter) for _ in range(2)]
+    dist.all_gather(values, frozen[0].parameter.detach())
+    return sent, owned, torch.equal(*values)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_zero_sends_no_frozen_weights(pool: Pool, precision: str) -> None:
+    """A user trained adapters of some MB with ZeRO-1, and gave the optimizer all parameters: each step also broadcast
+    the frozen base, and one replica could own the states of all adapters."""
+    size = torch.tensor([], dtype=torch.bfloat16 if precision == "bf16" else torch.float32).element_size()
+    for (_, second, third), owned, is_equal in pool.run(frozen_base, 2, precision):
+        assert 0 < second == sum(owned) * size < third and owned[0] == owned[1] and is_equal
 
 
 def owners() -> tuple[list[str], list[str]]:
