@@ -8,6 +8,8 @@ layer.
 """
 
 import copy
+import itertools
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +32,7 @@ CONV1D: dict[str, dict[str, Any]] = {
     "conv1d_rowwise": {"by": "inputs"},
 }
 EXPERTS, DISPATCH = "grouped_gemm", "ep_dispatch_experts"  # the styles of experts' parameters, and of their module
+KEYS = re.compile(r"(.*)\.[kv]_proj(\.|$)")  # the projections to keys and values, of an attention module
 EXAMPLES = {
     "tp": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}',
     "ep": f'{{"layers.*.mlp.experts": "{DISPATCH}", "layers.*.mlp.experts.gate_up_proj": "{EXPERTS}", ...}}',
@@ -89,8 +92,24 @@ def plan_of(
         )
     if by == "tp":
         _check_config(base, size)
+    _check_heads(model, size, expanded, by)
     _check_experts(model, size, expanded, by)
     return expanded
+
+
+def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
+    """Raise ConfigurationError if the plan would cut a head of keys or values. The numbers of heads of some modules,
+    such as vision towers, are not in the model's text config."""
+    modules = dict(model.named_modules())
+    for name, style in plan.items():
+        if style != "colwise" or name not in modules or not (found := KEYS.match(name)):
+            continue
+        width, head = getattr(modules[name], "out_features", None), getattr(modules[found[1]], "head_dim", None)
+        if isinstance(width, int) and isinstance(head, int) and width % (head * size):
+            raise ConfigurationError(
+                f"{by}_size={size} would cut a head of {name}, which computes {width // head} heads of {head} "
+                f"features: choose a size that divides the number of heads, or pass a {by}_plan without {found[1]}"
+            )
 
 
 def _check_experts(model: nn.Module, size: int, plan: Mapping[str, str], by: str) -> None:
@@ -164,14 +183,15 @@ def _check_config(model: nn.Module, size: int) -> None:
     if not hasattr(config, "get_text_config"):
         return
     text = config.get_text_config()
-    for field in HEADS:
-        heads = getattr(text, field, None)
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    for layer, field in itertools.product(layers, HEADS):
+        heads = getattr(layer, field, None)
         if isinstance(heads, int) and heads % size:
             raise ConfigurationError(
                 f"tp_size={size} does not divide {field}={heads} of {type(model).__name__}: choose a size that does"
             )
-    for field in DROPOUTS:  # each rank has different heads or features, but the same random numbers
-        if isinstance(share := getattr(text, field, None), float) and share > 0:
+    for layer, field in itertools.product(layers, DROPOUTS):  # the ranks' heads or features differ, not their numbers
+        if isinstance(share := getattr(layer, field, None), float) and share > 0:
             raise ConfigurationError(
                 f"tp_size={size}: {field}={share} of {type(model).__name__} would drop heads or features at the "
                 f"same positions of every slice. Build the model from a config with {field}=0.0, or use tp_size=1"

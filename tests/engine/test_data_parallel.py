@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from colossalai.booster import Booster
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -346,6 +348,34 @@ def test_plans_that_cannot_be(plan: dict[str, str] | None, config: dict[str, Any
     model.config.update(config)
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         plan_of(model, 2, plan, find_policy(model).tp_plan)
+
+
+@pytest.mark.skipif(not find("causal-lm/gemma4_text"), reason="transformers has no Gemma 4")
+def test_layers_with_fewer_heads_are_sharded_or_refused() -> None:
+    """A user sharded Gemma 4, whose layers with full attention have fewer key heads than the others: transformers
+    raised an error about an ambiguous field of the config at boost, also if tp_size divided both numbers."""
+    (entry,) = find("causal-lm/gemma4_text")
+    for heads in (4, 1):
+        few = {layer: {"head_dim": 16, "num_key_value_heads": heads} for layer in ("1", "3")}
+        fields = build(entry).config.to_dict() | {"per_layer_config": few}
+        model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**fields))
+        fits = nullcontext() if heads == 4 else pytest.raises(ConfigurationError, match="num_key_value_heads=1 of Gem")
+        with fits:
+            plan = plan_of(model, 2, None, find_policy(model).tp_plan)
+            assert plan["model.layers.1.self_attn.k_proj"] == "colwise"
+
+
+def test_a_head_is_not_cut() -> None:
+    """A user sharded pi0, whose action expert has one key head, unlike its text config: the first step raised an error
+    about the shape of a view. A plan without these attentions shards the rest."""
+    model: Any = zoo.build("llama")
+    attention = model.model.layers[1].self_attn
+    attention.k_proj = nn.Linear(attention.k_proj.in_features, attention.head_dim, bias=False)
+    message = r"tp_size=2 would cut a head of .*layers\.1\.self_attn\.k_proj.*, which computes 1 heads of 8 features"
+    for adapted in (model, get_peft_model(model, LoraConfig(target_modules=["k_proj"]))):
+        with pytest.raises(ConfigurationError, match=message):
+            plan_of(adapted, 2, None, find_policy(adapted).tp_plan)
+        assert plan_of(adapted, 2, {"model.layers.*.mlp.up_proj": "colwise"}, None)
 
 
 def test_a_style_that_does_not_fit_its_module() -> None:
