@@ -425,8 +425,6 @@ def config_of(settings: Namespace) -> list[str]:
 
 def model_of(kind: str, settings: Namespace) -> Any:
     """The model without weights. Each stage loads its own weights later, so no rank holds the whole model."""
-    import transformers
-
     from pipeshard.plugin import PipelinePlugin
 
     given = {
@@ -437,8 +435,24 @@ def model_of(kind: str, settings: Namespace) -> Any:
         "num_labels": 1 if kind == "reward" else None,
     }
     given = {name: value for name, value in given.items() if value is not None} | (settings.model_init_kwargs or {})
-    task = "SequenceClassification" if kind == "reward" else "CausalLM"
-    return PipelinePlugin.from_pretrained(getattr(transformers, f"AutoModelFor{task}"), folder_of(settings), **given)
+    folder = folder_of(settings)
+    return PipelinePlugin.from_pretrained(class_of(kind, folder, settings.trust_remote_code), folder, **given)
+
+
+def class_of(kind: str, folder: Path, trust_remote_code: bool) -> Any:
+    """The class of the model: as in TRL, a classifier for `reward`, otherwise the class that the folder's config names,
+    such as that of a vision-language model. A class that does not generate text is replaced by the model type's
+    AutoModelForCausalLM."""
+    import transformers
+
+    from pipeshard.checkpoint.untrusted import folder_config
+
+    if kind == "reward":
+        return transformers.AutoModelForSequenceClassification
+    config, _ = folder_config(folder, trust_remote_code=trust_remote_code)
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    generates = named is not None and named.can_generate()
+    return named if generates else transformers.AutoModelForCausalLM
 
 
 def reward_functions(settings: Namespace) -> list[Any]:

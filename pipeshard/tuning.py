@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from pipeshard.errors import ConfigurationError, PartitionError
+from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError
 from pipeshard.garbage import collector_paused
 from pipeshard.recipe import (
     COLUMNS,
@@ -467,12 +467,12 @@ def question(row: Mapping[str, Any], text_field: str) -> Any:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command as one rank. Returns the exit status. An error in the settings is printed by only one rank, in one
-    line."""
+    """Run a command as one rank. Returns the exit status. An error in the settings or in the model's folder is printed
+    by only one rank, in one line."""
     fold()
     try:
         return main(arguments[0], arguments[1:])
-    except ConfigurationError as error:
+    except (ConfigurationError, PartitionError, CheckpointError) as error:
         folder = notes()
         if folder is None or note(folder, type(error).__name__, str(error)):
             click.echo(f"error: {error}", err=True)

@@ -48,12 +48,12 @@ def echoed(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list
     return [float(len(set(one.split()))) for one in completions]
 
 
-def toy(folder: Path, kind: str = "sft", **settings: Any) -> str:
-    """A file of settings, with a small model and data that it names."""
+def toy(folder: Path, kind: str = "sft", model: Any = None, **settings: Any) -> str:
+    """A file of settings, with a small model (by default, a Llama) and data that it names."""
     tokenizer = trls.tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "model")
-    (trls.scorer() if kind == "reward" else zoo.build("llama")).save_pretrained(folder / "model")
+    (model or (trls.scorer() if kind == "reward" else zoo.build("llama"))).save_pretrained(folder / "model")
     if kind == "sft":
         talks = [[("user", f"{a} {b}"), ("assistant", f"{b} {a}")] for a in "abc" for b in "def"]
         rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks] * 4
@@ -115,6 +115,50 @@ def test_losses_are_those_of_trl(pool: Pool, tmp_path: Path, case: str) -> None:
     expected = losses(of_trl(kind, arguments))
     pool.run(of_ranks, 2, kind, arguments, timeout=120)
     assert losses(logs(tmp_path / "out")) == pytest.approx(expected, rel=1e-5) and len(expected) == 4
+
+
+def with_images() -> Any:
+    """A model that reads images and text, with a tower that a batch of text leaves unused."""
+    torch.manual_seed(0)
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen = transformers.CLIPVisionConfig(**tower, image_size=16, patch_size=8)
+    read = transformers.LlamaConfig(**zoo.TINY)
+    both = transformers.LlavaConfig(vision_config=seen, text_config=read, image_token_index=29)
+    return transformers.LlavaForConditionalGeneration(both)
+
+
+@pytest.mark.turns
+def test_text_trains_a_model_that_also_reads_images(pool: Pool, tmp_path: Path) -> None:
+    """`pipeshard sft` of a vision-language model planned it, and then failed on every rank with a list of all classes
+    that are causal language models. TRL takes the class that the folder's config names."""
+    arguments = ["--config", toy(tmp_path, model=with_images())]
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16)
+    content = "message['content']"  # for a processor, a list of parts
+    chat = CHAT.replace(content, f"({content} if {content} is string else {content}[0]['text'])")
+    both = transformers.LlavaProcessor(images, trls.tokenizer(), patch_size=8, chat_template=chat, image_token="z")
+    both.save_pretrained(tmp_path / "model")
+    expected = losses(of_trl("sft", arguments))
+    pool.run(of_ranks, 2, "sft", arguments, timeout=120)
+    assert losses(logs(tmp_path / "out")) == pytest.approx(expected, rel=1e-5) and len(expected) == 4
+
+
+@pytest.mark.local
+def test_a_model_has_the_class_that_its_config_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A class that does not generate text is replaced by one that does, and a folder without such a class is refused
+    in one line, which was a traceback on every rank."""
+    settings = recipe.read("sft", [])
+    models = {"images": with_images(), "scores": trls.scorer(), "vit": zoo.build("vit")}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    cases = [("sft", "images", "LlavaForConditionalGeneration"), ("grpo", "images", "LlavaForConditionalGeneration")]
+    cases += [("dpo", "scores", "LlamaForCausalLM"), ("reward", "scores", "LlamaForSequenceClassification")]
+    for kind, name, expected in cases:
+        settings.model_name_or_path = str(tmp_path / name)
+        assert type(recipe.model_of(kind, settings)).__name__ == expected
+    settings.model_name_or_path = str(tmp_path / "vit")
+    with mock.patch.object(tuning, "main", side_effect=lambda *_: recipe.model_of("sft", settings)):
+        assert tuning.run(["sft"]) == 1
+    assert f"\nerror: no model can be built from the config of {tmp_path}/vit: " in capsys.readouterr().err
 
 
 @pytest.mark.turns

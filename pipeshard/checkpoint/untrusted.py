@@ -91,6 +91,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
         raise ConfigurationError(
             f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass only fields of the config{remedy}"
         )
+    config.name_or_path = config.name_or_path or str(path)  # AutoConfig sets it; Trainers load the tokenizer from there
     quantization = quantization_of(config, path, quantization)
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is unknown: use 'auto', or a torch dtype such as 'bfloat16'")
