@@ -46,7 +46,7 @@ TILES, FOLD = "trl.kernels.chunked_logprob", "_forward_tile"
 BEGAN = "pipeshard-began"  # a file in an agent's folder, once ranks of this agent have begun to train
 OUTPUT = "trainer_output"  # the default of TrainingArguments.output_dir
 # The Trainer's optimizers with the same states as AdamW. Unknown optimizers also count as AdamW, as an upper bound.
-ADAMW = ("adamw", "adamw_fused", "adamw_32bit", "stable_adamw")
+ADAMW = ("adamw", "adamw_32bit", "stable_adamw")
 THREE_STATES = ("ademamix", "ademamix_32bit", "grokadamw")
 NEW_TOKENS = 64  # maximum length of the answer
 

@@ -305,7 +305,8 @@ def test_a_frozen_new_head_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"optim": "adamw_torch_fused"}, "adamw"),
+        ({"optim": "adamw_torch_fused"}, "adamw_fused"),
+        ({"optim": "adamw_torch"}, "adamw"),
         ({"optim": "paged_adamw_8bit"}, "adamw_8bit"),
         ({"optim": "adamw_bnb_8bit"}, "adamw_8bit"),
         ({"optim": "sgd"}, "sgd"),

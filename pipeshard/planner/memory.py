@@ -55,7 +55,9 @@ def check_positive(**sizes: Any) -> None:
             raise ConfigurationError(f"{name} must be a positive integer, got {size!r}")
 
 
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # states per parameter, each as large as its gradient
+# States per parameter, each as large as its gradient.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "adamw_fused": 2, "sgd": 1, "none": 0}
+WITH_ROOTS = ("adamw", "adam")  # optimizers that compute the square roots of all second moments together, on a GPU
 IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1}  # states of bitsandbytes, with one scale per BLOCK elements,
 BLOCK, SMALL = 256, 4096  # but in fp32 for parameters of fewer than SMALL elements
 FULL = 4  # bytes of an fp32 element
@@ -119,8 +121,8 @@ class Forms:
 @dataclass(frozen=True)
 class Training:
     """The settings of training that affect memory: arguments of the plugin with the same names, and the optimizer.
-    "adamw" and "adam" have two states per parameter, "sgd" (with momentum) has one, and "none" has none. "adamw_8bit"
-    and "lion_8bit" are bitsandbytes optimizers.
+    "adamw", "adam" and "adamw_fused" (`fused=True`) have two states per parameter, "sgd" (with momentum) has one, and
+    "none" has none. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers.
 
     With `precision` "bf16" or "fp16", parameters are 16-bit, and gradients, master weights and states are fp32.
     `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards the states and the
@@ -247,9 +249,9 @@ class Training:
     def update(self, gradients: int) -> int:
         """The temporary bytes at the end of a step, given the bytes of the gradients. These bytes are the larger of two
         sizes: the messages between replicas (two are in flight), and the square roots of the second moments. torch's
-        AdamW computes these roots together on a GPU (`foreach`), unless the states are on the host."""
+        AdamW computes these roots together on a GPU (`foreach`), unless it is fused or the states are on the host."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
-        has_roots = OPTIMIZERS.get(self.optimizer) == 2 and not self.offloads("optimizer")
+        has_roots = self.optimizer in WITH_ROOTS and not self.offloads("optimizer")
         return max(messages, gradients // self.parts if has_roots else 0)
 
 
