@@ -93,7 +93,10 @@ def main() -> None:
 @click.option("--device-memory", help="Memory per device, such as 80GB or 80G, or one value per rank: 24GB,12GB.")
 @click.option("--device-speed", help="Relative speed of each rank, such as 1.0,0.6. [default: all equal]")
 @click.option(
-    "--optimizer", default="adamw", show_default=True, help="adamw | adamw_fused | sgd | adamw_8bit | lion_8bit | none"
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    help="adamw | adamw_fused | sgd | none | [trainer_]adamw_8bit | [trainer_]lion_8bit",
 )
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
 @click.option("--precision", help="bf16 | fp16 | fp32, as in PipelinePlugin.  [default: the weights' dtype]")

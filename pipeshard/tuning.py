@@ -128,7 +128,7 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
     name = settings.dataset_name or ""
     if not settings.datasets and Path(name).suffix in READERS and not Path(name).is_file():
         yield f"dataset_name={name} does not exist; training requires it"
-    if settings.dry_run and planned_optimizer(settings) != plain_name(settings.optim) not in ADAMW:
+    if settings.dry_run and planned_optimizer(settings) == "adamw" and plain_name(settings.optim) not in ADAMW:
         yield (
             f"the plan counts the states of optim={settings.optim} as those of AdamW, two fp32 values per parameter; "
             f"the states of {settings.optim} take at most as much memory"
@@ -203,7 +203,7 @@ def microbatches(settings: Namespace, rows_each: int = 1) -> tuple[int, int]:
 def planned_optimizer(settings: Namespace) -> str:
     """The planner's optimizer for `optim`. For an optimizer that is unknown to the planner, AdamW's states are assumed
     as an upper bound. Raises ConfigurationError for optimizers with more states than AdamW."""
-    from pipeshard.planner.memory import IN_8_BITS, OPTIMIZERS
+    from pipeshard.planner.memory import IN_8_BITS, OF_TRAINER, OPTIMIZERS
 
     name = plain_name(settings.optim)
     if name in THREE_STATES:
@@ -211,7 +211,7 @@ def planned_optimizer(settings: Namespace) -> str:
             f"--dry-run does not support optim={settings.optim}, which keeps three states per parameter. Plan with "
             "optim=adamw_torch, and add the memory of one more fp32 value per parameter"
         )
-    return name if name in (*OPTIMIZERS, *IN_8_BITS) else "adamw"
+    return OF_TRAINER + name if name in IN_8_BITS else name if name in OPTIMIZERS else "adamw"
 
 
 def plain_name(optim: str) -> str:

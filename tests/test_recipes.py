@@ -307,8 +307,9 @@ def test_a_frozen_new_head_is_refused() -> None:
     [
         ({"optim": "adamw_torch_fused"}, "adamw_fused"),
         ({"optim": "adamw_torch"}, "adamw"),
-        ({"optim": "paged_adamw_8bit"}, "adamw_8bit"),
-        ({"optim": "adamw_bnb_8bit"}, "adamw_8bit"),
+        ({"optim": "paged_adamw_8bit"}, "trainer_adamw_8bit"),
+        ({"optim": "adamw_bnb_8bit"}, "trainer_adamw_8bit"),
+        ({"optim": "lion_8bit"}, "trainer_lion_8bit"),
         ({"optim": "sgd"}, "sgd"),
         ({"optim": "lion_32bit"}, "adamw"),
         ({"optim": "rmsprop"}, "adamw"),

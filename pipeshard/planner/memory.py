@@ -58,8 +58,10 @@ def check_positive(**sizes: Any) -> None:
 # States per parameter, each as large as its gradient.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "adamw_fused": 2, "sgd": 1, "none": 0}
 WITH_ROOTS = ("adamw", "adam")  # optimizers that compute the square roots of all second moments together, on a GPU
-IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1}  # states of bitsandbytes, with one scale per BLOCK elements,
-BLOCK, SMALL = 256, 4096  # but in fp32 for parameters of fewer than SMALL elements
+OF_TRAINER = "trainer_"  # prefix of an optimizer whose states of embeddings a Trainer keeps in fp32
+# States of bitsandbytes, with one scale per BLOCK elements, but in fp32 for parameters of fewer than SMALL elements.
+IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1, "trainer_adamw_8bit": 2, "trainer_lion_8bit": 1}
+BLOCK, SMALL = 256, 4096
 FULL = 4  # bytes of an fp32 element
 
 
@@ -107,11 +109,12 @@ class Memory:
 class Forms:
     """The forms in which a rank holds parameters. `lowered` contains the parameters that are cast to 16 bits, `sliced`
     contains the number of a rank's elements of each sharded parameter, and `packed` contains the layer of each
-    quantized parameter."""
+    quantized parameter. `embeddings` contains the weights of `nn.Embedding`s."""
 
     lowered: Container[Tensor] = ()
     sliced: Mapping[nn.Parameter, int] = field(default_factory=dict)
     packed: Mapping[nn.Parameter, Packed] = field(default_factory=dict)
+    embeddings: Container[Tensor] = ()
 
     def count(self, parameters: Iterable[nn.Parameter]) -> int:
         """The number of elements of these parameters, counted unquantized and unsharded."""
@@ -122,7 +125,8 @@ class Forms:
 class Training:
     """The settings of training that affect memory: arguments of the plugin with the same names, and the optimizer.
     "adamw", "adam" and "adamw_fused" (`fused=True`) have two states per parameter, "sgd" (with momentum) has one, and
-    "none" has none. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers.
+    "none" has none. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers; "trainer_adamw_8bit" and
+    "trainer_lion_8bit" are the same optimizers in a Trainer, which keeps the states of embeddings in fp32.
 
     With `precision` "bf16" or "fp16", parameters are 16-bit, and gradients, master weights and states are fp32.
     `zero_stage=1` shards the states and the master weights across `dp_size` replicas. `fsdp` shards the states and the
@@ -228,7 +232,7 @@ class Training:
             full = FULL * count if is_low else size
             trained = full if is_trainable(parameter) else 0
             sizes, gradients = sizes + size, gradients + trained
-            own = -(-self.states(count, trained) // self.parts)
+            own = -(-self.states(count, trained, parameter in forms.embeddings) // self.parts)
             if self.offloads("optimizer"):
                 host += own + 2 * -(-pinned(trained) // self.parts)  # in addition, the optimizer's values and gradients
             else:
@@ -239,11 +243,12 @@ class Training:
                 values += -(-trained // self.parts)
         return Memory(sizes, gradients, states, values=values, update=self.update(gradients), host=host)
 
-    def states(self, count: int, trained: int) -> int:
+    def states(self, count: int, trained: int, is_embedding: bool = False) -> int:
         """The bytes of the states of `count` elements. Their gradients take `trained` bytes (0 if frozen)."""
         if self.optimizer in OPTIMIZERS:
             return OPTIMIZERS[self.optimizer] * trained
-        each = FULL * count if count < SMALL else count + FULL * -(-count // BLOCK)
+        is_full = count < SMALL or (is_embedding and self.optimizer.startswith(OF_TRAINER))
+        each = FULL * count if is_full else count + FULL * -(-count // BLOCK)
         return IN_8_BITS[self.optimizer] * each if trained else 0
 
     def update(self, gradients: int) -> int:

@@ -129,7 +129,8 @@ def plan(
             `device_memory`.
         device_memory: one value for all ranks, such as "80GB" or a number of bytes, or one value per rank: "24GB,12GB".
         optimizer: "adamw" (two states per parameter), "sgd" (one, with momentum) or "none"; a state is as large as the
-            parameter's gradient. "adamw_8bit" and "lion_8bit" are bitsandbytes optimizers.
+            parameter's gradient. "adamw_fused" is AdamW with `fused=True`. "adamw_8bit" and "lion_8bit" are
+            bitsandbytes optimizers, in a Trainer "trainer_adamw_8bit" and "trainer_lion_8bit".
         precision: same as in `PipelinePlugin`: "bf16" and "fp16" need fp32 gradients, master weights and states in
             addition to the 16-bit parameters.
         dp_size: same as in `PipelinePlugin`.
@@ -280,7 +281,8 @@ def study(
         check_plan("ep_plan", ep_plan)
         styles = plan_of(model, training.tp_size, tp_plan, policy.tp_plan, training.ep_size, ep_plan)
         sliced = sliced_sizes(model, {call.unit for call in flow.calls}, training.slices, styles)
-    forms = Forms(lowered, sliced, {layer.get_parameter("weight"): layer for _, layer in packed_layers(model)})
+    packed = {layer.get_parameter("weight"): layer for _, layer in packed_layers(model)}
+    forms = Forms(lowered, sliced, packed, {m.weight for m in model.modules() if isinstance(m, nn.Embedding)})
     again = partial(study, model, microbatch, criterion, policy, training=training, profile=None)
     is_sharded = training.slices > 1 or training.fsdp
     is_whole = is_sharded or not by_cost(partition) or not is_plain(policy) or hasattr(model, "pipeline_hints")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from pipeshard import AutoConfig, PipelinePlugin, plan
 from pipeshard.config import PipelineConfig
@@ -137,6 +137,34 @@ def test_packed_weights_take_what_is_planned(pool: Pool, tmp_path: Path, kind: s
     zoo.build("llama").save_pretrained(tmp_path)
     for planned, measured in pool.run(packed, 2, tmp_path, kind):
         assert {name: getattr(planned, name) for name in measured} == measured
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_a_trainer_keeps_the_states_of_embeddings_in_fp32(tmp_path: Path, name: str) -> None:
+    """`optim="adamw_bnb_8bit"` was planned with 8-bit states of the embedding, although the Trainer has bitsandbytes
+    keep them in 32 bits: a run that was planned to fit ran out of memory in its first step."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    sizes = zoo.TINY | {"vocab_size": 1024, "num_hidden_layers": 1, "intermediate_size": 256}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    ids = torch.arange(4 * LENGTH).view(4, LENGTH)
+    plain, in_trainer = (
+        plan(model, {"input_ids": ids, "labels": ids}, 1, num_microbatches=2, optimizer=f"{kind}{name}_8bit")
+        for kind in ("", "trainer_")
+    )
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 1, "report_to": "none", "use_cpu": True}
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(tmp_path), optim=f"{name}_8bit", save_strategy="no", **settings),
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+    )
+    try:
+        trainer.train()
+    finally:
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+    kept = ("state1", "state2", "absmax1", "absmax2")
+    states = [state[key] for state in trainer.optimizer.state.values() for key in kept if key in state]
+    assert in_trainer.estimate.memory[0].optimizer == sum(state.nbytes for state in states)
+    assert in_trainer.estimate.memory[0].optimizer > 1.5 * plain.estimate.memory[0].optimizer
 
 
 def slices(name: str, by: str) -> dict[str, tuple[int, int]]:
