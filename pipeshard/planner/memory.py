@@ -229,8 +229,7 @@ class Training:
             is_low, count = parameter in forms.lowered, forms.sliced.get(parameter, parameter.numel())
             scales = forms.packed[parameter].scales if parameter in forms.packed else 0
             size = count * (2 if is_low else parameter.itemsize) + scales
-            full = FULL * count if is_low else size
-            trained = full if is_trainable(parameter) else 0
+            trained = (FULL * count if is_low else size) if is_trainable(parameter) else 0
             sizes, gradients = sizes + size, gradients + trained
             own = -(-self.states(count, trained, parameter in forms.embeddings) // self.parts)
             if self.offloads("optimizer"):
@@ -238,7 +237,8 @@ class Training:
             else:
                 states += own
             if self.fsdp and self.dp_size > 1:
-                values += -(-full // self.dp_size)
+                # a frozen shard keeps its dtype
+                values += -(-(trained or count * parameter.itemsize + scales) // self.dp_size)
             elif is_low and not self.offloads("optimizer"):
                 values += -(-trained // self.parts)
         return Memory(sizes, gradients, states, values=values, update=self.update(gradients), host=host)

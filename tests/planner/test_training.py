@@ -107,6 +107,28 @@ def test_adapters_alone_have_gradients_and_states() -> None:
     assert sum(memory.always for memory in memories) < sum(memory.always for memory in whole) / 2
 
 
+def sharded() -> tuple[int, int]:
+    """The bytes of the shards of adapters and their 16-bit base that the plan says that a rank has, and that it has."""
+    torch.manual_seed(0)
+    batch, config = zoo.batch("llama", ROWS, LENGTH), LoraConfig(target_modules="all-linear")
+    model: nn.Module = get_peft_model(zoo.build("llama", torch.bfloat16), config)
+    options: dict[str, Any] = {"num_microbatches": 2, "dp_size": 2, "fsdp": True, "precision": "bf16"}
+    planned = plan(model, batch, 1, schedule="1f1b", **options).estimate.memory[0]
+    booster = Booster(plugin=PipelinePlugin(1, dry_run_input=batch, verify=False, **options))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    boosted, *_ = booster.boost(model, torch.optim.AdamW(trained))
+    return planned.values, sum(local(parameter).nbytes for parameter in boosted.unwrap().parameters())
+
+
+@pytest.mark.turns
+@pytest.mark.local
+def test_shards_of_a_frozen_base_are_planned_in_its_dtype(pool: Pool) -> None:
+    """With `fsdp`, the shards of a frozen 16-bit base were planned in fp32, twice what a rank has: a plan for adapters
+    of a large model was refused that fits."""
+    for planned, measured in pool.run(sharded, 2):
+        assert planned == pytest.approx(measured, rel=0.05)
+
+
 def packed(folder: Path, kind: str) -> tuple[Memory, dict[str, int]]:
     """What the plan says that this rank takes of adapters on packed weights, and what it holds after a step."""
     batch, config = zoo.batch("llama", ROWS, LENGTH), BitsAndBytesConfig(**QUANTIZATIONS[kind])
