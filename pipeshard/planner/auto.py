@@ -89,6 +89,13 @@ class Cutter:
             room[rank] -= size
             update[rank] += added
             most[rank] = max(most[rank], more)
+        footprint = self.subject.footprint
+        for rank in range(len(room)) if footprint.has_tied else ():
+            again, gradients = footprint.repeated(
+                [run for run, at in zip(itertools.pairwise(edges), placement) if at == rank]
+            )
+            room[rank] += again
+            update[rank] -= self.subject.training.update(gradients)
         room = [left - more if added <= left else -1 for left, more, added in zip(room, most, update)]
         ends = zip(edges, placement, (-1, *placement))
         sent = [self.sent[start] if start and rank != before else (0, 0) for start, rank, before in ends]

@@ -201,9 +201,14 @@ def _heaviest(
     found = []
     for of_rank, limit in zip(moments, limits, strict=True):
         parts: list[dict[int, Part | None]] = [dict(moment) for moment in of_rank]
+        gradients = {s: footprint.gradients(*runs[s]) for s in parts[0]}
+        repeated, again = footprint.repeated([runs[s] for s in parts[0]])
         for moment in (*parts, dict.fromkeys(parts[0])):
             taken = {s: (part, footprint.total(*runs[s], part)) for s, part in moment.items()}
-            found.append((taken, sum(size for _, size in taken.values()) - limit))
+            absent = sum(gradients[s] for s, part in moment.items() if part and not part.has_gradients)
+            too_absent = max(0, absent - (sum(gradients.values()) - again))  # as in `Candidate._memory`
+            roots = 0 if any(moment.values()) else footprint.training.update(again)
+            found.append((taken, sum(size for _, size in taken.values()) - repeated + too_absent - roots - limit))
     return max(found, key=itemgetter(1))
 
 

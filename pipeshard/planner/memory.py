@@ -24,6 +24,7 @@ from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.residence import alive, most_on_host, resident
 from pipeshard.split.boundary import live_values
 from pipeshard.split.packed import Packed
+from pipeshard.split.ties import held_parameters
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "tib": 2**40}  # as in Slurm and nvidia-smi
@@ -282,17 +283,18 @@ class Footprint:
     """The memory of each run of consecutive unit calls: the run's parameters in their `forms`, with their gradients,
     states and master weights under `training`, and the activations of a microbatch.
 
-    Memory that several calls share (tied parameters, masks, a result that two units keep) counts once per run.
+    Memory that several calls share (tied parameters, masks, a result that two units keep) counts once per run. A
+    parameter that no call reads belongs to the call that `held_parameters` chooses.
     """
 
     def __init__(self, model: nn.Module, flow: Dataflow, meter: Meter, training: Training, forms: Forms) -> None:
-        named = dict(model.named_parameters())
-        first = {parameter: name for name, parameter in named.items()}
-        units = {call.unit: {first[p] for p in model.get_submodule(call.unit).parameters()} for call in flow.calls}
-        held = [units[call.unit] | call.reads.parameters for call in flow.calls]
-        held.append(set(flow.needed(outputs=True).parameters))
         self.last = len(flow.calls)  # the glue after the last call counts as one more call
-        self._parameters, self._held, self._forms = named, held, forms
+        units = {call.unit: model.get_submodule(call.unit) for call in flow.calls}
+        self._held = held_parameters(model, flow, range(self.last), units, self.last + 1)
+        self._parameters, self._forms = dict(model.named_parameters()), forms
+        calls = {name: [call for call, names in enumerate(self._held) if name in names] for name in self._parameters}
+        self._tied = {name: each for name, each in calls.items() if len(each) > 1}
+        self.has_tied = bool(self._tied)
         self._count(training)
         kept = [dict(work.kept) for work in (*meter.works, meter.tail)]
         self._kept = _Union(kept)
@@ -330,6 +332,9 @@ class Footprint:
         self.training = training
         self._static = _Union([{name: each[name].always for name in names} for names in self._held])
         self._gradients = _Union([{name: each[name].gradients for name in names} for names in self._held])
+        self._twice = defaultdict[tuple[int, ...], Counter[str]](Counter)
+        for name, calls in self._tied.items():
+            self._twice[*calls].update(always=each[name].always, gradients=each[name].gradients)
         self._peaks = dict[tuple[int, bool], list[int]]()
         self._totals = dict[tuple[int, int, Part | None], int]()
 
@@ -344,6 +349,16 @@ class Footprint:
                 of_part = self.working(start, end, part).backward
             self._totals[key] = self._static.total(start, self._end(end)) + of_part
         return self._totals[key]
+
+    def repeated(self, runs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """The bytes of permanent memory, and of gradients, by which the sums over these runs of a rank are too large,
+        because a tied parameter counts in each run, but the rank holds the parameter once."""
+        always = gradients = 0
+        for calls, sizes in self._twice.items() if len(runs) > 1 else ():
+            holding = sum(any(start <= call < self._end(end) for call in calls) for start, end in runs)
+            always += sizes["always"] * max(0, holding - 1)
+            gradients += sizes["gradients"] * max(0, holding - 1)
+        return always, gradients
 
     def working(self, start: int, end: int, part: Part) -> Memory:
         """The memory of a stage during `part` in addition to its permanent memory."""

@@ -5,19 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import nn
 
 from pipeshard import plan
+from pipeshard.batch.read import read_batch
 from pipeshard.errors import BatchError, ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.units import find_units
-from pipeshard.planner.memory import Memory, format_bytes, parse_bytes, pinned
+from pipeshard.planner.auto import Cutter
+from pipeshard.planner.candidate import Candidate, _heaviest
+from pipeshard.planner.memory import Memory, Training, format_bytes, parse_bytes, pinned
 from pipeshard.planner.plan import Estimate, Plan, in_short
-from pipeshard.planner.planner import recommend
+from pipeshard.planner.planner import attempt, recommend, study
 from pipeshard.schedule.schedules import IN_A_V, SCHEDULES
 from tests import zoo
 from tests.planner.saved import saved_bytes
@@ -111,6 +116,50 @@ def test_a_tied_embedding_is_held_by_both_ends_and_once_by_a_rank() -> None:
     assert sum(memory.parameters for memory in together.estimate.memory) == whole
     assert sum(stage.memory.parameters for stage in together.stages) == whole
     assert together.stages[3].parameters * 4 > together.stages[3].memory.parameters
+
+
+def with_images() -> nn.Module:
+    """A model with a tower for images, which is as large as some layers, and which a batch of text leaves unused."""
+    torch.manual_seed(0)
+    tower = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen = transformers.CLIPVisionConfig(**tower, image_size=16, patch_size=8)
+    read = transformers.LlamaConfig(**zoo.TINY | {"num_hidden_layers": 8})
+    both = transformers.LlavaConfig(vision_config=seen, text_config=read, image_token_index=60)
+    return transformers.LlavaForConditionalGeneration(both)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved"])
+@pytest.mark.parametrize("kind", ["unused", "tied"])
+def test_a_search_for_cuts_counts_what_the_plan_counts(kind: str, schedule: str) -> None:
+    """The search for cuts that fit left out the parameters of a tower for images, and counted a tied embedding twice
+    in a V: the plan then said that nothing fits, or the search discarded what fits."""
+    model = with_images() if kind == "unused" else zoo.build("llama-tied", layers=8)
+    batch, training = read_batch(model, zoo.batch("llama", ROWS // M, LENGTH)), Training()
+    subject = study(model, batch, None, None, "auto", training, None)
+    for partition in ("auto", "uniform"):
+        made = attempt(replace(subject, partition=partition), schedule, P, M, 1 + (schedule == "interleaved"))
+        assert isinstance(made, Candidate)
+        moments = [training.moments(actions) for actions in made.program.ranks]
+        for rank, memory in enumerate(made.memory):
+            limits = [0 if rank == other else memory.total * P for other in range(P)]
+            assert _heaviest(moments, made.runs, subject.footprint, limits)[1] == memory.total
+        edges = 0, *itertools.accumulate(made.counts)
+        devices = replace(subject.devices, memory=(10**9,) * P, speeds=(1.0,) * P)
+        room = Cutter(replace(subject, devices=devices), M, made.program.placement).work(edges).room
+        for rank, memory in enumerate(made.memory):
+            runs = [run for run, at in zip(made.runs, made.program.placement, strict=True) if at == rank]
+            most = max(subject.footprint.temporary(*run) for run in runs)
+            assert 10**9 - room[rank] == memory.always + most
+
+
+def test_cuts_move_to_make_room_for_unused_parameters() -> None:
+    """Text on a vision-language model was planned with the tower on the first rank. Moving a layer would have made it
+    fit, but the plan said that no partition was found."""
+    found = planned("llama", with_images(), schedule="1f1b")
+    limit = found.estimate.memory[0].total - 1
+    assert found.estimate.fullest == 0
+    moved = planned("llama", with_images(), schedule="1f1b", device_memory=limit)
+    assert moved.counts[0] < found.counts[0] and moved.estimate.fits
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
