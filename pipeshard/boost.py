@@ -148,9 +148,10 @@ def _searched(
     microbatch = sample.split(*config.cut)[0]
     plans = None, config.tp_plan, config.ep_plan
     subject = study(model, microbatch, criterion, config.policy, partition, training, *plans)
-    costs = gather_objects([tuple(cost) for cost in subject.costs], grid.world)[0]  # rank 0's: measured costs differ
+    known = [tuple(cost) for cost in subject.costs], subject.before_policy
+    costs, before = gather_objects(known, grid.world)[0]  # rank 0's: measured costs differ
     again = None if any(recompute.ratios) or recompute.interval else subject.again
-    subject = replace(subject, costs=[Cost(*cost) for cost in costs], again=again)
+    subject = replace(subject, costs=[Cost(*cost) for cost in costs], before_policy=before, again=again)
     candidate, schedule, _ = automatic(subject.on(devices), p, of_batch * num_batches)
     return replace(
         config,

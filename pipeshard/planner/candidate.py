@@ -219,7 +219,8 @@ class Subject:
     `forms` are the forms of the parameters under `training`. `in_seconds` is whether the costs are in seconds, and
     `recomputed` whether any unit recomputes its activations. `devices` are the devices of the pipeline's ranks. `again`
     studies the model with a partition by names, which may be inside layers; it is None if only whole layers are units.
-    `known_sums` are the `sums`, if they are known without rounding errors.
+    `known_sums` are the `sums`, if they are known without rounding errors. `before_policy` are the costs that the
+    policy's own `costs` changes, if it has one.
     """
 
     model: nn.Module
@@ -235,6 +236,7 @@ class Subject:
     recomputed: bool = False
     again: Callable[[Cuts], "Subject"] | None = None
     known_sums: Sequence[Sequence[float]] = ()
+    before_policy: Sequence[float] = ()
     policies: dict[tuple[str, tuple[int, ...]], Policy] = field(default_factory=dict)
 
     @cached_property
@@ -266,7 +268,7 @@ class Subject:
         """The policy for this partition and placement. Schedules with the same placement share it."""
         key = str(partition), placement
         if key not in self.policies:
-            ranks, costs = max(placement) + 1, [sum(cost) for cost in self.costs]
+            ranks, costs = max(placement) + 1, self.before_policy or [sum(cost) for cost in self.costs]
             made = self.policy(self.model, self.flow, 0, ranks, partition, placement=placement, costs=costs)
             self.policies[key] = made
         return self.policies[key]

@@ -287,10 +287,11 @@ def study(
     is_sharded = training.slices > 1 or training.fsdp
     is_whole = is_sharded or not by_cost(partition) or not is_plain(policy) or hasattr(model, "pipeline_hints")
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
+    has_own = policy.costs is not Policy.costs
     return Subject(
         model=model,
         flow=flow,
-        costs=costs,
+        costs=own_costs(model, flow, policy, costs) if has_own else costs,
         footprint=Footprint(model, flow, meter, training, forms),
         policy=policy,
         partition=partition,
@@ -300,7 +301,18 @@ def study(
         in_seconds=measured is not None,
         recomputed=any(map(recomputes, units)),
         again=None if is_whole else again,
+        before_policy=[sum(cost) for cost in costs] if has_own else (),
     )
+
+
+def own_costs(model: nn.Module, flow: Dataflow, policy: type[Policy], costs: Sequence[Cost]) -> list[Cost]:
+    """These costs, with the proportions between the calls that the policy's own `costs` returns. The sum of all costs,
+    and the proportions of F, B and W within a call, do not change."""
+    whole = type(policy.__name__, (policy,), {"distribute_layers": Policy.distribute_layers})
+    own = whole(model, flow, 0, 1, costs=[sum(cost) for cost in costs]).costs()
+    total = sum(map(sum, costs)) / (sum(own) or 1.0)
+    factors = (total * now / (sum(cost) or 1.0) for cost, now in zip(costs, own, strict=True))
+    return [Cost(*(part * factor for part in cost)) for cost, factor in zip(costs, factors, strict=True)]
 
 
 def timed(subject: Subject, tflops: float | None, link: Any) -> Subject:

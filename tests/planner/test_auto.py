@@ -286,6 +286,34 @@ def test_places_inside_have_the_costs_of_their_layers() -> None:
     assert {places.names[edge].rpartition(".")[2] for edge in places.inner} == {"self_attn"}
 
 
+class SlowLayer(Policy):
+    """One layer takes as long as all other calls together."""
+
+    def costs(self) -> list[float]:
+        costs, (slow,) = super().costs(), self.calls_of("model.layers.5")
+        return [*costs[:slow], sum(costs) - costs[slow], *costs[slow + 1 :]]
+
+
+def test_times_and_searches_follow_the_costs_of_a_policy() -> None:
+    """A policy said that one layer takes as long as all others. `schedule="auto"` and the times of a plan ignored it,
+    so the cut that balances these costs was shown as unbalanced."""
+    model = zoo.build("llama", layers=8)
+    microbatch, _ = first_microbatch(model, zoo.batch("llama"), M, None, None)
+    plain, own = (study(model, microbatch, None, each, "auto", Training(), None) for each in (None, SlowLayer))
+    whole = [sum(map(sum, each.costs)) for each in (plain, own)]
+    assert whole[0] == pytest.approx(whole[1])
+    slow = [call.unit for call in own.flow.calls].index("model.layers.5")
+    assert sum(own.costs[slow]) == pytest.approx(whole[1] / 2)
+    devices = Devices.parse(2)
+    candidate = attempt(own.on(devices), "1f1b", 2, M, 1)
+    assert isinstance(candidate, Candidate) and candidate.counts[0] == slow
+    before, after = (sum(candidate.costs(whole[1])[stage]) for stage in range(2))
+    assert before < 0.5 < after and before + after == pytest.approx(1.0)
+    with short():
+        found = automatic(own.on(devices), 2, M)
+    assert found.candidate.estimate(1.0).time <= candidate.estimate(1.0).time
+
+
 class OwnPolicy(Policy):
     def costs(self) -> list[float]:
         return super().costs()
