@@ -176,6 +176,8 @@ def plan(
     if is_auto:
         best_found, found, _ = automatic(subject, pp_size, m)
         chosen = best_found.program.name, best_found.num_model_chunks
+        known = schedules(num_model_chunks=num_model_chunks)  # a known schedule is shown with the cuts that were found
+        tried = [best_found if which == chosen else each for which, each in zip(known, tried, strict=True)]
         tried += [best_found] * (best_found.program.name == AUTO)
     candidates = {(c.program.name, c.num_model_chunks): c for c in tried if isinstance(c, Candidate)}
     estimates = [c.estimate(unit) if isinstance(c, Candidate) else c for c in tried]

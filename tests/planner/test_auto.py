@@ -286,6 +286,19 @@ def test_places_inside_have_the_costs_of_their_layers() -> None:
     assert {places.names[edge].rpartition(".")[2] for edge in places.inner} == {"self_attn"}
 
 
+def test_a_known_schedule_that_wins_is_shown_with_its_own_cuts() -> None:
+    """`plan(schedule="auto")` found zbv with cuts that fit in 1F1B's memory, and showed the balanced cuts, which need
+    more. The plugin ran other cuts than the plan."""
+    model, batch = zoo.build("llama", layers=6), zoo.batch("llama")
+    with mock.patch("pipeshard.planner.planner.search", return_value=None):
+        found = automatic(subject().on(Devices.parse(2)), 2, M).candidate
+        made = pipeshard.plan(model, batch, 2, num_microbatches=M, schedule="auto")
+    balanced = pipeshard.plan(model, batch, 2, num_microbatches=M, schedule=found.program.name)
+    assert made.schedule == found.program.name == "zbv" and found.counts != balanced.counts
+    assert made.cuts == found.counts and made.estimate.memory == tuple(found.memory)
+    assert [e.name for e in made.schedules] == [e.name for e in balanced.schedules]
+
+
 class SlowLayer(Policy):
     """One layer takes as long as all other calls together."""
 
