@@ -46,6 +46,12 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
     yield Text(f"{plan.training}, partition {plan.partition}{limit}")
     if devices.are_unequal or devices.links:
         yield Text(str(devices))
+    if plan.unused:
+        yield Text(
+            f"not used by this batch: {', '.join(plan.unused)} ({_count(sum(plan.unused.values()))} parameters), whose "
+            "memory is planned without activations. To plan a batch that uses them, such as one with images, call "
+            "pipeshard.plan(model, batch, ...)"
+        )
     yield Text()
     yield _memory(plan)
     yield Text()

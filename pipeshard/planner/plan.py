@@ -4,8 +4,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pipeshard.graph.dataflow import Dataflow
@@ -158,7 +158,8 @@ class Plan:
     schedule (for the `reason` given) unless another schedule was requested. `cuts` can be passed to the plugin as
     `partition`: the number of unit calls of each stage or, if a cut is inside a layer, the modules to cut after.
     `training` has the other settings that determine the memory. `devices` are the ranks' devices and their links.
-    `searched` is the schedule if a search has found it, otherwise None.
+    `searched` is the schedule if a search has found it, otherwise None. `unused` maps each module that the batch does
+    not use to its number of parameters.
     """
 
     model: str
@@ -178,6 +179,7 @@ class Plan:
     reason: str
     cuts: Cuts
     searched: Searched | None = None
+    unused: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def estimate(self) -> Estimate:

@@ -213,7 +213,21 @@ def plan(
         reason=reason,
         cuts=shown.cuts,
         searched=found if isinstance(found, Searched) else None,
+        unused=unused_modules(model, subject.flow),
     )
+
+
+def unused_modules(model: nn.Module, flow: Dataflow) -> dict[str, int]:
+    """The number of parameters of each module of which the trace uses no parameter, without the modules inside it."""
+    named = dict(model.named_parameters())
+    used = {p for call in flow.calls for p in model.get_submodule(call.unit).parameters()}
+    used |= {named[name] for use in flow.uses() for name in use.parameters}
+    found = dict[str, int]()
+    for path, module in model.named_modules():
+        parameters, is_inside = set(module.parameters()), any(f"{path}.".startswith(f"{name}.") for name in found)
+        if parameters and not parameters & used and not is_inside:
+            found[path] = sum(parameter.numel() for parameter in parameters)
+    return found
 
 
 class Automatic(NamedTuple):

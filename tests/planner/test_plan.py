@@ -16,6 +16,7 @@ from torch import nn
 
 from pipeshard import plan
 from pipeshard.batch.read import read_batch
+from pipeshard.commands import show
 from pipeshard.errors import BatchError, ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.units import find_units
 from pipeshard.planner.auto import Cutter
@@ -150,6 +151,25 @@ def test_a_search_for_cuts_counts_what_the_plan_counts(kind: str, schedule: str)
             runs = [run for run, at in zip(made.runs, made.program.placement, strict=True) if at == rank]
             most = max(subject.footprint.temporary(*run) for run in runs)
             assert 10**9 - room[rank] == memory.always + most
+
+
+def test_a_plan_names_what_its_batch_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:
+    """`pipeshard plan` of a vision-language model counted its parameters, but planned a run without images, and nothing
+    said so."""
+    model = with_images()
+    made = planned("llama", model)
+    towers = {f"model.{name}" for name in ("vision_tower", "multi_modal_projector")}
+    assert made.unused == {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in towers}
+    assert json.loads(made.to_json())["unused"] == made.unused
+    show(made)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "not used by this batch: model.vision_tower, model.multi_modal_projector (" in shown
+    images = torch.randn(ROWS, 3, 16, 16)
+    batch = zoo.batch("llama", ROWS, LENGTH)
+    batch["input_ids"][:, :4] = 60
+    assert not plan(model, batch | {"pixel_values": images}, P, num_microbatches=M).unused
+    show(planned("llama-tied"))
+    assert "not used" not in capsys.readouterr().out
 
 
 def test_cuts_move_to_make_room_for_unused_parameters() -> None:
