@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.utils.data import DataLoader
 
 from pipeshard.errors import ConfigurationError, VerificationError
@@ -50,7 +50,7 @@ class Trial:
 def _spawn(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
     try:
         spawn(function, arguments, nprocs=size, daemon=True)
-    except ProcessRaisedException as error:
+    except ProcessException as error:
         from pipeshard.distributed.watch import NOTE
 
         lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]

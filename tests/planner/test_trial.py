@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ from click.testing import CliRunner
 
 from pipeshard.cli import main
 from pipeshard.engine.recording import Recording
+from pipeshard.errors import ConfigurationError
 from pipeshard.schedule import add_communication, make_program
+from pipeshard.trial import _spawn
 
 MODEL = ["gpt2", "n_embd=32", "n_layer=4", "n_head=4", "vocab_size=61", "n_positions=32"]
 
@@ -23,6 +27,17 @@ def test_a_step_is_run_recorded_and_drawn(tmp_path: Path) -> None:
     assert "bubble" in result.output and "slowest is rank" in result.output
     assert Recording.load(tmp_path / "step.json").program == add_communication(make_program("zbv", 2, 3))
     assert (tmp_path / "step.svg").stat().st_size > 10_000
+
+
+def killed(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_one_line() -> None:
+    """`trace-run` of a model that is too large for this machine, of which the kernel killed a process, ended in a
+    traceback."""
+    with pytest.raises(ConfigurationError, match=r"a process of the trial run failed: .* signal SIGKILL"):
+        _spawn(killed, (), 1)
 
 
 @pytest.mark.turns
