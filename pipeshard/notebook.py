@@ -44,7 +44,7 @@ def notebook_launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     with tempfile.TemporaryDirectory(prefix="pipeshard-") as name:
         folder = Path(name)
         (folder / CALL).write_bytes(_copied(fn, args))
-        if status := _run_agent(folder, ranks):
+        if (status := _run_agent(folder, ranks)) or _failure(folder):
             raise RankError(_failure(folder) or f"the ranks exited with status {status}: see the output above")
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
 

@@ -33,6 +33,9 @@ def fail(rank):
         Failing()()
     return rank
 
+def leave():
+    raise SystemExit(0)
+
 def wait(folder):
     Path(folder, str(os.getpid())).touch()
     time.sleep(600)
@@ -56,6 +59,13 @@ def test_ranks_return_results_or_name_the_one_that_failed(
     with pytest.raises(RankError, match=r"^rank 1 failed: ValueError: boom$"):
         notebook_launch(cell["fail"], 2, 1)
     assert capfd.readouterr().out.count("ValueError: boom\n") == 1  # the traceback
+
+
+@pytest.mark.turns
+def test_a_rank_that_exits_is_named(cell: dict[str, FunctionType]) -> None:
+    """A function that called sys.exit() raised FileNotFoundError of a temporary file in the cell."""
+    with pytest.raises(RankError, match=r"^rank 0 failed: SystemExit: 0$"):
+        notebook_launch(cell["leave"], 1)
 
 
 @pytest.mark.turns
