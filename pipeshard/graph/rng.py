@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeshard.errors import TraceError
 from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
 
 
@@ -195,14 +196,22 @@ class Repeats:
     def __init__(self, randomness: Randomness) -> None:
         self.randomness = randomness
         self.stage = 0  # the stage whose forward or backward runs now
+        self.is_unknown = False  # whether another runtime runs the backwards of several stages in this process
         self._kept: dict[tuple[int, str, bytes], Repeat] = {}
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
         """An empty Repeat of the current call of `unit`. The caller fills in the fields. The Repeat is kept only if the
         call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a reentrant checkpoint,
-        whose later calls are all on one stage."""
+        whose later calls are all on one stage. Raises TraceError in a checkpoint if the stage of a backward is unknown.
+        """
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
+            if self.is_unknown:
+                raise TraceError(
+                    f"the model calls {unit} in an activation checkpoint of its own, but several stages run in this "
+                    "process, so the backward cannot know which of them to recompute. Use one stage per process, "
+                    "target=None or target='colossalai', or move the checkpoint into the layer"
+                )
             self._kept[self.stage, unit, self.randomness.state()] = repeat
             if len(self._kept) > MOST_REPEATS:
                 del self._kept[next(iter(self._kept))]

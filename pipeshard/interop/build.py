@@ -111,6 +111,7 @@ class StageModule(nn.Module):
                 else f"stage 0 got {len(received)} tensors, but takes none: pass the microbatch as stage(**batch)"
             )
         randomness = policy.replay.randomness
+        policy.replay.repeats.is_unknown = len(policy.chunks) > 1 and not self.is_carried
         is_again = self.index != policy.chunks[0] and not self.is_carried
         calls = {call for call, stage in enumerate(policy.stages) if stage == self.index}
         once = changed_once(model, route.flow, calls) if is_again else nullcontext()

@@ -449,6 +449,17 @@ def test_a_forward_s_own_checkpoints_are_recomputed_on_their_stage() -> None:
         assert all(map(torch.equal, dropped(True, by_stage), dropped(False, by_stage)))
 
 
+def test_own_checkpoints_are_refused_where_another_runtime_runs_several_stages() -> None:
+    """In torch's interleaved schedule, layers in checkpoints were recomputed with other dropout masks, without a word:
+    gradients differed by a third."""
+    data = {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4}
+    split = build(Dropping(True), 3, batch=data)
+    for stage in split.stages:
+        stage.is_carried = False  # as in a target other than None
+    with pytest.raises(TraceError, match="in an activation checkpoint of its own, but several stages run"):
+        split.stages[0](**data)
+
+
 class Storing(Counting):
     """Stores a mask in its first forward, and the last input in each."""
 
