@@ -150,6 +150,15 @@ def test_packed_weights_take_less_and_compute_the_same(kind: str) -> None:
     )
 
 
+def test_large_adapters_do_not_change_the_precision() -> None:
+    """With `--quantize nf4 --lora 128`, the fp32 adapters have more elements than the bf16 weights that are not
+    quantized, and the plan was for precision fp32."""
+    model = source.build("llama", MODEL[1:], "bf16", lora=128)
+    assert source.precision_of(model) == "bf16"
+    packed = source.build("llama", MODEL[1:], "bf16", lora=128, quantize="nf4")
+    assert source.precision_of(packed) == "bf16"
+
+
 def test_optimizers_in_8_bits_take_a_quarter() -> None:
     sizes = ["hidden_size=128", "intermediate_size=256", "num_hidden_layers=4", "vocab_size=64", *SIZES, "--json", "-"]
     plans = [json.loads(invoke("llama", *sizes, "--optimizer", kind).output) for kind in ("adamw", "adamw_8bit")]

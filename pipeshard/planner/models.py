@@ -85,9 +85,11 @@ def _adapted(model: Any, rank: int) -> nn.Module:
 
 
 def precision_of(model: nn.Module) -> str:
-    """The plugin's `precision` for the dtype of most floating-point elements of a model's parameters."""
+    """The plugin's `precision` for the dtype of most floating-point elements of a model's parameters or, with adapters,
+    of its frozen parameters."""
     counts: Counter[torch.dtype] = Counter()
-    for parameter in filter(Tensor.is_floating_point, model.parameters()):  # quantized weights are integers
+    parameters = [*filter(Tensor.is_floating_point, model.parameters())]  # quantized weights are integers
+    for parameter in [p for p in parameters if not p.requires_grad] or parameters:
         counts[parameter.dtype] += parameter.numel()
     names = {dtype: name for name, dtype in DTYPE_NAMES.items()}
     return names.get(max(counts, key=counts.__getitem__), "fp32") if counts else "fp32"
