@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from colossalai.booster import Booster
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers.utils import ModelOutput
 
 from pipeshard import PipelinePlugin
 from pipeshard.errors import PipeshardError
@@ -278,6 +279,50 @@ def of_left_padded() -> list[str]:
 @pytest.mark.turns
 def test_padding_on_the_left_is_cut_off(pool: Pool) -> None:
     assert pool.run(of_left_padded, 2) == [[], []]
+
+
+class PairScorer(nn.Module):
+    """A model that compares the means of two texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCABULARY, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        positive_input_ids: Tensor,
+        positive_attention_mask: Tensor,
+        labels: Tensor,
+    ) -> ModelOutput:
+        ids = torch.stack([input_ids, positive_input_ids], 1).flatten(0, 1)
+        mask = torch.stack([attention_mask, positive_attention_mask], 1).flatten(0, 1)[..., None]
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        first, second = ((hidden * mask).sum(1) / mask.sum(1)).unflatten(0, (-1, 2)).unbind(1)
+        return ModelOutput(loss=F.mse_loss((first * second).sum(1), labels))
+
+
+def pairs_of_texts_differ() -> list[str]:
+    first, second = data_of("llama", (3, 30, 5, 12), 0), data_of("llama", (40, 2, 9, 12), 1)
+    data = {"input_ids": first["input_ids"], "attention_mask": first["attention_mask"]}
+    data |= {f"positive_{name}": second[name] for name in data}
+    data["labels"] = torch.arange(4.0, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = PairScorer().double()
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), data, microbatch_tokens=LIMIT, verify=False)
+    out = split.backward(data)
+    return compared(split, unsplit, out["loss"], unsplit.backward(data), FINE)
+
+
+def test_a_second_text_is_not_trimmed_by_the_padding_of_the_first(pool: Pool) -> None:
+    """Pairs of a passage and a question, both padded to 256 tokens. Where the question was longer than the passage, its
+    end was removed with the padding of the passage, silently."""
+    assert pool.run(pairs_of_texts_differ, 2) == [[], []]
 
 
 class CountsPadding(nn.Module):

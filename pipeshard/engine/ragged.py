@@ -171,7 +171,7 @@ class Ragged:
         determine the padding. Without a mask, only decoder labels determine the padding, since decoder positions do not
         attend to later positions."""
         mask = self._mask(name, batch, total)
-        counted = [] if mask is None else [mask != 0]
+        counted = [] if mask is None else [mask != 0, *self._other_masks(name, batch, total)]
         if mask is not None or name == DECODER:
             counted += [
                 (leaf != IGNORED).flatten(2).any(2) if leaf.ndim > 2 else leaf != IGNORED
@@ -183,6 +183,13 @@ class Ragged:
         path = MASK if name == ENCODER else DECODER_MASK
         mask = batch.by_sample(path) if path in batch.tensors else None
         return mask if mask is not None and mask.shape == (batch.rows, total) else None
+
+    def _other_masks(self, name: str, batch: Batch, total: int) -> list[Tensor]:
+        """The masks of other texts that have as many positions as this side, and would be trimmed with it."""
+        paths = [path for path in batch.tensors if path.endswith(MASK) and path not in (MASK, DECODER_MASK)]
+        paths = [path for path in paths if self._side_of(path) == name and self._dims(path, batch, total)]
+        masks = [batch.by_sample(path) for path in paths]
+        return [mask != 0 for mask in masks if mask.shape == (batch.rows, total)]
 
     def _labels(self, name: str, batch: Batch, total: int) -> list[Tensor]:
         """The targets that have one or more entries per position of this side."""
