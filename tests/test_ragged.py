@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from colossalai.booster import Booster
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers import BertConfig, BertForMultipleChoice, GPT2Config, GPT2ForSequenceClassification
 from transformers.utils import ModelOutput
 
 from pipeshard import PipelinePlugin
@@ -323,6 +323,25 @@ def test_a_second_text_is_not_trimmed_by_the_padding_of_the_first(pool: Pool) ->
     """Pairs of a passage and a question, both padded to 256 tokens. Where the question was longer than the passage, its
     end was removed with the padding of the passage, silently."""
     assert pool.run(pairs_of_texts_differ, 2) == [[], []]
+
+
+def sizes_of_choices() -> tuple[list[int], list[str]]:
+    """The tokens of each microbatch, and what differs from the unsplit model."""
+    torch.manual_seed(0)
+    model = BertForMultipleChoice(BertConfig(**zoo.ENCODER, vocab_size=zoo.VOCABULARY)).double().eval()
+    ids = torch.randint(3, zoo.VOCABULARY, (8, 3, 8), generator=torch.Generator().manual_seed(0))
+    data = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(8) % 3}
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), data, microbatch_tokens=LIMIT, verify=False)
+    out = split.backward(data, return_outputs=lambda _, batch: batch["input_ids"].numel())
+    return out["outputs"] or [], compared(split, unsplit, out["loss"], unsplit.backward(data), FINE)
+
+
+def test_the_tokens_of_all_choices_count_for_the_limit(pool: Pool) -> None:
+    """DataCollatorForMultipleChoice: ids of samples, choices and tokens. Choices were counted instead of tokens, so
+    that the whole batch was one microbatch, far above microbatch_tokens."""
+    for sizes, found in pool.run(sizes_of_choices, 2):
+        assert found == [] and sizes in ([], [48] * 4)
 
 
 class CountsPadding(nn.Module):

@@ -5,6 +5,7 @@ last label are padding in the decoder of an encoder-decoder model. Padding is re
 positions. Sums over valid labels and masked attention do not depend on padding. The proof at boost checks this.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -145,12 +146,18 @@ class Ragged:
 
     def _totals(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """The number of positions of each side in the batch: the second dimension of the side's token ids, embeddings
-        or labels."""
+        or labels. If ids and mask have several texts per sample (samples, choices, positions), the positions of all
+        texts count, and none is trimmed."""
         leaves: dict[str, tuple[str, ...]] = {ENCODER: (IDS, "inputs_embeds")}
         if self.encoder_decoder:
             leaves[DECODER] = (f"decoder_{IDS}", "decoder_inputs_embeds", LABELS)
+
+        def total(path: str) -> int:
+            has_texts = shapes[path] == shapes.get(path.replace(IDS, MASK)) and path.endswith(IDS)
+            return math.prod(shapes[path][1:]) if has_texts else shapes[path][1]
+
         found = {
-            name: [shapes[path][1] for path in paths if len(shapes.get(path, ())) > 1] for name, paths in leaves.items()
+            name: [total(path) for path in paths if len(shapes.get(path, ())) > 1] for name, paths in leaves.items()
         }
         return {name: totals[0] for name, totals in found.items() if totals}
 
