@@ -48,6 +48,11 @@ VIEWS = (
     ". If layers process several views of each sample together, keep the views in the order of the samples: "
     "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
 )
+AUXILIARY = (
+    ". If an auxiliary loss of router logits is added to a loss that is divided by num_items_in_batch (in a Trainer), "
+    "omit num_microbatches, microbatch_size and microbatch_tokens, so that each batch is one microbatch, or turn off "
+    "the auxiliary loss (SFTConfig(router_aux_loss_coef=0.0), or model.config.output_router_logits = False)"
+)
 LOSS_REMEDY = (
     "average the microbatch losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
     "criterion (the batch's loss is then the sum of all sums divided by the sum of all counts), or use one microbatch"
@@ -107,9 +112,9 @@ def prove_loss_rule(
                 "sum as on fewer and shorter samples (does it split the positions, or depend on the number of samples?)"
             )
         what = f"the loss of {type(model).__name__} {why}"
-        views = VIEWS if _has_views(flow) else ""
+        remedy = LOSS_REMEDY + AUXILIARY * search.has_side_outputs + VIEWS * _has_views(flow)
         raise ConfigurationError(
-            f"{what}. The loss of a batch therefore cannot be computed from the microbatch losses: {LOSS_REMEDY}{views}"
+            f"{what}. The loss of a batch therefore cannot be computed from the microbatch losses: {remedy}"
         ) from search.failure
     if is_approximate:
         logger.warning(

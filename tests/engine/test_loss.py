@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from pipeshard.batch.batch import Batch
 from pipeshard.engine.loss import LossRule
@@ -64,6 +65,19 @@ def test_an_auxiliary_loss_of_router_logits_goes_by_the_rule_of_the_rest(caplog:
     with caplog.at_level(logging.WARNING, "pipeshard"):
         assert find_loss_rule(model, trace(model, data), Batch.of(data), None) == LossRule("labels", shift=1)
     assert "auxiliary" in caplog.text
+
+
+@pytest.mark.turns
+def test_an_auxiliary_loss_beside_a_sum_names_the_trainer_s_remedies() -> None:
+    """SFTTrainer with experts and num_microbatches=8: the error named only loss_reduction, which a Trainer refuses, a
+    pair from a criterion that the user had not written, and one microbatch, without the arguments for it."""
+    sizes = {**zoo.TINY, "num_hidden_layers": 1, "num_local_experts": 2}
+    model, data = MixtralForCausalLM(MixtralConfig(**sizes, output_router_logits=True)), zoo.batch("mixtral")
+    data["num_items_in_batch"] = (data["labels"][:, 1:] != -100).sum()
+    with pytest.raises(ConfigurationError, match=r"omit num_microbatches.*config\.output_router_logits = False"):
+        find_loss_rule(model, trace(model, data), Batch.of(data), None)
+    model.config.output_router_logits = False
+    assert find_loss_rule(model, trace(model, data), Batch.of(data), None) == LossRule(summed=True)
 
 
 def test_shares_are_those_of_the_valid_labels() -> None:
