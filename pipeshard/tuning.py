@@ -134,10 +134,11 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
             f"the states of {settings.optim} take at most as much memory"
         )
     rows_each = 1 + any("chosen" in way for way in COLUMNS[kind])  # a pair of answers is two rows of the batch
-    m, _ = microbatches(settings, rows_each)
+    is_packed = kind == "sft" and is_one_row(settings)
+    m = settings.gradient_accumulation_steps if is_packed else microbatches(settings, rows_each)[0]
     if m < settings.pp and settings.num_slices == "1":
         least = {"gradient_accumulation_steps": settings.pp}
-        if settings.microbatches:
+        if settings.microbatches and not is_packed:
             samples = math.ceil(settings.pp / settings.gradient_accumulation_steps / rows_each)
             least = {"microbatches": settings.pp, "per_device_train_batch_size": samples}
         low = [f"{which} to {number} or more" for which, number in least.items() if getattr(settings, which) < number]
@@ -190,6 +191,11 @@ def planned(settings: Namespace) -> Any:
         zero_stage=settings.zero_stage,
         tp_size=settings.tp,
     )
+
+
+def is_one_row(settings: Namespace) -> bool:
+    """Whether SFTTrainer joins all samples of a batch into one row, which cannot be split into microbatches."""
+    return settings.padding_free or (settings.packing and settings.packing_strategy != "wrapped")
 
 
 def microbatches(settings: Namespace, rows_each: int = 1) -> tuple[int, int]:

@@ -564,6 +564,19 @@ def test_too_few_samples_for_the_microbatches_are_noted(
     assert re.fullmatch(message or "", found)
 
 
+def test_a_packed_batch_is_noted_as_one_microbatch() -> None:
+    """`--packing --microbatches 8` ran one microbatch on two stages, since a packed batch is one row, and no note said
+    so."""
+    for packing, message in (
+        ("bfd", "a step has 1 microbatch .*: raise gradient_accumulation_steps to 2 or more"),
+        ("wrapped", ""),
+    ):
+        arguments = ["--packing", f"--packing_strategy={packing}", "--per_device_train_batch_size=8"]
+        settings = recipe.read("sft", arguments)
+        settings.gradient_accumulation_steps, settings.microbatches = 1, 8
+        assert re.fullmatch(message, "".join(tuning.remarks("sft", settings)))
+
+
 def test_a_failed_run_names_its_checkpoint(tmp_path: Path) -> None:
     """Nothing said that a run that had failed after hours could go on."""
     arguments = ["--config", toy(tmp_path)]
