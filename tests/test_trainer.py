@@ -467,7 +467,7 @@ def launches() -> list[list[str]]:
 
 def test_the_commands_that_launch_are_those_of_the_launchers() -> None:
     commands = launches()
-    assert len(commands) == 4
+    assert len(commands) == 3
     for words in commands:
         if "torchrun" in words:
             parsed = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])

@@ -125,6 +125,12 @@ class Calls:
     def activations(self, start: int, end: int) -> int:
         return sum(self.kept[start:end])
 
+    def gradients(self, start: int, end: int) -> int:
+        return sum(self.parameters[start:end])
+
+    def repeated(self, runs: object) -> tuple[int, int]:
+        return 0, 0
+
 
 def fits(program: Any, counts: Sequence[int], calls: Calls, limits: Sequence[int]) -> bool:
     """Whether each rank stays within its limit."""
