@@ -451,14 +451,20 @@ def answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
         asked = [{"role": "user", "content": prompt}] if isinstance(asked, list) else prompt
     if not asked:
         return
-    tokens = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    is_chat = isinstance(asked, list)
-    text = tokens.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) if is_chat else asked
+    reader, is_chat = trainer.processing_class, isinstance(asked, list)
+    tokens = getattr(reader, "tokenizer", reader)
+    if is_chat and tokens is not reader:  # the template of a processor reads lists of parts
+        asked = [turn | {"content": _parts(turn["content"])} for turn in asked]
+    text = reader.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) if is_chat else asked
     ids = tokens(text, return_tensors="pt", add_special_tokens=not is_chat).to(trainer.args.device)
     made = trainer.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokens.pad_token_id)
     if trainer.is_world_process_zero():
         said = tokens.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
         click.echo(f"> {text.strip()}\n{said.strip()}")
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def question(row: Mapping[str, Any], text_field: str) -> Any:
@@ -473,8 +479,8 @@ def question(row: Mapping[str, Any], text_field: str) -> Any:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command as one rank. Returns the exit status. An error in the settings or in the model's folder is printed
-    by only one rank, in one line."""
+    """Run a command as one rank. Returns the exit status. An error in the settings, in the cuts or in a checkpoint is
+    printed by only one rank, in one line."""
     fold()
     try:
         return main(arguments[0], arguments[1:])

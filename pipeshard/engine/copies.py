@@ -37,12 +37,15 @@ class WeightCopies:
         self._locals: list[Tensor] = []
         self._noted: list[State] = []
         self._shared: dict[int, State] = {}  # the state of each tensor, by its id, after the last `share`
+        self._has_frozen: bool | None = None  # whether a weight was frozen at boost, where all replicas agree on it
 
     def watch(self) -> None:
         """Track the weights that now have several copies. The recorded state of tensors that are already tracked is
         kept, so earlier writes to these tensors are still detected."""
         before = dict(zip(map(id, self._tensors), self._noted, strict=True))
         self._watched = [weight for weight in self._weights.values() if self._zero or weight.is_double]
+        if self._has_frozen is None:
+            self._has_frozen = not all(weight.parameter.requires_grad for weight in self._watched)
         self._tensors = [tensor for w in self._watched for tensor in (w.parameter, w.master)]
         self._locals = [*map(local, self._tensors)]
         for tensor in self._tensors:
@@ -90,8 +93,11 @@ class WeightCopies:
         the base of adapters is frozen, and its weights are not sent again. Call it on all ranks."""
         if not self._zero or not self._watched:
             return
-        changed = gather(torch.tensor(self._changed(), dtype=torch.uint8), self._grid.replicas).any(dim=0)
-        share_updates(compress(self._watched, changed.tolist()), self._grid.replicas)
+        changed = self._watched
+        if self._has_frozen:
+            flags = gather(torch.tensor(self._changed(), dtype=torch.uint8), self._grid.replicas)
+            changed = [*compress(self._watched, flags.any(dim=0).tolist())]
+        share_updates(changed, self._grid.replicas)
         states = self._states()
         self._shared = dict(zip(map(id, self._tensors), states, strict=True))
         self._noted[::2] = states[::2]  # a broadcast also changes the version of the parameter that it sends

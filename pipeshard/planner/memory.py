@@ -292,7 +292,10 @@ class Footprint:
         units = {call.unit: model.get_submodule(call.unit) for call in flow.calls}
         self._held = held_parameters(model, flow, range(self.last), units, self.last + 1)
         self._parameters, self._forms = dict(model.named_parameters()), forms
-        calls = {name: [call for call, names in enumerate(self._held) if name in names] for name in self._parameters}
+        calls = defaultdict[str, list[int]](list)
+        for call, names in enumerate(self._held):
+            for name in names:
+                calls[name].append(call)
         self._tied = {name: each for name, each in calls.items() if len(each) > 1}
         self.has_tied = bool(self._tied)
         self._count(training)

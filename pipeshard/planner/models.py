@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from pipeshard.errors import ConfigurationError, explained, hint, summary
-from pipeshard.hf import can_recompute
+from pipeshard.hf import can_recompute, has_adapters
 from pipeshard.split.quantized import quantize_blank
 
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -89,7 +89,8 @@ def precision_of(model: nn.Module) -> str:
     of its frozen parameters."""
     counts: Counter[torch.dtype] = Counter()
     parameters = [*filter(Tensor.is_floating_point, model.parameters())]  # quantized weights are integers
-    for parameter in [p for p in parameters if not p.requires_grad] or parameters:
+    frozen = [p for p in parameters if not p.requires_grad] if has_adapters(model) else []
+    for parameter in frozen or parameters:
         counts[parameter.dtype] += parameter.numel()
     names = {dtype: name for name, dtype in DTYPE_NAMES.items()}
     return names.get(max(counts, key=counts.__getitem__), "fp32") if counts else "fp32"

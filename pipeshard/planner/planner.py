@@ -303,7 +303,7 @@ def study(
     is_sharded = training.slices > 1 or training.fsdp
     is_whole = is_sharded or not by_cost(partition) or not is_plain(policy) or hasattr(model, "pipeline_hints")
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
-    has_own = policy.costs is not Policy.costs
+    has_own = measured is None and policy.costs is not Policy.costs
     return Subject(
         model=model,
         flow=flow,

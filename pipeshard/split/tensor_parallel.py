@@ -32,7 +32,7 @@ CONV1D: dict[str, dict[str, Any]] = {
     "conv1d_rowwise": {"by": "inputs"},
 }
 EXPERTS, DISPATCH = "grouped_gemm", "ep_dispatch_experts"  # the styles of experts' parameters, and of their module
-KEYS = re.compile(r"(.*)\.[kv]_proj(\.|$)")  # the projections to keys and values, of an attention module
+KEYS = re.compile(r"(.*)\.([kv])_proj(\.|$)")  # the projections to keys and values, of an attention module
 EXAMPLES = {
     "tp": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}',
     "ep": f'{{"layers.*.mlp.experts": "{DISPATCH}", "layers.*.mlp.experts.gate_up_proj": "{EXPERTS}", ...}}',
@@ -104,7 +104,8 @@ def _check_heads(model: nn.Module, size: int, plan: Mapping[str, str], by: str) 
     for name, style in plan.items():
         if style != "colwise" or name not in modules or not (found := KEYS.match(name)):
             continue
-        width, head = getattr(modules[name], "out_features", None), getattr(modules[found[1]], "head_dim", None)
+        width, attention = getattr(modules[name], "out_features", None), modules[found[1]]
+        head = getattr(attention, f"{found[2]}_head_dim", getattr(attention, "head_dim", None))
         if isinstance(width, int) and isinstance(head, int) and width % (head * size):
             raise ConfigurationError(
                 f"{by}_size={size} would cut a head of {name}, which computes {width // head} heads of {head} "

@@ -138,6 +138,7 @@ def converted(layout: str) -> tuple[set[torch.dtype], float, float]:
 @pytest.mark.parametrize("layout", ["fsdp", "wide"])
 def test_a_converted_model_has_the_dtype_in_which_the_stages_compute(pool: Pool, layout: str) -> None:
     """A user trained with fsdp in bf16, and converted the model back. Its layers of the first stage were in fp32, and
-    the others in bf16, so its first call raised an error about the dtypes of two matrices."""
+    the others in bf16, so its first call raised an error about the dtypes of two matrices. With one stage, the whole
+    model was in fp32, unlike after a run without fsdp."""
     for dtypes, loss, expected in pool.run(converted, LAYOUTS[layout][0], layout):
         assert dtypes == {torch.bfloat16} and loss == pytest.approx(expected, rel=1e-3)

@@ -367,9 +367,12 @@ def test_layers_with_fewer_heads_are_sharded_or_refused() -> None:
 
 def test_a_head_is_not_cut() -> None:
     """A user sharded pi0, whose action expert has one key head, unlike its text config: the first step raised an error
-    about the shape of a view. A plan without these attentions shards the rest."""
+    about the shape of a view. A plan without these attentions shards the rest. MiMo has values of another width."""
     model: Any = zoo.build("llama")
     attention = model.model.layers[1].self_attn
+    heads = attention.k_proj.out_features // attention.head_dim
+    attention.v_proj, attention.v_head_dim = nn.Linear(attention.v_proj.in_features, 4 * heads), 4
+    assert plan_of(model, 2, None, find_policy(model).tp_plan)
     attention.k_proj = nn.Linear(attention.k_proj.in_features, attention.head_dim, bias=False)
     message = r"tp_size=2 would cut a head of .*layers\.1\.self_attn\.k_proj.*, which computes 1 heads of 8 features"
     for adapted in (model, get_peft_model(model, LoraConfig(target_modules=["k_proj"]))):
