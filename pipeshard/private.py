@@ -47,6 +47,7 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 OpOverload = torch._ops.OpOverload
 disabled_torch_function = torch._C._disabled_torch_function_impl
+graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
 functorch_is_active = torch._C._are_functorch_transforms_active
 functorch_unwrapped = torch._C._functorch.get_unwrapped
 profiler_is_enabled = torch._C._autograd._profiler_enabled

@@ -134,8 +134,8 @@ def remarks(kind: str, settings: Namespace) -> Iterator[str]:
             f"the states of {settings.optim} take at most as much memory"
         )
     rows_each = 1 + any("chosen" in way for way in COLUMNS[kind])  # a pair of answers is two rows of the batch
-    is_packed = kind == "sft" and is_one_row(settings)
-    m = settings.gradient_accumulation_steps if is_packed else microbatches(settings, rows_each)[0]
+    is_packed = is_one_row(settings)
+    m = microbatches(settings, rows_each)[0]
     if m < settings.pp and settings.num_slices == "1":
         least = {"gradient_accumulation_steps": settings.pp}
         if settings.microbatches and not is_packed:
@@ -195,14 +195,15 @@ def planned(settings: Namespace) -> Any:
 
 def is_one_row(settings: Namespace) -> bool:
     """Whether SFTTrainer joins all samples of a batch into one row, which cannot be split into microbatches."""
-    return settings.padding_free or (settings.packing and settings.packing_strategy != "wrapped")
+    is_packed = getattr(settings, "packing", False) and settings.packing_strategy != "wrapped"
+    return is_packed or getattr(settings, "padding_free", False)
 
 
 def microbatches(settings: Namespace, rows_each: int = 1) -> tuple[int, int]:
     """The number of microbatches per step, and the number of rows in the largest microbatch. A batch has at most as
     many microbatches as rows. Each sample has `rows_each` rows."""
     window, samples = settings.gradient_accumulation_steps, settings.per_device_train_batch_size * rows_each
-    of_batch = max(1, min((settings.microbatches or window) // window, samples))
+    of_batch = 1 if is_one_row(settings) else max(1, min((settings.microbatches or window) // window, samples))
     return of_batch * window, math.ceil(samples / of_batch)
 
 

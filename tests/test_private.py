@@ -188,7 +188,11 @@ def test_engine_and_hooks_tell_what_they_do() -> None:
     assert inner == [x.untyped_storage().data_ptr()]
     with torch.autograd.profiler.profile():
         assert private.profiler_is_enabled()
-    assert private.saved_tensors_hooks(False) is None
+    assert private.saved_tensors_hooks(False) is None and private.graph_task() == -1
+    tensor, tasks = torch.ones(1, requires_grad=True), list[int]()
+    tensor.register_hook(lambda _: tasks.append(private.graph_task()))
+    tensor.sum().backward()
+    assert tasks[0] >= 0
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert private.saved_tensors_hooks(False) is not None
 

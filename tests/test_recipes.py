@@ -575,6 +575,7 @@ def test_a_packed_batch_is_noted_as_one_microbatch() -> None:
         settings = recipe.read("sft", arguments)
         settings.gradient_accumulation_steps, settings.microbatches = 1, 8
         assert re.fullmatch(message, "".join(tuning.remarks("sft", settings)))
+        assert tuning.microbatches(settings) == ((1, 8) if message else (8, 1))
 
 
 def test_a_failed_run_names_its_checkpoint(tmp_path: Path) -> None:

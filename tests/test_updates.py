@@ -442,14 +442,15 @@ def without_optimizer() -> list[str]:
     told, sides = listening(), Sides({}, sgd)
     for module in (sides.engine.model.embed, sides.engine.model.layers[:3]):
         module.requires_grad_(False)
-    for runs in ("evaluates, trains", "trains, evaluates", "evaluates", "evaluates"):
+    for runs in ("evaluates, trains", "trains, evaluates", "evaluates, steps", "evaluates", "evaluates"):
         for run in runs.split(", "):
             if run == "trains":
                 sides.split_loss(sides.batches(0))
-            else:
+            elif run == "evaluates":
                 sides.engine.execute_pipeline(iter(sides.batches(0)), sides.engine.model)
+        closure = (lambda: sides.split_loss(sides.batches(0))) if "steps" in runs else None
         assert runs == "evaluates" or not any("only evaluates" in text for text in told)
-        sides.optimizer.step()
+        sides.optimizer.step(closure)
         sides.optimizer.zero_grad()
     return [text for text in told if "only evaluates" in text]
 

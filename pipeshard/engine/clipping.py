@@ -40,6 +40,7 @@ class ModelGradients:
         computed it.
         overflow: whether the last step was skipped because a gradient overflowed.
         remedy: what to call instead of torch's clipping functions, for error messages.
+        parts: the parameters of each stage of this rank, if a training loop has these stages.
     """
 
     remedy = (
@@ -67,6 +68,7 @@ class ModelGradients:
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
+        self.parts: list[list[nn.Parameter]] = []
 
     @property
     def is_scaled(self) -> bool:
@@ -97,6 +99,7 @@ class ModelGradients:
         parameters, which only other stages train or, with ZeRO, only other replicas update."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         wholes: list[tuple[list[Tensor], frozenset[str]]] = [(list(self._holders), elsewhere)]
+        wholes += [(list(part), elsewhere) for part in self.parts]
         for optimizer in self._optimizers:
             away = [w for w in optimizer.weights.values() if w.master not in optimizer.names]
             lacking = elsewhere.union(weight.name for weight in away if weight.parameter.requires_grad)

@@ -327,6 +327,8 @@ class PipelineOptimizer(Optimizer):
                     "overflow before a step. Call execute_pipeline first, and then optimizer.step() without a closure"
                 )
 
+            self.gradients.updates.evaluated = False  # the closure may compute the gradients
+
             def closed() -> Any:
                 self._drop_gradients()
                 loss = closure()

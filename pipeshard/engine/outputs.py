@@ -272,9 +272,8 @@ def _spans(
 ) -> dict[int, list[Span]]:
     """Map each sequence dimension of an output to the Spans of the microbatches. In the trace, a sequence dimension
     grows with the number of positions (if the trace has varied this number). In every microbatch, its size is the
-    number of positions, or differs from it by a constant: next-token losses have fewer entries, outputs with virtual
-    tokens at the beginning have more. Raises UsageError for any other dimension that grows in the trace or differs
-    between microbatches."""
+    number of positions, or less by a constant: next-token losses have fewer entries. Raises UsageError for any other
+    dimension that grows in the trace or differs between microbatches."""
     slopes = next((spec.slopes for path, _, spec in flow.outputs if path == name), ())
     groups = [[path for path, _ in group] for group in flow.axes.groups[1:]] if slopes else []
     known = {path for group in groups for path in group}
@@ -284,10 +283,10 @@ def _spans(
         sizes = [part.shape[at] for part in column]
         for path in grows or [path for path in places[0].spans if path not in known]:
             of_path = [place.spans[path] for place in places if path in place.spans]
-            more = sizes[0] - of_path[0].length if of_path else 0
-            is_shifted = bool(grows) and sum(slopes[at]) == 1 and (more < 0 or not any(s.start for s in of_path))
-            if (not more or is_shifted) and sizes == [span.length + more for span in of_path]:
-                found.setdefault(at, [Span(s.start, s.length + more, s.total + more) for s in of_path])
+            fewer = of_path[0].length - sizes[0] if of_path else 0
+            is_shifted = fewer > 0 and bool(grows) and sum(slopes[at]) == 1
+            if (not fewer or is_shifted) and sizes == [span.length - fewer for span in of_path]:
+                found.setdefault(at, [Span(s.start, s.length - fewer, s.total - fewer) for s in of_path])
         if at not in found and (grows or len(set(sizes)) > 1):
             raise _unmergeable(name, "depends on how much padding a microbatch has")
     return found

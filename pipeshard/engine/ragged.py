@@ -262,7 +262,7 @@ class Ragged:
         it contains positions of answers."""
         sides = self._sides(batch)
         sides = {name: side for name, side in sides.items() if self._used(name, batch, side.total) is not None}
-        cuts = [False] if _answers(batch) else [False, True]
+        cuts = [False] if _answers(batch) or not sides else [False, True]
         return [self._extended(batch, sides, is_cut, on_left=False) for is_cut in cuts]
 
     def left_padded(self, batch: Batch) -> list[Batch]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeshard.errors import TraceError
-from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
+from pipeshard.private import DispatchMode, graph_task, saved_tensors_hooks, tree_leaves
 
 
 class Randomness:
@@ -202,23 +202,23 @@ class Repeats:
     def of(self, unit: str, reentrant: bool) -> Repeat:
         """An empty Repeat of the current call of `unit`. The caller fills in the fields. The Repeat is kept only if the
         call is in a checkpoint. With `reentrant`, a call without gradients counts as a call in a reentrant checkpoint,
-        whose later calls are all on one stage. Raises TraceError in a checkpoint if the stage of a backward is unknown.
-        """
+        whose later calls are all on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
-            if self.is_unknown:
-                raise TraceError(
-                    f"the model calls {unit} in an activation checkpoint of its own, but several stages run in this "
-                    "process, so the backward cannot know which of them to recompute. Use one stage per process, "
-                    "target=None or target='colossalai', or move the checkpoint into the layer"
-                )
             self._kept[self.stage, unit, self.randomness.state()] = repeat
             if len(self._kept) > MOST_REPEATS:
                 del self._kept[next(iter(self._kept))]
         return repeat
 
     def pop(self, unit: str) -> Repeat | None:
-        """Remove and return the Repeat of the call that is now repeated. Returns None if user code makes the call."""
+        """Remove and return the Repeat of the call that is now repeated. Returns None if user code makes the call.
+        Raises TraceError in a backward of an unknown stage."""
+        if self.is_unknown and graph_task() != -1:
+            raise TraceError(
+                f"the model calls {unit} in an activation checkpoint of its own, but several stages run in this "
+                "process, so the backward cannot know which of them to recompute. Use one stage per process, "
+                "target=None or target='colossalai', or move the checkpoint into the layer"
+            )
         return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 
     def clear(self) -> None:

@@ -66,6 +66,7 @@ class StageModule(nn.Module):
         self._traces = Traces(policy, Recompute.of(False, 0, self.num_stages))
         self._forwards = 0
         self.carry, self.is_carried = carry, False  # is_carried: whether the caller begins and ends the Carry
+        self.planned: Microbatch | None = None  # the microbatch of the next forward, if the caller has looked it up
         policy.replay.proves = False  # another runtime may use caches, which the trace disables
         calls = zip(policy.flow.calls, policy.stages, strict=True)
         running = dict.fromkeys(call.unit for call, stage in calls if stage == index)
@@ -100,7 +101,7 @@ class StageModule(nn.Module):
     def forward(self, *received: Tensor, **batch: Any) -> Any:
         model, policy, criterion = self._source
         policy.replace_forward()  # again, since another target of the same model may have run last
-        microbatch = self.microbatch(batch)
+        microbatch = self.planned or self.microbatch(batch)
         route = microbatch.route
         if len(received) != len(route.enters.values):
             raise UsageError(
@@ -119,7 +120,8 @@ class StageModule(nn.Module):
             randomness.microbatch(0)
             entering = dict(zip(route.enters.values, received, strict=True))
             output, made = policy.replay.run(route, microbatch.deltas, entering, microbatch.batch)
-        self._watch_backward([output, *made.values()], received)
+        if self.is_carried:
+            self._watch_backward([output, *made.values()], received)
         self._forwards += 1
         self._traces.stepped()
         if not self.is_last:

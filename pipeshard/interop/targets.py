@@ -33,20 +33,25 @@ class SplitModel(nn.Module):
 
     def __init__(self, model: nn.Module, stages: list[StageModule]) -> None:
         super().__init__()
-        self.stages, self._stages = nn.ModuleList(stages), stages
-        self._model, self._carry = (model,), stages[0].carry
+        self.stages = nn.ModuleList(stages)
+        self._parts = (model, stages)  # a tuple, so that the modules are not registered twice
         for stage in stages:
             stage.is_carried = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        batch = as_keywords(self._model[0], args) | kwargs if args else kwargs
+        model, stages = self._parts
+        batch = as_keywords(model, args) | kwargs if args else kwargs
         values: Any = ()
-        self._carry.begin([stage.microbatch(batch).route for stage in self._stages])
+        for stage in stages:  # before any stage changes the model's state
+            stage.planned = stage.microbatch(batch)
+        stages[0].carry.begin([stage.planned.route for stage in stages if stage.planned])
         try:
-            for stage in self._stages:
-                values = stage(*values, **batch)
+            for module in self.stages:
+                values = module(*values, **batch)
         finally:
-            self._carry.end()
+            stages[0].carry.end()
+            for stage in stages:
+                stage.planned = None
         return values
 
 
@@ -237,6 +242,7 @@ class Torch(Target):
         names = {parameter: name for name, parameter in split.model.named_parameters()}
         clipping = ModelGradients(holdings, names, self.grid, max_norm=0.0, scaling=None)
         clipping.remedy = "Clip by the norm of the whole model: call built.clip_grad_norm_(max_norm) on every rank"
+        clipping.parts = [list(stage.parameters()) for stage in split.stages.values()]
         NORM_GUARD.watch(clipping)
         kind = _stage_class(split.stages, holdings.sync)
         stages = [

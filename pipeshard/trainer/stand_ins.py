@@ -129,8 +129,9 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(combine, tensor, error_on_other_type=True)
 
     def _refuse_uneven(self) -> None:
-        """Raise UsageError in a step in which other replicas may gather a different number of times."""
-        if self.uneven:
+        """Raise UsageError in a step in which other replicas may gather a different number of times. In its last call
+        of compute_loss, every replica gathers once."""
+        if self.uneven and not self.is_last_call:
             raise UsageError(
                 f"compute_loss gathers values from {self.num_processes} replicas in every call, but with {self.uneven} "
                 "replicas have different numbers of microbatches, so one would wait forever: pass num_microbatches "

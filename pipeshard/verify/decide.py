@@ -124,13 +124,18 @@ def prove_at_boost(
         seconds = (SECONDS_OF_LARGE if large or is_cut else SECONDS) if auto else None
 
         def compare(tried: Sequence[Batch]) -> Proof:
-            """Prove on the first of these batches on which the model runs."""
-            made, remaining = Proof(UNPROVEN), seconds
+            """Prove on the first of these batches on which the model runs. If there is none, the reason is that of the
+            first batch."""
+            first, remaining = Proof(UNPROVEN), seconds
             for batch in tried:
-                if made.kind == UNPROVEN and not made.dependent and (remaining is None or remaining > 0):
-                    made = prove(of_world, grid.device, model, optimizer, criterion, batch, remaining, note, large)
-                    remaining = None if remaining is None else remaining - made.seconds
-            return made
+                made = prove(of_world, grid.device, model, optimizer, criterion, batch, remaining, note, large)
+                if made.kind != UNPROVEN:
+                    return made
+                first = made if batch is tried[0] else first
+                remaining = None if remaining is None else remaining - made.seconds
+                if made.dependent or (remaining is not None and remaining <= 0):
+                    break
+            return first
 
         made = compare(tried)
         if made.kind not in (EXACT, PARTLY):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import pipeshard
 from pipeshard import LayerSpec, PipelineModule, Target, analyze_tied_weights, build, register_target
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
+from pipeshard.graph.trace import trace
 from pipeshard.interop.build import Split as Parts
 from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.program import Program
@@ -264,6 +266,11 @@ def clipped() -> list[float]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    several = build(zoo.build("gpt2", layers=4), 4, "torch", zoo.part(even("gpt2", 0), 0, [2]), num_model_chunks=2)
+    for parameter in several.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(UsageError, match=r"call built.clip_grad_norm_\(max_norm\)"):
+        nn.utils.clip_grad_norm_(several.stages[0].submod.parameters(), 0.1)
     return found
 
 
@@ -454,10 +461,12 @@ def test_own_checkpoints_are_refused_where_another_runtime_runs_several_stages()
     gradients differed by a third."""
     data = {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4}
     split = build(Dropping(True), 3, batch=data)
+    values: Any = ()
     for stage in split.stages:
         stage.is_carried = False  # as in a target other than None
+        values = stage(*values, **data)
     with pytest.raises(TraceError, match="in an activation checkpoint of its own, but several stages run"):
-        split.stages[0](**data)
+        values["loss"].backward()
 
 
 class Storing(Counting):
@@ -509,14 +518,17 @@ register_target("losses", Losses)
 
 
 def counted(kind: type[Counting], target: str | None) -> list[float]:
-    """The differences of losses, of gradients and of the state from those of the unsplit model, in two steps."""
+    """The differences of losses, of gradients and of the state from those of the unsplit model in three steps, and the
+    number of traces in the last step."""
     torch.manual_seed(0)
     model, found = kind(), []
     whole = copy.deepcopy(model)
     split = build(model, 3, target, {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4})
-    for _ in range(2):
+    for step in range(3):
         data = {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4}
-        loss, expected = split(**data), whole(**data)["loss"]
+        with mock.patch("pipeshard.engine.traces.trace", side_effect=trace) as traced:
+            loss, expected = split(**data), whole(**data)["loss"]
+        found += [traced.call_count] * (step == 2)
         loss = loss if isinstance(loss, Tensor) else loss["loss"]
         loss.backward()
         expected.backward()
