@@ -134,6 +134,7 @@ def converted(layout: str) -> tuple[set[torch.dtype], float, float]:
         return {p.dtype for p in whole.parameters()}, float(whole(**data).loss), float(split.evaluate(own)["loss"])
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", ["fsdp", "wide"])
 def test_a_converted_model_has_the_dtype_in_which_the_stages_compute(pool: Pool, layout: str) -> None:

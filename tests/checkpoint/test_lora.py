@@ -379,6 +379,7 @@ def saved_shards(folder: Path) -> list[str]:
     return [name for name, shard in shards.items() if not torch.equal(whole(shard.detach()), reloaded[name])]
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_saved_adapters_of_shards_in_16_bits(pool: Pool, tmp_path: Path) -> None:
     """A user trained adapters with fsdp in bf16 on two stages. The save broadcast the fp32 shards of the second stage
@@ -637,6 +638,7 @@ def merged_shards(folder: Path, p: int, targets: Any, options: dict[str, Any]) -
     return [*wrong, *(found.keys() ^ expected.keys())]
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("p", "targets", "options"),

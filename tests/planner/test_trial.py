@@ -33,6 +33,7 @@ def killed(rank: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.turns
 def test_a_killed_process_is_one_line() -> None:
     """`trace-run` of a model that is too large for this machine, of which the kernel killed a process, ended in a
     traceback."""
