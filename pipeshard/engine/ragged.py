@@ -298,8 +298,9 @@ class Ragged:
 
         def fill(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             side = sides.get(self._side_of(path))
-            for positions in [] if side is None else self._dims(path, batch, side.total):
-                assert side is not None
+            if side is None:
+                return leaf
+            for positions in self._dims(path, batch, side.total):
                 leaf = leaf.narrow(positions, *_cut_of(side)) if is_cut else leaf
                 shape = list(leaf.shape)
                 shape[positions] = _quarter(side)

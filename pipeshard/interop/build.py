@@ -130,8 +130,9 @@ class StageModule(nn.Module):
         return output if loss is None else loss
 
     def _watch_backward(self, returned: Any, received: Sequence[Tensor]) -> None:
-        """Let the backward of this stage, which another runtime calls, recompute checkpoints as those of this stage.
-        Autograd runs all nodes of a later stage before a node of this stage, since it prefers the latest nodes."""
+        """When the backward of this stage begins, set the stage whose checkpoints are recomputed to this stage. Another
+        runtime calls the backward. Autograd runs all nodes of a later stage first, since it prefers the latest nodes.
+        """
         repeats, passed = self._source[1].replay.repeats, set(map(id, received))
 
         def begin(_: Tensor) -> None:

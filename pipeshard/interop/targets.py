@@ -42,9 +42,10 @@ class SplitModel(nn.Module):
         model, stages = self._parts
         batch = as_keywords(model, args) | kwargs if args else kwargs
         values: Any = ()
-        for stage in stages:  # before any stage changes the model's state
-            stage.planned = stage.microbatch(batch)
-        stages[0].carry.begin([stage.planned.route for stage in stages if stage.planned])
+        planned = [stage.microbatch(batch) for stage in stages]  # before any stage changes the model's state
+        for stage, microbatch in zip(stages, planned, strict=True):
+            stage.planned = microbatch
+        stages[0].carry.begin([microbatch.route for microbatch in planned])
         try:
             for module in self.stages:
                 values = module(*values, **batch)

@@ -191,7 +191,7 @@ def _check_config(model: nn.Module, size: int) -> None:
             raise ConfigurationError(
                 f"tp_size={size} does not divide {field}={heads} of {type(model).__name__}: choose a size that does"
             )
-    for layer, field in itertools.product(layers, DROPOUTS):  # the ranks' heads or features differ, not their numbers
+    for layer, field in itertools.product(layers, DROPOUTS):  # ranks have different heads, but the same random numbers
         if isinstance(share := getattr(layer, field, None), float) and share > 0:
             raise ConfigurationError(
                 f"tp_size={size}: {field}={share} of {type(model).__name__} would drop heads or features at the "

@@ -51,7 +51,7 @@ class PipelineAccelerator(Accelerator):
     is_alone: bool
     is_muted: bool  # whether gathers return unused ones instead of communicating
     is_last_call: bool  # whether this is the last call of compute_loss in a step
-    uneven: str  # in a step whose replicas may call compute_loss different numbers of times: the argument that does so
+    uneven: str  # the argument with which replicas call compute_loss different numbers of times in this step, or ""
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
