@@ -52,6 +52,7 @@ def test_other_losses_are_a_failure() -> None:
     assert failures(lanes, rounds.outcomes) == ["c: its losses are off by 1.0e-03"]
 
 
+@pytest.mark.turns
 def test_the_picture_of_readme_shows_the_rows_of_the_page(tmp_path: Path) -> None:
     table = picture.rows((ROOT / "docs" / "benchmarks.md").read_text())
     shown = list(picture.described(table))

@@ -169,6 +169,7 @@ def test_optimizers_in_8_bits_take_a_quarter() -> None:
     assert full / 4 < packed < full / 3
 
 
+@pytest.mark.turns
 def test_a_device_s_speed_gives_seconds_and_tokens() -> None:
     """Times were relative unless units had been measured, which a laptop cannot do for somebody's GPUs."""
     plans = [json.loads(invoke(*MODEL, *SIZES, "--json", "-", "--tflops", each).output) for each in ("0.001", "0.002")]

@@ -97,6 +97,7 @@ def detected(pp_size: int, is_launched: bool) -> float:
         return float(engine.execute_pipeline(iter([batch]))["loss"])
 
 
+@pytest.mark.turns
 def test_a_detector_normalizes_by_its_batch(pool: Pool) -> None:
     """A Trainer initializes accelerate, and transformers' detectors then sum the number of boxes over all processes,
     of which only the last stage's computes the loss: the first step waited forever."""

@@ -215,6 +215,7 @@ def compiling() -> tuple[bool, int]:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_a_static_cache_does_not_compile_the_forward(pool: Pool) -> None:
     """On GPUs, transformers compiles the decode steps of a static cache: here, the exchange between stages."""
     assert pool.run(compiling, 2) == [(True, 0)] * 2
@@ -330,6 +331,7 @@ def stopped() -> str:
     return str(caught.value)
 
 
+@pytest.mark.turns
 def test_stopping_criteria_that_differ_between_ranks_are_refused(pool: Pool) -> None:
     """A criterion stopped at a number of tokens of each rank's own. The rank that went on waited for the other until
     the timeout."""
@@ -379,6 +381,7 @@ def test_what_is_generated_is_not_watched_as_the_loop_is(pool: Pool) -> None:
     assert pool.run(watching, 2) == [(True, False)] * 2
 
 
+@pytest.mark.turns
 def test_all_ranks_draw_the_tokens_of_the_first(pool: Pool) -> None:
     """Each rank samples for itself: with generators of their own, stages would read other tokens."""
     alone = zoo.build("llama-tied").eval()
@@ -468,6 +471,7 @@ def with_later_generate() -> list[str]:
     return [*errors, str(error.value)]
 
 
+@pytest.mark.turns
 def test_a_generate_that_is_set_after_boost_is_refused(pool: Pool) -> None:
     """A script's `model.generate = partial(model.generate, language="sinhalese")` came after boost, where a plain
     script has it: it was kept on the model, but the stages called the method of the model's class without it."""
@@ -630,6 +634,7 @@ def traced_by_others() -> str:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_a_rank_whose_trace_fails_is_named_on_the_others(pool: Pool) -> None:
     """The others were told to pass the same prompts and to use the same seed, which they did."""
     first, second = pool.run(traced_by_others, 2)

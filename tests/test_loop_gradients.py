@@ -227,6 +227,7 @@ def modified_parts(clamp: Callable[..., Any]) -> None:
     engine.optimizer.step()
 
 
+@pytest.mark.turns
 def test_a_modified_part_of_a_gradient_is_refused(pool: Pool) -> None:
     """In the first window since zero_grad, the replicas' clamped parts were summed: up to twice the limit, with two.
     A clamp of `grad.data` was not seen in any window."""
@@ -288,6 +289,7 @@ def norms(options: dict[str, Any]) -> None:
     assert engine.optimizer.get_grad_norm() not in (norm, 0.0)
 
 
+@pytest.mark.turns
 def test_the_norm_is_that_before_clipping(pool: Pool) -> None:
     """A step forgot the norm of the loop's own clipping, so it was 1.0, or 0.0 after zero_grad; and the norm of another
     type was the 2-norm."""
@@ -304,6 +306,7 @@ def evaluated() -> bool:
     return engine.model.pipeline.sync.is_partial
 
 
+@pytest.mark.turns
 def test_an_evaluation_leaves_no_gradients_to_sum(pool: Pool) -> None:
     """With fsdp, it counted as a batch under no_sync: the next update gathered all parameters, and summed zeros."""
     assert pool.run(evaluated, 2) == [False, False]
@@ -327,6 +330,7 @@ def largest_element() -> None:
     assert engine.optimizer.get_grad_norm(float("inf")) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.turns
 def test_an_infinity_norm_leaves_out_empty_shards(pool: Pool) -> None:
     """With fsdp, a parameter with fewer rows than replicas has an empty shard, whose infinity norm is torch's error: on
     one rank, while the others waited."""
@@ -419,6 +423,7 @@ def attributes(options: dict[str, Any]) -> list[Any]:
     return [getattr(p, "lr_scale", None) for group in engine.optimizer.param_groups for p in group["params"]]
 
 
+@pytest.mark.turns
 def test_an_optimizer_sees_the_attributes_of_parameters(pool: Pool) -> None:
     """An optimizer that reads a factor of the learning rate from its parameters found none in 16 bits, and no error."""
     for options in ({"precision": "bf16"}, REPLICAS["zero"] | {"precision": "bf16"}, REPLICAS["fsdp"]):
@@ -462,6 +467,7 @@ def silent(options: dict[str, Any], on_groups: bool) -> None:
         engine.execute_pipeline(iter([data(0)]))
 
 
+@pytest.mark.turns
 def test_hooks_that_would_not_run_are_refused(pool: Pool) -> None:
     """A mask on the gradient of a shard, or of an optimizer's fp32 values, was ignored: frozen rows were trained."""
     pool.run(silent, 2, REPLICAS["fsdp"], False)

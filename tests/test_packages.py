@@ -84,6 +84,7 @@ def test_row(pool: Pool, name: str, kind: str, reason: str) -> None:
     assert (row.boost > 0) == (row.first > 0) == (kind in ("bitwise", "wrong"))
 
 
+@pytest.mark.turns
 def test_what_is_refused_in_two_microbatches_runs_in_one(pool: Pool) -> None:
     (model,) = find("sample/contrastive")
     row = row_of(pool, model, 2)

@@ -84,7 +84,7 @@ def trained(name: str, **options: Any) -> list[str]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "t5", "classifier", "gpt2", "bert"])
 def test_ragged_batches_train_as_whole_ones(pool: Pool, p: int, name: str) -> None:
@@ -256,6 +256,7 @@ def left_padded(with_positions: bool, with_labels: bool) -> dict[str, Tensor]:
     return data | ({"position_ids": positions} if with_positions else {})
 
 
+@pytest.mark.turns
 def test_padding_on_the_left_that_counts_is_refused(pool: Pool) -> None:
     for found in pool.run(raised, 2, "llama", left_padded(False, False), 40):
         assert "without position_ids, the model counts padding" in found
@@ -398,6 +399,7 @@ class Learned(CountsPadding):
         return {"loss": nn.functional.cross_entropy(self.head(mean), labels)}
 
 
+@pytest.mark.turns
 def test_the_longest_samples_of_a_model_are_proven_too(pool: Pool) -> None:
     """A BERT with a head that averages over all positions, padding included, and samples of 512 tokens.
 

@@ -143,6 +143,7 @@ def test_text_trains_a_model_that_also_reads_images(pool: Pool, tmp_path: Path) 
 
 
 @pytest.mark.local
+@pytest.mark.turns
 def test_a_model_has_the_class_that_its_config_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A class that does not generate text is replaced by one that does, and a folder without such a class is refused
     in one line, which was a traceback on every rank."""

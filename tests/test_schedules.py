@@ -346,6 +346,7 @@ def with_a_hook_that_wants_arguments() -> list[str]:
     return differences(split, unsplit, zoo.batch("llama"), num_microbatches=M)
 
 
+@pytest.mark.turns
 def test_a_hook_that_wants_arguments_leaves_the_loss_as_it_is(pool: Pool) -> None:
     assert pool.run(with_a_hook_that_wants_arguments, 2) == [[], []]
 
@@ -359,6 +360,7 @@ def recorded(schedule: str, path: str) -> tuple[str, Any]:
     return recording.summary(), recording
 
 
+@pytest.mark.turns
 def test_a_step_is_recorded_alike_on_every_rank(pool: Pool, tmp_path: Any) -> None:
     from pipeshard.engine.recording import Recording
 

@@ -214,6 +214,7 @@ def test_the_example_trains_a_model_that_answers(pool: Pool, tmp_path: Path, kin
         assert all(torch.allclose(after[name], before[name], atol=1e-5) for name in before)
 
 
+@pytest.mark.turns
 def test_glue_that_moves_to_where_weights_are_is_traced_on_meta() -> None:
     """SFTTrainer's loss reads the head's weights, and moves to their device: a model of `from_pretrained`, whose are on
     meta, could not be traced."""

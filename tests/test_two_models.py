@@ -167,6 +167,7 @@ def frozen_average(partition: str) -> float:
     return error
 
 
+@pytest.mark.turns
 def test_a_frozen_average_is_cut_like_the_model(pool: Pool) -> None:
     """A frozen copy was cut elsewhere than its model, and the error's advice, to omit what is released, left the
     weights between both cuts at their initial values."""
@@ -197,6 +198,7 @@ def boosted_later() -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.turns
 def test_an_engine_trains_its_model_after_it_boosted_a_teacher(pool: Pool) -> None:
     """A teacher was boosted after the student, and `engine.execute_pipeline(batches)` then evaluated the teacher: it
     returned the teacher's loss, and the student was never trained."""

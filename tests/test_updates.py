@@ -139,6 +139,7 @@ def norms_of_one(layout: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", [{}, {"dp_size": 2, "zero_stage": 1}])
+@pytest.mark.turns
 def test_a_norm_of_a_group_with_one_parameter_on_each_rank_is_refused(pool: Pool, layout: dict[str, Any]) -> None:
     """A loop clipped each group by its norm, and a group had one parameter on each rank: each of them was silently
     clipped by its own norm."""
@@ -455,6 +456,7 @@ def without_optimizer() -> list[str]:
     return [text for text in told if "only evaluates" in text]
 
 
+@pytest.mark.turns
 def test_a_step_after_evaluations_alone_is_warned_of(pool: Pool) -> None:
     """A loop passed the model to `execute_pipeline` and forgot the optimizer: each step only evaluated the model, and
     the loss never fell."""
@@ -532,6 +534,7 @@ def steps_inside() -> tuple[int, list[str]]:
     return sides.optimizer.gradients.updates.count, sides.done()
 
 
+@pytest.mark.turns
 def test_a_step_that_calls_that_of_its_class_is_one_update(pool: Pool) -> None:
     """torch wraps a class's step when it first makes an instance, so hooks ran twice in one step on that rank alone: it
     compared an update of which the other ranks knew nothing, and gloo aborted."""

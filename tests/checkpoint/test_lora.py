@@ -206,6 +206,7 @@ def without_gradients() -> None:
     assert optimizer.get_grad_norm() > 0
 
 
+@pytest.mark.turns
 def test_stages_without_a_trained_parameter_get_no_gradient(pool: Pool) -> None:
     pool.run(without_gradients, 3)
 
@@ -322,6 +323,7 @@ def made_up() -> None:
     Split(model, dist.get_world_size(), None, num_microbatches=1)
 
 
+@pytest.mark.turns
 def test_a_batch_is_made_up_for_the_model_inside(pool: Pool) -> None:
     pool.run(made_up, 2)
 
@@ -549,6 +551,7 @@ def unwrapped(folder: Path) -> tuple[list[str], bool]:
     return said, all(torch.equal(value, expected[name]) for name, value in back.named_parameters())
 
 
+@pytest.mark.turns
 def test_adapters_of_transformers_are_not_saved_under_names_that_nobody_reads(pool: Pool, tmp_path: Path) -> None:
     """A model with `model.add_adapter` was saved with its layers' inner names: `from_pretrained` drew these layers at
     random, with no more than a report, and the adapters were lost."""

@@ -273,6 +273,7 @@ def routing_biases(folder: Path, sample: Any) -> list[Tensor]:
     return [buffer for name, buffer in named if name.endswith(BIAS) and not buffer.is_meta]
 
 
+@pytest.mark.turns
 def test_from_pretrained_keeps_routing_biases_in_fp32(pool: Pool, tmp_path: Path) -> None:
     """The biases of a bf16 DeepSeek-V3 are fp32. They were rounded to bf16 when a stage read them, so that near ones
     were equal and other experts were chosen, silently."""
@@ -498,6 +499,7 @@ def test_strict_means_strict(pool: Pool, tmp_path: Path) -> None:
     pool.run(loading, 2, "llama", str(tmp_path), False)
 
 
+@pytest.mark.turns
 def test_buffers_of_older_checkpoints_are_ignored(pool: Pool, tmp_path: Path) -> None:
     """A folder from the Hub contained `rotary_emb.inv_freq` of every layer, which transformers ignores: load_model
     refused it as unexpected. Keys of buffers that the model lacks stay unexpected."""

@@ -607,6 +607,7 @@ def saving_all(folder: Path) -> None:
     base.get_base_model().save_pretrained(folder / "saved")
 
 
+@pytest.mark.turns
 def test_one_stage_does_not_write_packed_weights(pool: Pool, tmp_path: Path) -> None:
     """transformers' own save_pretrained of a single stage wrote packed weights without their scales.
 

@@ -429,6 +429,7 @@ def for_one_rank() -> tuple[bool, ...]:
     return tuple(model is not None for model in models)
 
 
+@pytest.mark.turns
 def test_one_rank_alone_gets_it(pool: Pool) -> None:
     assert pool.run(for_one_rank, 3) == [(True, False, False), (False, True, False), (False, False, True)]
 
@@ -445,6 +446,7 @@ def frozen_since() -> None:
         assert parameter.requires_grad == (not ("norm" in name or "embed_tokens" in name)), name
 
 
+@pytest.mark.turns
 def test_frozen_parameters_stay_frozen(pool: Pool) -> None:
     pool.run(frozen_since, 2)
 

@@ -79,6 +79,7 @@ def unwatched() -> tuple[list[str], bool, float]:
     return threads, signal.getsignal(signal.SIGTERM) is before, loss
 
 
+@pytest.mark.turns
 def test_a_watchdog_that_is_declined(pool: Pool) -> None:
     for threads, unhandled, loss in pool.run(unwatched, 2):
         assert threads == [] and unhandled and loss == loss

@@ -131,6 +131,7 @@ def scaled(options: dict[str, Any]) -> list[float]:
 
 @pytest.mark.local
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.turns
 def test_fsdp_trains_numbers_and_weights_in_channels_last(pool: Pool, precision: str) -> None:
     """A user trained a vision model in channels_last, whose layers scale by a learned number, with fsdp: torch raised
     an error at boost that no parameter without dimensions, and then that no other layout, can be sharded."""
@@ -213,6 +214,7 @@ def frozen_base(precision: str) -> tuple[list[int], list[int], bool]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.turns
 def test_zero_sends_no_frozen_weights(pool: Pool, precision: str) -> None:
     """A user trained adapters of some MB with ZeRO-1, and gave the optimizer all parameters: each step also broadcast
     the frozen base, and one replica could own the states of all adapters."""

@@ -183,6 +183,7 @@ def test_a_loss_that_is_undefined_in_some_trials_is_refused_by_the_others() -> N
         proven(often_undefined, ragged(16, 6))
 
 
+@pytest.mark.turns
 def test_what_is_too_large_is_tried_in_one_direction_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
     """With a large vocabulary the lengths were halved until a trial was small enough, and the whole range of the
     batch's length counted as tried, so that a mean of chunks' means was trained wrong without a warning."""

@@ -71,6 +71,7 @@ def other_numbers() -> str:
         return said(lambda: made.execute_pipeline(iter([data(1)])), made)
 
 
+@pytest.mark.turns
 def test_other_numbers_of_a_unit_are_an_error_on_all_ranks(pool: Pool) -> None:
     """A unit returned 3, which it read off a frozen parameter, and 0 on the stages that do not have it."""
     first, second = pool.run(other_numbers, 2)

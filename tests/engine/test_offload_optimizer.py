@@ -270,6 +270,7 @@ def searches(offload: str | None, precision: str, options: dict[str, Any]) -> li
 
 @pytest.mark.local
 @pytest.mark.parametrize("options", [{"max_iter": 1}, {"max_iter": 3, "line_search_fn": "strong_wolfe"}], ids=str)
+@pytest.mark.turns
 def test_an_optimizer_that_keeps_a_list_of_parameters_trains(pool: Pool, options: dict[str, Any]) -> None:
     """LBFGS writes to the parameters themselves. In 16 bits, or with offload, the values in the groups were copied over
     its last write of each step: with max_iter=1, nothing ever trained."""
@@ -414,6 +415,7 @@ def both(precision: str) -> str:
 
 @pytest.mark.local
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.turns
 def test_weights_that_were_written_in_both_places_are_refused(pool: Pool, precision: str) -> None:
     """One of the writes was lost without a word."""
     assert all("written to both the model's parameter" in said for said in pool.run(both, 2, precision))

@@ -206,6 +206,7 @@ def not_of_this_model() -> list[str]:
     return told
 
 
+@pytest.mark.turns
 def test_optimizers_of_another_model(pool: Pool) -> None:
     for first, second in pool.run(not_of_this_model, 2):
         assert "this SGD is not an optimizer that booster.boost returned" in first and "pass the optimizer" in first
@@ -304,6 +305,7 @@ def warned(kind: str) -> list[str]:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_what_cannot_be_told_is_said(pool: Pool) -> None:
     """An optimizer that the trial at boost could not run was passed on, and its user was not told."""
     assert pool.run(warned, 2, "own") == [[], []]
@@ -352,6 +354,7 @@ def closed(options: dict[str, Any]) -> float:
     return gap_to(alone, model.unwrap())
 
 
+@pytest.mark.turns
 def test_steps_with_a_closure(pool: Pool) -> None:
     assert max(pool.run(closed, 2, {"max_norm": 0.1})) < 1e-6
     assert max(pool.run(closed, 2, {"max_norm": 0.1, "precision": "bf16"})) < 1e-2

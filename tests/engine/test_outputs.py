@@ -231,6 +231,7 @@ def bundled() -> None:
 
 
 @pytest.mark.local
+@pytest.mark.turns
 def test_an_output_of_an_unknown_class_is_refused(pool: Pool) -> None:
     """A dataclass as a model's output trained as it should, but an evaluation returned the first microbatch alone, with
     NaN in the place of what other stages have."""
@@ -253,6 +254,7 @@ def nested(refused: Any) -> None:
     split.evaluate(data, return_outputs=refused)
 
 
+@pytest.mark.turns
 def test_an_object_of_an_unknown_class_in_an_output_is_refused(pool: Pool) -> None:
     """A dataclass in a dict was returned of the first microbatch alone, with NaN in the place of what other stages
     have."""

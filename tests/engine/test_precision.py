@@ -362,5 +362,6 @@ def _error(gradient: Tensor, expected: Tensor | None) -> float:
     return float((gradient - expected).norm() / expected.norm())
 
 
+@pytest.mark.turns
 def test_gradients_of_fp16_are_those_of_the_loss(pool: Pool) -> None:
     assert max(pool.run(scaled, 2)) < 0.05

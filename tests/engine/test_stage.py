@@ -206,6 +206,7 @@ def with_own_transport() -> Any:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_a_transport_of_one_s_own_gets_one_message_a_value(pool: Pool) -> None:
     hidden = 2 * 12 * 32 * 4  # two samples, in bytes; no header, nothing else
     assert pool.run(with_own_transport, 2) == [([], [hidden] * 4), ([], [hidden] * 4)]
@@ -223,6 +224,7 @@ def new_lengths() -> int:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_a_new_sequence_length_is_not_traced(pool: Pool) -> None:
     assert pool.run(new_lengths, 2) == [0, 0]
 

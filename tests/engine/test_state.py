@@ -453,6 +453,7 @@ def traced_often() -> list[tuple[int, list[str]]]:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_a_number_of_the_model_that_changes_in_each_step_is_named(pool: Pool) -> None:
     """A step took ten times as long as without an attribute that the loop set in each step, and no message said so."""
     for rank, ((of_float, said), (of_buffer, silent)) in enumerate(pool.run(traced_often, 2)):

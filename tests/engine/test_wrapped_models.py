@@ -216,6 +216,7 @@ def test_a_cut_inside_a_layer_that_is_recomputed_is_refused_at_boost(pool: Pool)
     assert pool.run(recomputed_around_a_cut, 2) == [[]] * 2
 
 
+@pytest.mark.turns
 def test_stages_of_build_rerun_whole_layers() -> None:
     """A user built stages with a cut inside such a layer: the backward pass ended in an error of torch's checkpoint."""
     model, data = zoo.build("gpt2").train(), zoo.batch("gpt2")

@@ -222,6 +222,7 @@ def test_a_decision_on_an_activation_is_refused_with_its_line() -> None:
     assert Policy(Deciding(), flow, 0, 1).stages == (0, 0, 0)
 
 
+@pytest.mark.turns
 def test_shapes_are_affine_in_the_batch() -> None:
     flow = trace(zoo.build("t5"), zoo.batch("t5"))
     data = zoo.batch("t5", rows=5, length=21)
@@ -319,6 +320,7 @@ SIZED = {
 
 
 @pytest.mark.parametrize(("losses", "watched"), [(SIZELESS, set()), (SIZED, {MASK})], ids=["sizeless", "sized"])
+@pytest.mark.turns
 def test_a_mask_of_a_criterion_counts_if_its_sizes_are_read(losses: dict[str, Any], watched: set[str]) -> None:
     """DPO's metrics index with the mask of the completions, so that each batch had a trace of its own, in every step.
     Where Python code reads how many there are, it must have one: the code may then read other results."""

@@ -274,6 +274,7 @@ def clipped() -> list[float]:
     return found
 
 
+@pytest.mark.turns
 def test_torch_s_stages_are_clipped_by_the_norm_of_the_model(pool: Pool) -> None:
     """A user clipped built.parameters() with torch's clip_grad_norm_. Each stage was scaled by another factor, and the
     copies of a tied weight drifted apart."""
@@ -360,6 +361,7 @@ def built_on_meta() -> list[str]:
 
 
 @pytest.mark.local
+@pytest.mark.turns
 def test_an_optimizer_follows_ties_on_meta(pool: Pool) -> None:
     """A user built a tied model of accelerate's init_empty_weights with its optimizer. The error asked whether the
     optimizer belonged to another model."""
@@ -449,6 +451,7 @@ def dropped(checkpoints: bool, by_stage: bool) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
 
+@pytest.mark.turns
 def test_a_forward_s_own_checkpoints_are_recomputed_on_their_stage() -> None:
     """A model called its layers in checkpoints. Outside of boost, the backward recomputed them with what the last
     stage that had run a forward knew of them: CheckpointError, or other dropout masks."""
@@ -545,6 +548,7 @@ def test_state_of_the_forward_is_changed_once_in_one_process(kind: type[Counting
     assert max(map(abs, counted(kind, None))) < 1e-6
 
 
+@pytest.mark.turns
 def test_state_that_several_stages_of_a_process_would_change_is_refused() -> None:
     """The same under a runtime of a user, which does not say where a forward begins and ends."""
     with pytest.raises(TraceError, match=r"the forward of Counting changes steps .* Move this code into a layer"):

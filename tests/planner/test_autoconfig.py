@@ -113,6 +113,7 @@ def test_several_microbatch_sizes_are_compared_in_one_unit() -> None:
     assert times[4, 1] < times[4, 3]  # fewer microbatches, more idle time
 
 
+@pytest.mark.turns
 def test_each_microbatch_size_has_its_own_file_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The times of the first size were saved, and then refused for the second size: its microbatches differ."""
     measuring = mock.Mock(side_effect=partial(profile_units, repeats=1))

@@ -153,6 +153,7 @@ def test_a_search_for_cuts_counts_what_the_plan_counts(kind: str, schedule: str)
             assert 10**9 - room[rank] == memory.always + most
 
 
+@pytest.mark.turns
 def test_a_plan_names_what_its_batch_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:
     """`pipeshard plan` of a vision-language model counted its parameters, but planned a run without images, and nothing
     said so."""

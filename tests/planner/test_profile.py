@@ -70,6 +70,7 @@ def profile(model: nn.Module, data: dict[str, Tensor] | None = None, **options: 
     return profile_units(model, trace(model, data), data, "cpu", **options)
 
 
+@pytest.mark.turns
 def test_times_are_those_of_each_unit() -> None:
     model = Model(Slow(20), Slow(1, backward=40), Slow(20))
     found = profile(model)

@@ -214,6 +214,7 @@ def swapped(data: st.DataObject, program: Program) -> Program:
 
 
 @given(st.data(), schedules, ps, ms)
+@pytest.mark.turns
 def test_an_action_before_what_it_needs_on_its_rank_is_refused(
     data: st.DataObject, schedule: tuple[str, int], p: int, m: int
 ) -> None:

@@ -277,6 +277,7 @@ def recurrent_from_meta() -> list[str]:
     return differences(split, Unsplit(with_values(whole)), data, num_microbatches=2)
 
 
+@pytest.mark.turns
 def test_recurrent_layers_on_meta(pool: Pool) -> None:
     """An LSTM has weak references to its weights: "Cannot swap t1 because it has weakref associated with it"."""
     assert pool.run(recurrent_from_meta, 2) == [[], []]

@@ -147,6 +147,7 @@ PIPELINES = [("1f1b", 3, 1), ("gpipe", 2, 1), ("zb-h1", 4, 1), ("interleaved", 2
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from(PIPELINES))
+@pytest.mark.turns
 def test_a_partition_that_fits_is_the_best_of_those_that_do(data: st.DataObject, kind: tuple[str, int, int]) -> None:
     name, p, v = kind
     program = make_program(name, p, data.draw(st.integers(1, 5)), v)
@@ -183,6 +184,7 @@ def cut(partition: Any, stages: int = 2, **options: Any) -> list[int]:
     return [policy.stages.count(stage) for stage in range(stages)]
 
 
+@pytest.mark.turns
 def test_units_of_a_type_are_spread_evenly() -> None:
     assert cut("type:block") == [4, 4]  # wte, wpe and two of four blocks; the other two, norm and head
     assert cut("type:GPT2Block|Embedding", 3) == [2, 2, 4]
@@ -210,6 +212,7 @@ def test_what_no_unit_is_partitioned_by_is_refused(partition: str, error: type[E
         cut(partition)
 
 
+@pytest.mark.turns
 def test_known_costs_are_what_auto_and_profile_go_by() -> None:
     costs = [0.0, 0.0, 9.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     assert cut("auto", costs=costs)[0] == cut("profile", costs=costs)[0] == 3

@@ -315,6 +315,7 @@ def evaluated() -> Counter[str]:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_an_evaluation_recomputes_nothing(pool: Pool) -> None:
     runs = pool.run(evaluated, 2)
     assert sum(runs, Counter()) == {str(k): M for k in range(4)}

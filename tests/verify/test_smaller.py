@@ -166,6 +166,7 @@ def test_a_fault_is_seen_on_a_copy() -> None:
     assert proof.kind == DIFFERENT and "embed_tokens" in proof.reason, proof
 
 
+@pytest.mark.turns
 def test_what_a_copy_does_not_stand_for() -> None:
     config = LlamaConfig(**SIZES, **TEXT)
     model, table = on_meta(LlamaForCausalLM, config), torch.ones(1024)
