@@ -304,14 +304,16 @@ class Traces:
     ) -> None:
         """Trace the batch again after a NaN loss, since results that were not sent may have caused the NaN. Without
         `train`, the trace runs as under no_grad. Raises TraceError on all ranks if the new trace on any rank reads
-        different unit results than `flow`. Does nothing for a Dataflow that was already confirmed."""
-        if (id(flow), train) in self._confirmed:
-            return
-        now, then = (
-            [*((call.unit, call.reads.values) for call in one.calls), one.loss and one.loss.values]
-            for one in (self._trace(batch, criterion, train)[0], flow)
-        )
-        if any(gather_objects(True if now != then else None, world)):
+        different unit results than `flow`. A Dataflow that was already confirmed is not traced again. Call it on all
+        ranks: replicas may have different Dataflows, of which some are confirmed."""
+        differs = False
+        if (id(flow), train) not in self._confirmed:
+            now, then = (
+                [*((call.unit, call.reads.values) for call in one.calls), one.loss and one.loss.values]
+                for one in (self._trace(batch, criterion, train)[0], flow)
+            )
+            differs = now != then
+        if any(gather_objects(differs, world)):
             raise TraceError(
                 f"the forward of {type(self.model).__name__} uses different unit outputs than in its trace, although "
                 "pipeshard detected no change in the state that the forward depends on. Does the model count its "

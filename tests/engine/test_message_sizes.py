@@ -170,3 +170,40 @@ def test_not_a_number_is_seen_without_the_loss(pool: Pool, how: str) -> None:
     """With return_loss=False nobody looked whether the loss was a number: a stage trained on what nobody had sent."""
     for error in pool.run(unseen_activations, 2, how):
         assert "uses different unit outputs than in its trace" in error
+
+
+class Marked(nets.Net):
+    """Runs its last layer twice for batches in which a token is 0."""
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[-1](super().body(x)) if self.has_mark else super().body(x)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.has_mark = bool(ids.eq(0).any())
+        return super().forward(ids, labels)
+
+
+def nan_losses(how: str) -> list[bool]:
+    """Whether the loss of each step is NaN. The first replica reads both kinds of batches, the second only one."""
+    made = engine(Marked, pp_size=1, dp_size=2)
+    marked, plain = data(torch.distributed.get_rank()), data(torch.distributed.get_rank())
+    marked["ids"][0, 0] = 0
+    plain["ids"].clamp_(min=1)
+    with torch.no_grad():
+        made.model.unwrap().head.bias.fill_(torch.nan)
+    made.model.pipeline.looks_at_once = how != "late"
+    losses = []
+    for first in (marked, plain, marked):
+        batch = plain if torch.distributed.get_rank() else first
+        losses.append(made.execute_pipeline(iter([batch]), return_loss=how != "late")["loss"])
+        made.optimizer.zero_grad()
+    return [loss is None or bool(loss.isnan()) for loss in losses]
+
+
+@pytest.mark.local
+@pytest.mark.turns
+@pytest.mark.parametrize("how", ["at once", "late"])
+def test_replicas_check_the_traces_of_different_batches_together(pool: Pool, how: str) -> None:
+    """A run diverged, and a user skipped its steps: at the second NaN loss, a replica whose padded batches were already
+    checked went on alone, while the other one waited for it, and the run ended with a lost connection."""
+    assert pool.run(nan_losses, 2, how) == [[True] * 3] * 2
