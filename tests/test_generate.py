@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -175,6 +176,25 @@ def memory() -> tuple[int, int]:
     own = [each for layer in cache.layers for each in (layer.keys, layer.values) if not each.is_meta]
     weights = [each for each in (*split.parameters(), *split.buffers()) if not each.is_meta]
     return peak.bytes - before, sum(each.nbytes for each in {id(each): each for each in (*own, *weights)}.values())
+
+
+def cache_afterwards(num_microbatches: int | None) -> bool:
+    """Whether a cache that was passed to `generate` is freed with the last reference to it."""
+    split = boosted(zoo.build("llama-tied"), "llama-tied")
+    cache = DynamicCache(config=split.config)
+    generated(split, "llama-tied", past_key_values=cache, num_microbatches=num_microbatches, **GREEDY)
+    freed = weakref.ref(cache)
+    del cache
+    gc.collect()
+    return freed() is None
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+def test_the_cache_is_freed_after_generate(pool: Pool, num_microbatches: int | None) -> None:
+    """A GRPO run generated and then trained: on several stages, each rank kept the last cache, gigabytes of it, through
+    all training steps until the next generate."""
+    assert pool.run(cache_afterwards, 2, num_microbatches) == [True, True]
 
 
 def continued(model: Any) -> list[Any]:

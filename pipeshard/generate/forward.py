@@ -58,8 +58,14 @@ class Forward:
         """Prepare a call of `generate`."""
         self.num_microbatches = num_microbatches
         self._sends.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the state of a call of `generate`, such as its caches."""
         self._ways: dict[Any, Way] = {}
         self._caches: dict[int, Entries] = {}
+        self._used: dict[int, Entries] = {}  # in one forward, by id, in the same order on all ranks
+        self._parts: dict[int, CacheParts] = {}  # in one forward, by the ids of their parts
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module `path`, whose own forward is `forward`, on all stages. Return the result on every rank."""
@@ -71,8 +77,7 @@ class Forward:
         entry = entry_of(pipeline.model, path, arguments)
         entry = pipeline.precision.of_batch(entry).to(pipeline.device)
         self._refuse_other_tokens(path, {name: value for name, value in arguments.items() if name not in CACHES})
-        self._used: dict[int, Entries] = {}  # by id, in the same order on all ranks
-        self._parts: dict[int, CacheParts] = {}  # by the ids of their parts
+        self._used, self._parts = {}, {}
         self._meet((), entry.data)
         batches, ways = self._planned(path, entry, forward)
         return self._share(self._run(batches, ways), entry, list(self._used.values()))

@@ -86,6 +86,7 @@ class Generation:
                 self.forward.end(result)
             return result
         finally:
+            self.forward.forget()
             disable_caches(pipeline.model)
             own_progress().in_flight = False
 
