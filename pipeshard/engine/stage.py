@@ -200,6 +200,7 @@ class Stage:
         self.saved.clear()
         self.pending.clear()
         self.microbatches = ()
+        self.outputs, self.criterion, self.replay.criterion = Outputs(False), None, None
         self.replay.end()
 
     def values_in(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:

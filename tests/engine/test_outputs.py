@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +93,11 @@ def test_asking_for_outputs_changes_no_gradient(pool: Pool) -> None:
     assert pool.run(training, 2) == [[], []]
 
 
-def alive() -> list[int]:
-    """The most microbatches of which the logits are there when a forward of the last stage has ended."""
+def alive() -> tuple[list[int], list[int]]:
+    """The most microbatches of which the logits are there when a forward of the last stage has ended, and the number of
+    them that are there after the step."""
     split, data, _, is_last = boosted()
-    peaks = []
+    peaks, rests = [], []
     for what in (True, "logits", "loss", lambda output, inputs: output.logits.argmax(-1)):
         living, most = [0], [0]
 
@@ -110,13 +112,17 @@ def alive() -> list[int]:
         handle.remove()
         assert (out["outputs"] is not None) == is_last
         peaks += most
-    return peaks
+        gc.collect()
+        rests += living
+    return peaks, rests
 
 
 @pytest.mark.turns
 def test_only_what_was_asked_for_is_kept(pool: Pool) -> None:
-    *_, last = pool.run(alive, 2)
-    assert last == [M, M, 1, 1]
+    """A step with a teacher's outputs kept the logits of each microbatch until the teacher's next step: through the
+    student's whole step."""
+    *_, (peaks, rests) = pool.run(alive, 2)
+    assert peaks == [M, M, 1, 1] and rests == [0, 0, 0, 0]
 
 
 def messages() -> list[int]:
