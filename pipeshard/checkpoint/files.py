@@ -254,9 +254,10 @@ class Save(ABC):
         except Exception as error:  # would be lost with the thread; the next save raises it
             self.failed = error
             _unraised.append(error)
-            self.abandon()
-            self._mark(self.stage, "failed").touch()
             logger.error("saving %s failed on stage %d: %s", self.target, self.stage, error)
+            self.abandon()
+            with contextlib.suppress(OSError):  # the first stage has removed the folder of its mark
+                self._mark(self.stage, "failed").touch()
         finally:
             over.set()
 

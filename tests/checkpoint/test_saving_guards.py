@@ -20,6 +20,7 @@ from torch import nn
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
 from pipeshard.checkpoint.save import FolderSave
+from pipeshard.checkpoint.state_folder import MARKS, StateSave
 from pipeshard.errors import CheckpointError, UsageError
 from tests import zoo
 from tests.pool import Pool
@@ -228,3 +229,19 @@ def test_a_full_disk_is_told_with_path_and_rank(pool: Pool, tmp_path: Path) -> N
             told
         )
         assert re.search(r"rank 0 \(stage 0\): .*state.*cannot be written .*: free some space", told[1]), told
+
+
+def test_the_reason_of_a_failed_save_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk was full while the first rank saved in the background: the thread ended with FileNotFoundError about a
+    hidden file, and the log did not say why the save failed."""
+    writing = tmp_path / ".step-1.writing"
+    (writing / MARKS).mkdir(parents=True)
+    rest = {"unsaved": lambda: None}  # not written by torch.save
+    save = StateSave(tmp_path / "step-1", 0, 1, "", writing, None, ([], None), rest, 1, 1, lambda: None)
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", seen.append)
+        save.start()
+        save.join()
+    assert save.failed is not None and not writing.exists() and not seen
+    assert f"saving {tmp_path / 'step-1'} failed on stage 0: " in caplog.text and "lambda" in caplog.text
