@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pipeshard.distributed.collectives import local_grad
 from pipeshard.engine.optimizer_trial import gap
+from pipeshard.engine.stage import Stage
 from pipeshard.entry import Engine
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.hunt.nets import Net, data
@@ -489,3 +491,66 @@ def hooked() -> None:
 def test_a_hook_on_the_gradient_of_a_slice_is_refused(pool: Pool) -> None:
     """Only microbatches were counted: with one in slices, hooks ran on each slice's part."""
     pool.run(hooked, 2)
+
+
+def fails(engine: Engine, seed: int, microbatch: int, error: BaseException) -> None:
+    """A step whose forward raises `error` in this microbatch."""
+    forward = Stage.forward
+
+    def failing(stage: Stage, i: int, *args: Any) -> Any:
+        if i == microbatch:
+            raise error
+        return forward(stage, i, *args)
+
+    with mock.patch.object(Stage, "forward", failing), pytest.raises((ValueError, KeyboardInterrupt, BatchError)):
+        engine.execute_pipeline(iter([data(seed)]))
+
+
+def after_failures(precision: str, error: BaseException) -> None:
+    engine, other = engine_of(precision=precision), engine_of(precision=precision)
+    for seed in range(3):
+        fails(engine, 5, 1, error)
+        for each in (engine, other):
+            each.execute_pipeline(iter([data(seed)]))
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert all(map(torch.equal, masters(engine), masters(other)))
+
+
+@pytest.mark.parametrize(("precision", "error"), [("fp32", KeyboardInterrupt()), ("bf16", ValueError("bad sample"))])
+def test_a_failed_step_of_one_process_leaves_no_gradients(pool: Pool, precision: str, error: BaseException) -> None:
+    """A loop skipped batches that ran out of memory, or a cell was interrupted and run again: the gradients of the
+    failed step's first microbatches were added to those of the next step."""
+    pool.run(after_failures, 1, precision, error)
+
+
+def within_a_window() -> str:
+    engine, other = engine_of(), engine_of()
+    for each in (engine, other):
+        each.execute_pipeline(iter([data(0)]))
+    fails(engine, 5, 0, ValueError())  # before its first backward: nothing was added
+    for each in (engine, other):
+        each.execute_pipeline(iter([data(1)]))
+    assert all(map(torch.equal, gradients(engine), gradients(other)))
+    fails(engine, 5, 1, ValueError())
+    with pytest.raises(UsageError) as refused:
+        engine.execute_pipeline(iter([data(2)]))
+    with pytest.raises(UsageError):
+        engine.optimizer.step()
+    assert all(map(torch.equal, masters(engine), masters(other)))
+    for each in (engine, other):
+        each.optimizer.zero_grad(set_to_none=each is other)
+        each.execute_pipeline(iter([data(2)]))
+        each.optimizer.step()
+    assert all(map(torch.equal, masters(engine), masters(other)))
+    return str(refused.value)
+
+
+def test_a_failed_step_within_a_window_is_refused(pool: Pool) -> None:
+    """The gradients of the failed step's first microbatches were added to those of the window's earlier steps."""
+    (said,) = pool.run(within_a_window, 1)
+    assert "optimizer.zero_grad()" in said and "embed.weight" in said
+
+
+def gradients(engine: Engine) -> list[Tensor]:
+    return [p.grad.clone() for p in engine.model.parameters() if p.grad is not None]

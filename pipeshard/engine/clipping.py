@@ -6,7 +6,8 @@ first optimizer that steps.
 """
 
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.updates import Updates
 from pipeshard.errors import ConfigurationError, UsageError, listed
 from pipeshard.ghost import Ghost
+from pipeshard.graph.foreign import NO_GRADIENT, state_of_gradient
 from pipeshard.graph.writes import stored
 from pipeshard.private import foreach_mul_
 
@@ -68,6 +70,7 @@ class ModelGradients:
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
+        self._mixed: list[Tensor] = []  # gradients of a failed step and of earlier steps
         self.parts: list[list[nn.Parameter]] = []
 
     @property
@@ -110,10 +113,40 @@ class ModelGradients:
     def add_to(self) -> None:
         """Prepare to accumulate gradients: record how the loop has changed the existing gradients, discard the cached
         norm, and rescale the gradients to the current loss scale."""
+        self._refuse_mixed()
         self._settle()
         self.updates.judge()
         self.norm, self._stepped = None, None
         self._rescale(self._scale)
+
+    @contextmanager
+    def discarded_on_failure(self, foreign: Iterable[Tensor]) -> Iterator[None]:
+        """Context manager for the actions of a step in one process. If an action fails, the gradients that the step has
+        accumulated, also those of `foreign` tensors, are discarded. If a tensor had a gradient before, both are mixed:
+        the next step and the next update are refused until this gradient is cleared."""
+        before = {leaf: state_of_gradient(leaf) for leaf in (*self._holders, *foreign)}
+        with ExitStack() as failing:
+            failing.callback(self._discard, before)
+            yield
+            failing.pop_all()
+
+    def _discard(self, before: Mapping[Tensor, tuple[int, int]]) -> None:
+        for leaf in [leaf for leaf, state in before.items() if state_of_gradient(leaf) != state]:
+            if before[leaf] == NO_GRADIENT:
+                leaf.grad = None
+            else:
+                self._mixed.append(leaf)
+
+    def _refuse_mixed(self) -> None:
+        """Raise UsageError if gradients of a failed step are mixed with earlier gradients, and not cleared yet."""
+        mixed = [p for p in self._mixed if p.grad is not None and bool(stored(p.grad).any())]
+        if mixed:
+            raise UsageError(
+                "the last training step failed after some of its microbatches, and their gradients were added to those "
+                f"of earlier steps (of {listed([self.name_of(p) or 'a tensor' for p in mixed], 3)}): call "
+                "optimizer.zero_grad() or model.zero_grad(), then run all steps of this accumulation window again"
+            )
+        self._mixed = []
 
     def follow(self, adopts: bool, shares: bool = True) -> bool:
         """After the loop has written to parameters or master weights, copy the writes so that both are equal (see
@@ -169,6 +202,7 @@ class ModelGradients:
     def ready(self, optimizer: object) -> bool:
         """Clip and unscale the gradients, unless another optimizer's step has already clipped and unscaled them.
         Returns False if the optimizer must skip the step."""
+        self._refuse_mixed()
         if self._stepped is None or optimizer in self._stepped:
             before = self.norm, self.norm_type  # of the loop's own clipping
             is_clipped = self._stepped is None and self.norm is not None

@@ -2,7 +2,7 @@
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -390,7 +390,9 @@ class Pipeline:
             self.holdings.sharded.begin()
         reduces = train and self.synchronizes and self.sync.is_early
         stages = {stage.index: stage for stage in self.stages.running}
-        with self.stages.deferring():
+        is_alone = train and self.grid.size == 1  # after a failure of one of several ranks, no step follows
+        foreign = self.traces.foreign.values()
+        with self.gradients.discarded_on_failure(foreign) if is_alone else nullcontext(), self.stages.deferring():
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
     def _collect(self, asked: Asked, batch: Batch, flow: Dataflow) -> dict[str, Any]:
