@@ -386,3 +386,24 @@ def test_methods_of_an_optimizer_are_tried_like_its_step() -> None:
     assert own_methods(torch.optim.AdamW(model.parameters())) == []
     assert gap(Perturbing(model.parameters(), lr=0.1), model, False) > SPARED
     assert gap(PerturbingEach(model.parameters(), lr=0.1), model, False) <= SPARED
+
+
+def remembered() -> int:
+    """The most entries that a cache of the traces has gained for eight sets of frozen parameters."""
+    traces = boost(seeded()).model.pipeline.traces
+
+    def sizes() -> dict[str, int]:
+        return {name: len(value) for name, value in vars(traces).items() if hasattr(value, "__len__")}
+
+    before, seen = sizes(), set()
+    for parameter in [*traces.model.parameters()][:8]:
+        parameter.requires_grad_(False)
+        traces.look_at_trained()
+        seen.add(traces._training)
+    assert len(seen) == 8
+    return max(size - before[name] for name, size in sizes().items())
+
+
+def test_sets_of_frozen_parameters_are_not_remembered(pool: Pool) -> None:
+    """A run that trains other layers every 20 steps (LISA) kept the names of each set for ever."""
+    assert pool.run(remembered, 1) == [0]

@@ -78,7 +78,6 @@ class Traces:
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
         self._prints: dict[int, str] = {}  # fingerprints of Dataflows, by their ids
         self._lent: Lent = {}  # tensors of other ranks, while ranks trace again
-        self._frozen: dict[frozenset[str], int] = {}  # a number for each set of frozen parameters so far
         self.look_at_trained()
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
@@ -91,8 +90,8 @@ class Traces:
 
     def look_at_trained(self) -> None:
         """Record which parameters are frozen now, on this stage and on other stages."""
-        frozen = frozenset(name for name, parameter in self.model.named_parameters() if not is_trainable(parameter))
-        self._training = self._frozen.setdefault(frozen, len(self._frozen))
+        frozen = (name for name, parameter in self.model.named_parameters() if not is_trainable(parameter))
+        self._training = hash_of(repr(sorted(frozen)))
 
     def look(self, criterion: Criterion | None) -> None:
         """Record the current state of the model and the criterion, and the values that the loss depends on."""
