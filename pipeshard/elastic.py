@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +58,7 @@ class PreemptibleJob:
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.step = 0  # completed steps
         self._parts: tuple[Any, Any, Any, Any] | None = None
+        self._averages: Sequence[nn.Module] = ()
         self._saved = -1  # the step of the newest state
         self._wishes: deque[int] = deque()  # append and popleft are atomic: signals may arrive at any time
         self._listen()
@@ -69,18 +70,20 @@ class PreemptibleJob:
         optimizer: Optimizer | None = None,
         lr_scheduler: LRScheduler | None = None,
         dataloader: Any = None,
+        averages: Sequence[nn.Module] = (),
     ) -> int:
-        """Load the newest state into the objects that `booster.boost` returned. Returns the number of completed steps,
-        which is 0 for a new job.
+        """Load the newest state into the objects that `booster.boost` returned. `averages` are further boosted models
+        that are saved and resumed with the model, such as an average of its weights. Returns the number of completed
+        steps, which is 0 for a new job.
 
         Raises CheckpointError, on every rank, for a state that does not match these objects, and for a directory that
         contains saved steps, but no complete one. (A save that was killed leaves no step.)
         """
-        self._parts = (model, optimizer, lr_scheduler, dataloader)
+        self._parts, self._averages = (model, optimizer, lr_scheduler, dataloader), averages
         if getattr(dataloader, "num_workers", 0):
             dataloader.worker_init_fn = Deaf(dataloader.worker_init_fn)
         if any(gather_objects(has_step(self.directory), _world())):
-            self.step = self._saved = load_training_state(self.directory, *self._parts)
+            self.step = self._saved = load_training_state(self.directory, *self._parts, averages=averages)
         return self.step
 
     def step_done(self) -> None:
@@ -112,7 +115,7 @@ class PreemptibleJob:
         if self._parts is None:
             raise UsageError("save was called before resume: call job.resume(model, optimizer, ...) first")
         if self._saved != self.step:
-            save_training_state(self.directory, self.step, *self._parts, self.keep)
+            save_training_state(self.directory, self.step, *self._parts, self.keep, averages=self._averages)
             self._saved = self.step
 
     def _listen(self) -> None:

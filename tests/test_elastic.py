@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import signal
@@ -12,15 +13,18 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
 import elastic
-from pipeshard import AutoConfig, ElasticJob, PreemptibleJob, cli, launch
+from pipeshard import AutoConfig, ElasticJob, PreemptibleJob, cli, launch, load_training_state, save_training_state
+from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.elastic import WISHES
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.planner.autoconfig import Layout, layouts
+from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.agents import Agents, Line, lines
 from tests.messages import assert_told
@@ -246,6 +250,49 @@ def test_a_job_whose_steps_are_incomplete_does_not_begin_anew(pool: Pool, tmp_pa
     first, second = pool.run(resumed, 2, tmp_path)
     assert first == second
     assert_told([first], ["contains no complete step; step-00000003 is not complete .*or move incomplete steps away"])
+
+
+def averaged(folder: Path) -> tuple[bool, bool, str]:
+    """Whether a job, and a save in the background, restore an average of the weights; what is said where there is
+    none."""
+    model, batch = zoo.build("gpt2"), zoo.batch("gpt2")
+    copied = copy.deepcopy(model)
+    split = Split(model, dist.get_world_size(), batch, num_microbatches=2)
+    average: Any = split.booster.boost(copied)[0]
+    held = [p for p in average.unwrap().parameters() if not is_released(p)]
+    with torch.no_grad():
+        for parameter in held:
+            parameter.mul_(0.5)
+    before = [p.detach().clone() for p in held]
+    found = []
+    save_training_state(folder / "background", 1, split.model, use_async=True, averages=[average])
+    with mock.patch("signal.signal"), mock.patch("signal.pthread_sigmask"):
+        job = PreemptibleJob(folder / "job", every=1)
+        job.resume(split.model, split.optimizer, averages=[average])
+        job.step_done()
+        io_of(split.model).wait()
+        with torch.no_grad():
+            for parameter in held:
+                parameter.zero_()
+        assert PreemptibleJob(folder / "job").resume(split.model, split.optimizer, averages=[average]) == 1
+    found.append(all(map(torch.equal, held, before)))
+    with torch.no_grad():
+        for parameter in held:
+            parameter.zero_()
+    load_training_state(folder / "background", split.model, averages=[average])
+    found.append(all(map(torch.equal, held, before)))
+    save_training_state(folder / "without", 1, split.model)
+    with pytest.raises(CheckpointError) as refused:
+        load_training_state(folder / "without", split.model, averages=[average])
+    return found[0], found[1], str(refused.value)
+
+
+@pytest.mark.turns
+def test_a_job_resumes_averages_of_the_weights(pool: Pool, tmp_path: Path) -> None:
+    """After each preemption, the average of the weights began again from the initial weights, without an error: no
+    argument of the job took it, and a script cannot know the step in which the job saves."""
+    for of_job, in_background, said in pool.run(averaged, 2, tmp_path):
+        assert of_job and in_background and "was saved without average-0" in said
 
 
 def test_a_script_without_a_launcher_is_told() -> None:

@@ -217,7 +217,7 @@ class StateSave(Save):
     the data that it writes."""
 
     writing: Path  # the hidden folder
-    model: FolderSave | None  # None on ranks that do not write the model
+    models: list[FolderSave]  # empty on ranks that do not write models
     optimizer: tuple[list[FileContent], dict[str, Any] | None]  # the result of `optimizer_part`
     rest: dict[str, Any] | None  # on the first rank: the content of training.pt
     step: int
@@ -226,9 +226,9 @@ class StateSave(Save):
 
     def write(self) -> None:
         own: list[Path] = []
-        if self.model is not None:
-            self.model.write()
-            shards = [self.model.target / name for name in self.model.parts]
+        for model in self.models:
+            model.write()
+            shards = [model.target / name for name in model.parts]
             own += [shard for shard in shards if shard.exists()]  # a single shard is still hidden
         files, description = self.optimizer
         own += write_files(files, self.writing / OPTIMIZER, self.stage)
@@ -241,8 +241,8 @@ class StateSave(Save):
         self.beside(f"sums{self.stage}").write_text(json.dumps(sums))
 
     def commit(self) -> None:
-        if self.model is not None:
-            self.model.commit()
+        for model in self.models:
+            model.commit()
         sums: dict[str, str] = {}
         for stage in range(self.stages):
             sums |= json.loads(self.beside(f"sums{stage}").read_text())
@@ -255,8 +255,8 @@ class StateSave(Save):
         self.finish()
 
     def abandon(self) -> None:
-        if self.model is not None:
-            self.model.abandon()
+        for model in self.models:
+            model.abandon()
         if self.stage == 0:
             shutil.rmtree(self.writing, ignore_errors=True)
 

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -100,12 +100,14 @@ def save_training_state(
     dataloader: Any = None,
     keep: int = 3,
     use_async: bool = False,
+    averages: Sequence[nn.Module] = (),
 ) -> None:
     """Write the folder `directory/step-<step>` between two steps. Call it on all ranks, after `optimizer.zero_grad()`.
 
     The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
-    the loss scale, the random states of all ranks and the position in the data. At every moment, each step is either
-    complete or does not exist. When this step is complete, all steps except the last `keep` are removed.
+    the loss scale, the random states of all ranks and the position in the data. `averages` are further boosted models
+    whose weights belong to the run, such as an average of the weights: `average-0`, and so on. At every moment, each
+    step is either complete or does not exist. When this step is complete, all steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
     rank's weights and optimizer state. The next save waits for an unfinished background save, and raises an error if
@@ -132,10 +134,12 @@ def save_training_state(
     rest = None if rest is None else rest | random_of_ranks
     target = _folder(parent, step)
     if use_async:
-        checkpoints.start(_planned_state(target, step, model, optimizer, rest, finish=partial(_keep, parent, keep)))
+        finish = partial(_keep, parent, keep)
+        checkpoints.start(_planned_state(target, step, _by_folder(model, averages), optimizer, rest, finish))
         return
     with new_folder(target, pipeline.grid.world, mark=MANIFEST) as folder:
-        checkpoints.save_folder(model, folder / MODEL)
+        for name, each in _by_folder(model, averages).items():
+            io_of(each).save_folder(each, folder / name)
         if optimizer is not None:
             save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
         with together(pipeline.grid.world):
@@ -148,24 +152,29 @@ def save_training_state(
             _keep(parent, keep)
 
 
+def _by_folder(model: nn.Module, averages: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The models of a training state, by the names of their folders."""
+    return {MODEL: model} | {f"average-{k}": average for k, average in enumerate(averages)}
+
+
 def _planned_state(
     target: Path,
     step: int,
-    model: nn.Module,
+    models: dict[str, nn.Module],
     optimizer: Optimizer | None,
     rest: dict[str, Any] | None,
     finish: Callable[[], None],
 ) -> StateSave:
     """Plan a save whose `write` and `commit` need no collectives. Call it on all ranks."""
-    pipeline = boosted_model(model).pipeline
+    pipeline = boosted_model(models[MODEL]).pipeline
     world, first = pipeline.grid.world, pipeline.grid.first
     writing = hidden(target, "writing")
     with together(world):
         if first:
             make_way(target, mark=MANIFEST)
-            for folder in (MARKS, MODEL, OPTIMIZER) if optimizer is not None else (MARKS, MODEL):
+            for folder in (MARKS, *models, *([OPTIMIZER] if optimizer is not None else [])):
                 (writing / folder).mkdir(parents=True)
-    folder_save = io_of(model).planned(model, writing / MODEL)
+    saves = [io_of(model).planned(model, writing / name) for name, model in models.items()]
     part = ([], None) if optimizer is None else optimizer_part(optimizer)
     return StateSave(
         target=target,
@@ -173,7 +182,7 @@ def _planned_state(
         stages=world.size(),
         token="",
         writing=writing,
-        model=folder_save,
+        models=[save for save in saves if save is not None],
         optimizer=part,
         rest=copy.deepcopy(rest),
         step=step,
@@ -201,6 +210,7 @@ def load_training_state(
     dataloader: Any = None,
     step: int | None = None,
     verify: bool = True,
+    averages: Sequence[nn.Module] = (),
 ) -> int:
     """Restore the given objects to their state at `step` (by default, the newest complete step), and return this step.
 
@@ -241,14 +251,16 @@ def load_training_state(
                 path.rename(path.with_name(f"{path.name}.damaged"))
     with together(pipeline.grid.world):
         rest = read_rest(folder / REST)
-        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
-        saved = rest | {"optimizer": folder / OPTIMIZER if (folder / OPTIMIZER).exists() else None}
+        models = _by_folder(model, averages)
+        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader} | models
+        saved = rest | {name: folder / name for name in (OPTIMIZER, *models) if (folder / name).exists()}
         missing = [name for name in given if given[name] is not None and saved.get(name) is None]
         if missing:
             raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: do not pass these objects")
         if dataloader is not None:
             dataloader.load_state_dict(rest["dataloader"])
-    io_of(model).load_model(model, str(folder / MODEL))
+    for name, each in models.items():
+        io_of(each).load_model(each, str(folder / name))
     if optimizer is not None:
         load_optimizer(optimizer, folder / OPTIMIZER)
     with together(pipeline.grid.world):
