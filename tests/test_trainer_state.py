@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
 import enum
 import random
+import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -255,6 +258,53 @@ def test_what_cannot_be_told_is_refused_when_it_changes(pool: Pool, tmp_path: Pa
     loss of what replicas gather. Both were let through after 8 batches."""
     pool.run(all_refused, 2, str(tmp_path), timeout=120)
     pool.run(replicas_refused, 4, str(tmp_path), timeout=120)
+
+
+class Monitor(TrainerCallback):
+    """A thread of it samples the time until training ends."""
+
+    def __init__(self) -> None:
+        self.samples: list[Any] = []
+        self.is_over = threading.Event()
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        while not self.is_over.wait(0.001):
+            self.samples.append(datetime.datetime.now())
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.is_over.set()
+
+
+class Scheduled(Monitor):
+    """Another object holds the thread, as in energy monitors."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.meters = SimpleNamespace(thread=threading.Thread(target=sample, args=(self,), daemon=True))
+        self.meters.thread.start()
+
+
+def sample(monitor: Monitor) -> None:
+    monitor.run()
+
+
+def monitored(folder: str, kind: type[Monitor]) -> tuple[int, int]:
+    """The steps of a Trainer with its own loss and a monitor, and the changes of another callback by the loss."""
+    with launched(), mock.patch.object(TASKS["causal"], "kind", Keeping):
+        made = trainer("causal", folder, {"pp_size": 2}, {"callbacks": [kind()]}, max_steps=LATE + 1)
+        made.train()
+        return made.state.global_step, made.watching.seen
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", [Monitor, Scheduled])
+def test_what_a_thread_of_a_callback_changes_is_its_own(pool: Pool, tmp_path: Path, kind: type[Monitor]) -> None:
+    """A callback sampled the memory once a second in a thread: its samples counted as changes by compute_loss, which
+    ended the run, or replaced the samples of the other ranks."""
+    first, second = pool.run(monitored, 2, str(tmp_path), kind, timeout=120)
+    assert first == second and first[0] == LATE + 1 and first[1] > 0
 
 
 def again(folder: str) -> None:

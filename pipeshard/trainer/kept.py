@@ -8,12 +8,13 @@ Other ranks look up these names among their imported classes; no code is sent.
 
 import io
 import sys
+import threading
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, MutableSet
+from collections.abc import Collection, Iterable, Iterator, MutableSet
 from enum import Enum
 from functools import cache
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class KeptState(Snapshot):
         self.marks: list[Any] = []  # one per tensor
         self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large arrays
         self.files: list[tuple[Path, Any, int]] = []
+        self._of_threads = _changed_by_threads(trainer)
         named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
         self._apart = {id(value): (PathStep("root", "trainer"), PathStep("attr", name)) for name, value in named}
         super().__init__(self.roots, [value for name in NOT_KEPT if (value := vars(trainer).get(name)) is not None])
@@ -118,7 +120,7 @@ class KeptState(Snapshot):
             self.arrays.append((path, value, _code(value)))
         elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:
             self.files.append((path, value, at))
-        return _is_apart(value)
+        return _is_apart(value) or id(value) in self._of_threads
 
     def _ways_to_hold(self, value: Any) -> Iterable[str]:
         return ("attr",) if value is self.trainer else super()._ways_to_hold(value)
@@ -368,6 +370,25 @@ def _is_apart(value: Any) -> bool:
     if isinstance(value, type | FunctionType):
         return not _is_own(value.__module__)
     return type(value).__module__.partition(".")[0] in TRAINER_LIBRARIES
+
+
+def _changed_by_threads(trainer: Any) -> set[int]:
+    """The ids of the callbacks that threads may change at any time, such as monitors: a running thread is or calls the
+    callback or an object that it holds."""
+    running = [(thread, getattr(thread, "_target", None)) for thread in threading.enumerate()]
+    running += [(thread, thread.function) for thread, _ in running if isinstance(thread, threading.Timer)]
+    called = {id(thread) for thread, _ in running if thread is not threading.main_thread()}
+    called |= {id(target.__self__) for _, target in running if isinstance(target, MethodType)}
+    return {id(each) for each in trainer.callback_handler.callbacks if _reaches(each, called, trainer)}
+
+
+def _reaches(value: Any, ids: Collection[int], trainer: Any, depth: int = 3) -> bool:
+    """Whether the value, or an object among its attributes up to this depth, has one of these ids."""
+    if id(value) in ids:
+        return value is not trainer
+    if not depth or value is trainer or isinstance(value, nn.Module) or not is_object(value) or _is_apart(value):
+        return False
+    return any(_reaches(each, ids, trainer, depth - 1) for each in content_of(value, "attr").values())
 
 
 def _mark(tensor: Tensor, copies: bool) -> Any:
