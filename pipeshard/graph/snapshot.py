@@ -286,14 +286,15 @@ class Flags:
     def newest_change(self) -> Path:
         """The place of a change that has led to the newest of several states, or () if only `requires_grad` has
         changed."""
-        changes = self._changes(self.next - 2)
+        changes = self._changes(self.next - 2) if self.next - 2 in self.states else ()
         return next((change.path for change in changes if (id(change.holder), change.key) not in self.moved), ())
 
     def _number(self) -> int:
-        for number in self.states:
+        for number in reversed(self.states):
             if any(leaf.requires_grad != required for leaf, required in self.trained[number].values()):
                 continue
             if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
+                self.states[number] = self.states.pop(number)  # to the end: the states in use are kept
                 return number
         self.fresh.append(self.looks)
         if len(self.states) >= MOST_STATES:

@@ -619,6 +619,20 @@ def test_batch_norm_once_a_batch_sums_as_precisely_as_torch(dtype: torch.dtype, 
     torch.testing.assert_close(norm.running_var, expected.var(0, correction=0).float(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_state_in_use_is_not_forgotten() -> None:
+    """A loop evaluated with an attribute of its own for each epoch: after a few epochs, the state of the training steps
+    between them was forgotten, so the model was traced and its loss verified again."""
+    model: Any = nn.Linear(1, 1)
+    model.epoch, numbers = None, []
+    flags = Flags(model)
+    for epoch in range(snapshot.MOST_STATES + 2):
+        for model.epoch in (None, f"epoch {epoch}"):
+            numbers.append(flags.number())
+            flags.stepped()
+    assert set(numbers[::2]) == {0} and len({*numbers[1::2]}) == snapshot.MOST_STATES + 2
+    assert flags.newest_change()
+
+
 def test_a_list_that_is_replaced_by_an_equal_one_is_no_change() -> None:
     """Each call of peft's `set_adapter` makes new lists of active adapters: DPO with a reference adapter traced all of
     the model three times a step, however long it trained."""
