@@ -6,6 +6,7 @@ The PipelineAccelerator therefore distributes data among replicas instead of pro
 wraps no model, scales no loss, and clips by the norm of the full model.
 """
 
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -29,7 +30,7 @@ from pipeshard.errors import UsageError, listed
 from pipeshard.graph.units import unrecomputed
 from pipeshard.hf import LAYER_CACHES
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.private import tree_map_only
+from pipeshard.private import is_namedtuple_instance, tree_map_only
 from pipeshard.replaced import replaced
 
 REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among which it distributes batches
@@ -223,6 +224,35 @@ def _drop(outputs: Any, inputs: Any) -> None:
     """A `return_outputs` function that requires all outputs, but keeps none."""
 
 
+CLASS = ""  # in the dict that is sent for a named tuple, the key of the class's name
+
+
+def _without_classes(value: Any) -> Any:
+    """A model's output as it is sent: an OrderedDict for each ModelOutput and each named tuple in it, since the class
+    of an object is not sent."""
+    if isinstance(value, OrderedDict):
+        return OrderedDict((name, _without_classes(part)) for name, part in value.items())
+    if isinstance(value, tuple) and is_namedtuple_instance(value):
+        fields: Any = getattr(value, "_fields", ())
+        return OrderedDict([(CLASS, type(value).__name__), *zip(fields, map(_without_classes, value))])
+    if isinstance(value, dict):
+        return {name: _without_classes(part) for name, part in value.items()}
+    return type(value)(map(_without_classes, value)) if type(value) in (list, tuple) else value
+
+
+def _with_classes(value: Any) -> Any:
+    """Inverse of `_without_classes`, with the class ModelOutput for all its subclasses, and a new class for each named
+    tuple."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_classes, value))
+    if not isinstance(value, dict):
+        return value
+    parts = {name: _with_classes(part) for name, part in value.items()}
+    if CLASS in parts:
+        return namedtuple(parts.pop(CLASS), list(parts))(**parts)
+    return ModelOutput(**parts) if isinstance(value, OrderedDict) else parts
+
+
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
     """Context manager that turns off activation checkpointing before TRL does. TRL turns it off and on for each batch
     of a reference, which creates new functions and hooks, so the model would be traced again for each batch."""
@@ -288,9 +318,11 @@ class Stages(StandIn):
         if isinstance(shown, dict):
             dropped = getattr(getattr(self.module, "config", None), "keys_to_ignore_at_inference", LAYER_CACHES)
             shown = {name: value for name, value in shown.items() if name not in dropped}
-        if pipeline.group.size() > 1:
-            shown = share_value(shown, pipeline.last_rank, pipeline.group)
+        is_sent = pipeline.group.size() > 1
+        if is_sent:
+            shown = share_value(_without_classes(shown), pipeline.last_rank, pipeline.group)
         shown = tree_map_only(Tensor, self._placed, shown)
+        shown = _with_classes(shown) if is_sent else shown
         return ModelOutput(**shown) if isinstance(shown, dict) else shown
 
     def _placed(self, tensor: Tensor) -> Tensor:

@@ -351,9 +351,17 @@ class Loop(Trainer):
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()
         self._count_last(inputs)
-        loss_only = prediction_loss_only and not self._makes_loss() and "labels" in inputs
+        loss_only = prediction_loss_only and not self._makes_loss() and self._has_loss(inputs)
         with replaced(stages, loss_only=loss_only):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
+
+    def _has_loss(self, inputs: Any) -> bool:
+        """Whether transformers' prediction_step computes a loss of these inputs: of labels, or of a model such as CLIP,
+        which has none, with `return_loss`."""
+        if self.label_names:
+            return all(inputs.get(name) is not None for name in self.label_names)
+        asked = inputs.get("return_loss")
+        return bool(self.can_return_loss if asked is None else asked)
 
     def _count_last(self, inputs: Any) -> None:
         """Set accelerate's `remainder` to the number of samples in the last batch of a stream.

@@ -1,0 +1,82 @@
+"""Tests of a Trainer in what transformers' example scripts do beside training: it is as in one process."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from pipeshard.distributed.collectives import decode, encode
+from pipeshard.trainer.stand_ins import _with_classes, _without_classes
+from tests.pool import Pool
+from tests.trainers import TASKS, Task, differences, launched, run, trainer
+
+Pair = namedtuple("Pair", ["loss", "scores"])
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def clip() -> nn.Module:
+    torch.manual_seed(0)
+    text = {**SIZES, "vocab_size": 40, "max_position_embeddings": 16, "eos_token_id": 2}
+    vision = {**SIZES, "image_size": 8, "patch_size": 4}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+
+
+def captioned(count: int, seed: int = 3) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 40, (count, 8), generator=generator)
+    pixels = torch.randn(count, 3, 8, 8, generator=generator)
+    return [{"input_ids": ids[k], "pixel_values": pixels[k]} for k in range(count)]
+
+
+def collated(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """The collator of run_clip.py."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    return {**batch, "return_loss": True}
+
+
+def classes_and_norms(outputs: Any) -> list[Any]:
+    """Each leaf's path and norm, and what kind of container each node is to a Trainer."""
+    if isinstance(outputs, dict):
+        return [(name, hasattr(outputs, name), classes_and_norms(value)) for name, value in outputs.items()]
+    if isinstance(outputs, list | tuple):
+        return [getattr(outputs, "_fields", ()), *map(classes_and_norms, outputs)]
+    return [round(float(torch.as_tensor(outputs).norm()), 4)]
+
+
+def evaluate_clip(folder: str, plugin: dict[str, Any] | None = None) -> tuple[list[Any], Any, Any]:
+    task = Task(clip, captioned, {"max_steps": 2}, {"data_collator": collated}, metrics=None)
+    with launched() if plugin else nullcontext(), mock.patch.dict(TASKS, clip=task):
+        evaluated = run("clip", folder, plugin=plugin, eval_strategy="steps", eval_steps=1)
+        made = trainer("clip", folder, plugin)
+        predicted = made.predict(task.data(5, seed=8))
+        with torch.no_grad():
+            outputs = made._wrap_model(made.model, training=False)(**collated(task.data(5, seed=8)))
+        return evaluated, classes_and_norms(predicted.predictions), outputs.vision_model_output.pooler_output.norm()
+
+
+@pytest.mark.turns
+def test_a_model_with_outputs_within_outputs_is_evaluated(pool: Pool, tmp_path: Any) -> None:
+    """run_clip.py --do_eval: each evaluation ended in a MessageError, since CLIP's output has the outputs of its two
+    towers in it, and classes are not sent. Its batches have no labels, so all outputs were sent for the loss alone."""
+    expected, predictions, norm = evaluate_clip(str(tmp_path))
+    for found, theirs, of_tower in pool.run(evaluate_clip, 2, str(tmp_path), {"pp_size": 2}):
+        assert differences(found, expected) == []
+        assert theirs == predictions and torch.allclose(of_tower, norm)
+
+
+def test_the_containers_of_an_output_are_as_they_were_when_they_are_received() -> None:
+    """A named tuple, as which the error about opaque outputs tells a user to return them, could not be sent."""
+    tower = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(2))
+    sent = Pair(1.0, {"tower": tower, "parts": [(2, "two"), Pair(None, torch.Size([3]))]})
+    received: Any = _with_classes(decode(encode(_without_classes(sent))))
+    assert received._fields == sent._fields and next(iter(received)) == received.loss == 1.0
+    assert type(received.scores) is dict and type(received.scores["tower"]) is transformers.utils.ModelOutput
+    assert torch.equal(received.scores["tower"].last_hidden_state, torch.ones(2))
+    assert received.scores["parts"][0] == (2, "two") and received.scores["parts"][1].scores == torch.Size([3])
