@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import namedtuple
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from pipeshard.distributed.collectives import decode, encode
 from pipeshard.trainer.stand_ins import _with_classes, _without_classes
@@ -62,7 +65,7 @@ def evaluate_clip(folder: str, plugin: dict[str, Any] | None = None) -> tuple[li
 
 
 @pytest.mark.turns
-def test_a_model_with_outputs_within_outputs_is_evaluated(pool: Pool, tmp_path: Any) -> None:
+def test_a_model_with_outputs_within_outputs_is_evaluated(pool: Pool, tmp_path: Path) -> None:
     """run_clip.py --do_eval: each evaluation ended in a MessageError, since CLIP's output has the outputs of its two
     towers in it, and classes are not sent. Its batches have no labels, so all outputs were sent for the loss alone."""
     expected, predictions, norm = evaluate_clip(str(tmp_path))
@@ -80,3 +83,47 @@ def test_the_containers_of_an_output_are_as_they_were_when_they_are_received() -
     assert type(received.scores) is dict and type(received.scores["tower"]) is transformers.utils.ModelOutput
     assert torch.equal(received.scores["tower"].last_hidden_state, torch.ones(2))
     assert received.scores["parts"][0] == (2, "two") and received.scores["parts"][1].scores == torch.Size([3])
+
+
+class Judging(Trainer):
+    """The main process alone computes the metrics, as in trainer_qa.py of transformers' examples."""
+
+    values = (0.5, 0.9, 0.4, 0.3, 0.2, 0.1)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics: dict[str, float] = self.evaluation_loop(self.get_eval_dataloader(), "Evaluation").metrics
+        if self.args.should_save:
+            metrics = {**metrics, "eval_f1": np.float64(self.values[self.state.global_step // 2 - 1])}
+            self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class Stopping(TrainerCallback):
+    """Ends the training when a metric is low."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        control.should_training_stop = metrics.get("eval_f1", 1.0) < 0.45
+
+
+def judge(folder: str, plugin: dict[str, Any] | None = None) -> list[Any]:
+    """The step and the checkpoint that are chosen by a metric, and the step at which a callback ends the training."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    saved = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "f1"}
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", Judging):
+        more = {"callbacks": [EarlyStoppingCallback(2)]}
+        early = trainer("causal", folder, plugin, more, max_steps=12, **evaluated, **saved)
+        early.train()
+        own = trainer("causal", folder, plugin, {"callbacks": [Stopping()]}, eval_strategy="steps", eval_steps=2)
+        own.train()
+        best = Path(early.state.best_model_checkpoint).name
+        return [early.state.global_step, best, early.state.best_metric, own.state.global_step]
+
+
+@pytest.mark.turns
+def test_ranks_stop_by_the_metrics_of_the_main_process(pool: Pool, tmp_path: Path) -> None:
+    """run_qa.py with load_best_model_at_end ended in a KeyError of rank 1, and a callback that stops by such a metric
+    left the ranks in different steps: its Trainer computes the metrics on the main process only."""
+    assert judge(str(tmp_path / "whole")) == [8, "checkpoint-4", 0.9, 6]
+    found = pool.run(judge, 2, str(tmp_path / "split"), {"pp_size": 2}, timeout=60)
+    assert found == [[8, "checkpoint-4", 0.9, 6]] * 2

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import denumpify_detensorize
 
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
+from pipeshard.distributed.collectives import share_value, together_in
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.optimizer_trial import set_training
@@ -84,6 +86,11 @@ class Loop(Trainer):
     _num_items: Any = None  # the number of items in the latest window
     _before: Stamps | None = None  # the files that were in the folder before the latest save of the model
     _left: Written | None = None  # the trained parameters after the latest batch
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        handler = self.callback_handler
+        setattr(handler, "on_evaluate", partial(self._agreed, handler.on_evaluate))  # noqa: B010
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -354,6 +361,21 @@ class Loop(Trainer):
         loss_only = prediction_loss_only and not self._makes_loss() and self._has_loss(inputs)
         with replaced(stages, loss_only=loss_only):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
+
+    def _agreed(
+        self, evaluated: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any
+    ) -> Any:
+        """Call the callbacks of an evaluation after replacing the metrics of every rank with those of rank 0.
+
+        Ranks stop, save and choose a checkpoint by the metrics, but the user's class may compute some of them on the
+        main process only, and others differ between ranks (times).
+        """
+        if (world := self.pipeline.grid.world).size() > 1:
+            found = denumpify_detensorize(metrics)
+            numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+            with together_in("trainer.evaluate"):
+                metrics.update(share_value(numbers, 0, world))
+        return evaluated(args, state, control, metrics, **kwargs)
 
     def _has_loss(self, inputs: Any) -> bool:
         """Whether transformers' prediction_step computes a loss of these inputs: of labels, or of a model such as CLIP,
