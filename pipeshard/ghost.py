@@ -19,7 +19,7 @@ from pipeshard.errors import UsageError
 from pipeshard.private import DisableTorchFunctionSubclass, tree_tensors
 
 # Functions and attributes that neither read nor write values, in addition to all functions whose names start with
-# `is_`.
+# `is_`, except READING.
 HARMLESS = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
 HARMLESS |= {"__dir__", "_post_accumulate_grad_hooks", "data_ptr", "device", "dim", "dtype", "element_size"}
 HARMLESS |= {"get_device", "grad"}
@@ -36,6 +36,7 @@ HARMLESS |= {
     "ndimension",
 }
 HARMLESS |= {"nelement", "numel", "output_nr", "requires_grad"}
+READING = {"is_contiguous", "is_nonzero"}  # safetensors asks whether a tensor is contiguous before it reads the memory
 HOOKING = {"register_hook", "register_post_accumulate_grad_hook"}
 HARMLESS |= {
     "requires_grad_",
@@ -105,7 +106,7 @@ class Ghost(nn.Parameter):
         with DisableTorchFunctionSubclass():
             if name in HOOKING and args[0].pipeshard_trainable and not args[0].requires_grad:
                 return RemovableHandle(OrderedDict())  # the stages that hold it call the hook
-            if name in HARMLESS | HOOKING or asks or (name.startswith("is_") and name != "is_nonzero"):
+            if name in HARMLESS | HOOKING or asks or (name.startswith("is_") and name not in READING):
                 return func(*args, **kwargs)
             if name in CONVERTING and isinstance(args[0], Ghost):
                 number = args[0].as_strided((), ())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -36,15 +37,19 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "set": lambda p: setattr(p, "data", torch.ones(3, 4)),
     "deepcopy": copy.deepcopy,
     "pickle": pickle.dumps,
+    "safetensors": lambda p: safetensors.torch.save({"weight": p}),
+    "safetensors of one element": lambda p: safetensors.torch.save({"weight": ghost(1)}),
 }
 
 
-def ghost() -> Ghost:
-    return Ghost.of(nn.Parameter(torch.randn(3, 4)), torch.device("cpu"), "layer.weight is on stage 1")
+def ghost(*shape: int) -> Ghost:
+    return Ghost.of(nn.Parameter(torch.randn(shape or (3, 4))), torch.device("cpu"), "layer.weight is on stage 1")
 
 
 @pytest.mark.parametrize("read", READS)
 def test_values_are_refused_by_name(read: str) -> None:
+    """A script that saved the adapters of the whole model with safetensors was told to call `.contiguous()`, and a
+    gate of one element was saved as NaN."""
     with pytest.raises(UsageError, match=r"layer\.weight is on stage 1.*(booster\.save_model|before booster\.boost)"):
         READS[read](ghost())
 
