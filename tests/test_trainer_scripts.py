@@ -127,3 +127,19 @@ def test_ranks_stop_by_the_metrics_of_the_main_process(pool: Pool, tmp_path: Pat
     assert judge(str(tmp_path / "whole")) == [8, "checkpoint-4", 0.9, 6]
     found = pool.run(judge, 2, str(tmp_path / "split"), {"pp_size": 2}, timeout=60)
     assert found == [[8, "checkpoint-4", 0.9, 6]] * 2
+
+
+def count(folder: str, plugin: dict[str, Any] | None = None) -> list[int]:
+    with launched() if plugin else nullcontext():
+        made = trainer("lora", folder, plugin, max_steps=1)
+        before = made.get_num_trainable_parameters()
+        made.train()
+        return [before, made.get_num_trainable_parameters()]
+
+
+@pytest.mark.turns
+def test_the_trained_parameters_of_all_stages_are_counted(pool: Pool, tmp_path: Path) -> None:
+    """After train(), a script's `trainer.get_num_trainable_parameters()` was the number of one stage."""
+    expected = count(str(tmp_path))
+    assert expected[0] == expected[1] > 0
+    assert pool.run(count, 2, str(tmp_path), {"pp_size": 2}) == [expected, expected]

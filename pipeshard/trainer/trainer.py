@@ -33,6 +33,7 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.optimizer_trial import set_training
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.rng import Draws
+from pipeshard.graph.shapes import is_trainable
 from pipeshard.hf import is_of_peft
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.replaced import replaced
@@ -216,6 +217,10 @@ class Loop(Trainer):
     def floating_point_ops(self, inputs: Any) -> float:
         """This rank's share of the operations, since Trainer sums over all ranks."""
         return float(super().floating_point_ops(inputs)) / self._ranks_of_replica
+
+    def get_num_trainable_parameters(self) -> int:
+        """The number of trained parameters of the whole model, before and after it is split."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if is_trainable(parameter))
 
     @property
     def _ranks_of_replica(self) -> int:
