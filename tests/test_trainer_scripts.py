@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from pipeshard.distributed.collectives import decode, encode
 from pipeshard.trainer.stand_ins import _with_classes, _without_classes
 from tests.pool import Pool
-from tests.trainers import TASKS, Task, differences, launched, run, trainer
+from tests.trainers import TASKS, Task, differences, launched, run, texts, trainer
 
 Pair = namedtuple("Pair", ["loss", "scores"])
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -127,6 +128,45 @@ def test_ranks_stop_by_the_metrics_of_the_main_process(pool: Pool, tmp_path: Pat
     assert judge(str(tmp_path / "whole")) == [8, "checkpoint-4", 0.9, 6]
     found = pool.run(judge, 2, str(tmp_path / "split"), {"pp_size": 2}, timeout=60)
     assert found == [[8, "checkpoint-4", 0.9, 6]] * 2
+
+
+class Augmented:
+    """A dataset with generators of its own, as albumentations' Compose has, which set_seed does not seed."""
+
+    def __init__(self, samples: list[dict[str, Tensor]]) -> None:
+        self.samples = samples
+        self.rng, self.random, self.torch = np.random.default_rng(), random.Random(), torch.Generator()
+        self.torch.seed()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, k: int) -> dict[str, Tensor]:
+        first = self.rng.integers(3, 20), self.random.randrange(3, 20), torch.randint(3, 20, (), generator=self.torch)
+        ids = self.samples[k]["input_ids"].clone()
+        ids[:3] = torch.tensor([int(drawn) for drawn in first])
+        return {"input_ids": ids, "labels": ids}
+
+
+def augment(folder: str) -> tuple[int, list[Any]]:
+    with launched():
+        data = {"train_dataset": Augmented(texts(24)), "eval_dataset": Augmented(texts(7, seed=5))}
+        made = trainer("causal", folder, {"pp_size": 2}, data, max_steps=2, eval_strategy="steps", eval_steps=1)
+        made.train()
+        read = [sample["input_ids"].tolist() for sample in map(data["train_dataset"].__getitem__, range(2))]
+        return made.pipeline.grid.replica, read
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_stages_of_a_replica_draw_from_the_same_generators(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    """run_object_detection.py ended in a BatchError in its first step: each stage augmented its images with random
+    numbers of its own, although the script calls set_seed."""
+    found = pool.run(augment, ranks, str(tmp_path))
+    assert [replica for replica, _ in found] == [0, 0, 1, 1][:ranks]
+    for (_, one), (_, other) in zip(found[::2], found[1::2], strict=True):
+        assert one == other
+    assert ranks == 2 or found[0][1] != found[2][1]
 
 
 def count(folder: str, plugin: dict[str, Any] | None = None) -> list[int]:

@@ -27,11 +27,14 @@ from transformers.trainer_utils import denumpify_detensorize
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
+from pipeshard.data.reach import reachable
 from pipeshard.distributed.collectives import share_value, together_in
+from pipeshard.distributed.groups import ranks_of
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.optimizer_trial import set_training
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.graph.places import content_of, is_generator, put
 from pipeshard.graph.rng import Draws
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.hf import is_of_peft
@@ -86,6 +89,7 @@ class Loop(Trainer):
     _held: tuple[dict[str, Any], ...] = ()  # the batches of an incomplete window
     _num_items: Any = None  # the number of items in the latest window
     _before: Stamps | None = None  # the files that were in the folder before the latest save of the model
+    _begins: bool = False  # whether train() has been called, and has not created its dataloader
     _left: Written | None = None  # the trained parameters after the latest batch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -211,6 +215,21 @@ class Loop(Trainer):
         with self.accelerator.alone():
             return super().get_test_dataloader(test_dataset)
 
+    def share_generators(self, loader: Any) -> None:
+        """Set the random generators that the loader's dataset and collator contain to their states on the replica's
+        first rank, since the stages of a replica must draw the same numbers. set_seed does not seed these generators.
+        """
+        grid = self.pipeline.grid
+        roots = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+        generators = [value for value in reachable(*roots) if is_generator(value)]
+        states = [(type(one).__name__, content_of(one, "state")["state"]) for one in generators]
+        with together_in("trainer.train or trainer.evaluate"):
+            for group in (grid.stages, grid.slices):
+                states = share_value(states, ranks_of(group)[0], group) if group.size() > 1 else states
+        if [kind for kind, _ in states] == [type(one).__name__ for one in generators]:
+            for one, (_, state) in zip(generators, states, strict=True):
+                put(one, "state", "state", state)
+
     def get_total_train_batch_size(self, args: Any) -> int:
         return int(super().get_total_train_batch_size(args)) // self._ranks_of_replica
 
@@ -330,6 +349,7 @@ class Loop(Trainer):
                 "this dataloader distributes its batches over replicas, but every replica must evaluate all batches: "
                 "create it with get_eval_dataloader(dataset), or inside `with self.accelerator.alone():`"
             )
+        self.share_generators(dataloader)
         self._loader = dataloader if self._loader is None else self._loader
         start, is_first = time.time(), self._stages is None
         self._own_stages()
@@ -420,6 +440,7 @@ class Loop(Trainer):
             refuse_unwrapped_adapters(self.model)
         chosen = checkpoint_of(resume_from_checkpoint, Path(self.args.output_dir), self.pipeline.grid)
         self._held, self._left = (), None  # left by an earlier call that ended within a window
+        self._begins = True
         return super().train(chosen, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -460,6 +481,8 @@ class Loop(Trainer):
 class Front:
     """Mixin that takes the `pipeline` argument, then constructs the Trainer that follows it in the MRO."""
 
+    _begins: bool
+
     def __init__(self, *args: Any, pipeline: PipelinePlugin, **kwargs: Any) -> None:
         if not isinstance(pipeline, PipelinePlugin):
             raise ConfigurationError(f"pipeline must be a PipelinePlugin, got a {type(pipeline).__name__}")
@@ -490,8 +513,12 @@ class Front:
         put_adapters(model, config, put)
 
     def _noted(self, make: Callable[[], Any]) -> Any:
-        """Record the dataloader, which the user's class may have created."""
+        """Record the dataloader, which the user's class may have created. The first one of train() is created by all
+        ranks together."""
         self._loader = make()
+        if self._begins:
+            self._begins = False
+            self.share_generators(self._loader)  # type: ignore[attr-defined]
         return self._loader
 
     def _completed(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
