@@ -207,8 +207,8 @@ def run_collecting(
     """Run one call of `unit` with `arguments` (args, kwargs), and return its outputs with their sources: the result,
     the results of `modules`, and the values of `places`.
 
-    `modules` are names of modules inside the unit; with `silent`, their own forward hooks are not called. `places` are
-    sources to read after the call.
+    `modules` are names of modules inside the unit; with `silent`, their own forward hooks are not called, except those
+    that only let the module's result require a gradient. `places` are sources to read after the call.
     """
     args, kwargs = arguments
     heard: list[tuple[Source, Any]] = []
@@ -223,12 +223,21 @@ def run_collecting(
         for path in modules:
             module = unit.get_submodule(path)
             if silent:
-                stack.callback(module._forward_hooks.update, dict(module._forward_hooks))
-                module._forward_hooks.clear()
+                own = dict(module._forward_hooks)
+                stack.callback(module._forward_hooks.update, own)
+                stack.callback(module._forward_hooks.clear)
+                for key in (key for key, hook in own.items() if not _only_requires_gradient(hook)):
+                    del module._forward_hooks[key]
             stack.callback(module.register_forward_hook(partial(hear, path), prepend=True).remove)
         result = forward(*args, **kwargs)
     left = [(source, _left(source, before.get(source), unit, arguments)) for source in places]
     return [(RESULT, result), *heard, *left]
+
+
+def _only_requires_gradient(hook: Callable[..., Any]) -> bool:
+    """Whether a forward hook calls only `requires_grad_`, as those of transformers' and peft's
+    `enable_input_require_grads`. The hook affects the unit's result, but leaves nothing."""
+    return getattr(getattr(hook, "__code__", None), "co_names", ()) == ("requires_grad_",)
 
 
 def _at(source: Source, unit: nn.Module, arguments: Any) -> Any:

@@ -30,7 +30,7 @@ from tests.graph.test_randomness import with_dropout
 from tests.parity.build import batch
 from tests.parity.entries import find
 from tests.pool import Pool
-from tests.unsplit import Split, refusal
+from tests.unsplit import Split, Unsplit, differences, refusal
 
 pytestmark = pytest.mark.local
 
@@ -301,6 +301,26 @@ def checkpointed(reentrant: bool) -> tuple[list[str], Counter[str]]:
 def test_what_transformers_recomputes_is_not_recomputed_twice(pool: Pool, reentrant: bool) -> None:
     for wrong, runs in pool.run(checkpointed, 2, reentrant):
         assert not wrong and set(runs.values()) == {2 * M}
+
+
+def frozen_embeddings(reentrant: bool) -> list[str]:
+    """With transformers' own recomputation, which lets results of embeddings require a gradient: what differs."""
+    model: Any = zoo.build("bert")
+    model.bert.embeddings.requires_grad_(False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    unsplit, data = Unsplit(copy.deepcopy(model)), zoo.batch("bert")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    return differences(split, unsplit, data)
+
+
+@pytest.mark.turns
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_frozen_embeddings_inside_a_unit(pool: Pool, p: int, reentrant: bool) -> None:
+    """A user froze BERT's embeddings, and enabled transformers' activation checkpointing. The first step failed: the
+    trace had not called the hook with which transformers lets the result of the embeddings require a gradient."""
+    assert pool.run(frozen_embeddings, p, reentrant) == [[]] * p
 
 
 def evaluated() -> Counter[str]:
