@@ -227,9 +227,10 @@ class Stage:
         offload = self.offload if self.train else None
         saving = offload.saving(i, self.index) if offload is not None else nullcontext()
         with self.around(), self.carry(route), saving as self.replay.save, self.replay.following(route) as zeros:
-            # autocast would cache the cast of a leaf, and gradients would be summed in this 16-bit cast.
+            # autocast would cache the cast of a leaf, and gradients would be summed in this 16-bit cast. The model's
+            # hooks may let a result require a gradient that the earlier stages do not need.
             is_lent = casting() or offload is not None
-            lent = {value: t.view_as(t) for value, t in received.items()} if is_lent else received
+            lent = {v: t.view_as(t) if is_lent or not t.requires_grad else t for v, t in received.items()}
             called = microbatch.sliced or microbatch.batch
             output, made = self.replay.run(route, microbatch.deltas, lent, called, self.listener)
             loss = self._loss(output, microbatch, received.values()) if self.is_last else None

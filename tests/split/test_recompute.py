@@ -303,13 +303,13 @@ def test_what_transformers_recomputes_is_not_recomputed_twice(pool: Pool, reentr
         assert not wrong and set(runs.values()) == {2 * M}
 
 
-def frozen_embeddings(reentrant: bool) -> list[str]:
+def frozen_embeddings(name: str, embeddings: str, reentrant: bool, partition: list[int] | None = None) -> list[str]:
     """With transformers' own recomputation, which lets results of embeddings require a gradient: what differs."""
-    model: Any = zoo.build("bert")
-    model.bert.embeddings.requires_grad_(False)
+    model: Any = zoo.build(name)
+    model.get_submodule(embeddings).requires_grad_(False)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    unsplit, data = Unsplit(copy.deepcopy(model)), zoo.batch("bert")
-    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    unsplit, data = Unsplit(copy.deepcopy(model)), zoo.batch(name)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2, partition=partition or "uniform")
     return differences(split, unsplit, data)
 
 
@@ -320,7 +320,15 @@ def frozen_embeddings(reentrant: bool) -> list[str]:
 def test_frozen_embeddings_inside_a_unit(pool: Pool, p: int, reentrant: bool) -> None:
     """A user froze BERT's embeddings, and enabled transformers' activation checkpointing. The first step failed: the
     trace had not called the hook with which transformers lets the result of the embeddings require a gradient."""
-    assert pool.run(frozen_embeddings, p, reentrant) == [[]] * p
+    assert pool.run(frozen_embeddings, p, "bert", "bert.embeddings", reentrant) == [[]] * p
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_frozen_embedding_alone_on_a_stage(pool: Pool, reentrant: bool) -> None:
+    """A user froze an embedding that was the whole first stage. The first step failed: the hook of transformers ran on
+    the second stage, too, and let the received value itself require a gradient."""
+    assert pool.run(frozen_embeddings, 2, "llama", "model.embed_tokens", reentrant, [1, 6]) == [[], []]
 
 
 def evaluated() -> Counter[str]:
