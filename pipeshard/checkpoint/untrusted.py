@@ -26,6 +26,7 @@ from transformers import AutoConfig, GenerationConfig
 from pipeshard.distributed.collectives import encode, reason
 from pipeshard.errors import CheckpointError, ConfigurationError, explained, summary
 from pipeshard.hf import ADAPTER_CONFIG, kept_in_fp32
+from pipeshard.split.initialize import note_blank
 from pipeshard.split.quantized import quantization_of, quantize_blank
 
 LARGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors takes a tenth of this
@@ -108,6 +109,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     if (path / "generation_config.json").exists():
         model.generation_config = generation_config_of(path)
     model._pretrained = str(path / gguf_file if gguf_file else path)
+    note_blank(model)
     return model.eval()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import is_of_peft, without_adapters
 from pipeshard.private import without_weakrefs
-from pipeshard.split.initialize import give
+from pipeshard.split.initialize import give, refuse_written_blank
 from pipeshard.split.packed import is_quantized, packed_layers
 
 KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
@@ -45,6 +45,7 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     is quantized and initial values need these weights.
     """
     refuse_far(config)
+    refuse_written_blank(model)
     if needs_weights(config) and is_quantized(model):
         raise ConfigurationError(
             "DoRA, PiSSA and OLoRA are initialized from the weights, but the weights of this model are quantized. "

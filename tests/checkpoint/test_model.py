@@ -20,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from colossalai.booster import Booster
+from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from pipeshard.checkpoint import save as saving
 from pipeshard.checkpoint.files import Save
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.errors import CheckpointError, ConfigurationError
+from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.covering import ALL
 from tests.engine.test_state import Net
@@ -385,6 +388,41 @@ def test_two_matrices_for_one_tie_are_refused(pool: Pool, tmp_path: Path, kind: 
         )
     assert pool.run(of_two_heads, 2, str(tmp_path / "False"), False) == [[], []]
     assert pool.run(of_two_heads, 2, str(tmp_path / "True"), True) == [[], []]
+
+
+def with_a_layer_of_zeros(folder: str, when: str) -> list[str]:
+    """What differs if the last layer's MLP returns zeros from the beginning."""
+
+    def change(model: Any) -> None:
+        weight = model.model.layers[-1].mlp.down_proj.weight
+        if not is_released(weight):
+            nn.init.zeros_(weight)
+
+    auto: Any = transformers.AutoModelForCausalLM
+    unsplit = Unsplit(auto.from_pretrained(folder).train())
+    change(unsplit.model)
+    model = auto.from_pretrained(folder) if when == "loaded" else PipelinePlugin.from_pretrained(auto, folder)
+    if when != "after":
+        change(model)
+    if when == "adapters":
+        plugin = PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=2)
+        model = Booster(plugin=plugin).enable_lora(model, lora_config=LoraConfig())
+    split = Split(model.train(), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    if when == "after":
+        change(split.model.unwrap())
+    return differences(split, unsplit, zoo.batch("llama"))
+
+
+@pytest.mark.turns
+def test_values_that_a_model_on_meta_would_lose(pool: Pool, tmp_path: Path) -> None:
+    """A user initialized the last layers of a model of `PipelinePlugin.from_pretrained` again. Boost silently loaded
+    the folder's values into them."""
+    zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    for when in ("before", "adapters"):
+        for message in pool.run_expecting(ConfigurationError, with_a_layer_of_zeros, 2, str(tmp_path), when):
+            assert "1 parameters were modified before boost (the first is model.layers.3.mlp.down_proj" in message
+    for when in ("loaded", "after"):
+        assert pool.run(with_a_layer_of_zeros, 2, str(tmp_path), when) == [[], []]
 
 
 def resized(folder: str) -> None:
