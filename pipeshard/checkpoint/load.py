@@ -236,10 +236,15 @@ class _Plan:
         self.makes: dict[str, Piece] = {}  # by first name, the piece that yields the tensor
         self.doubled: list[tuple[str, Piece, Piece]] = []
         is_tied = ties_name(self.model)
+        ours = {name for name, _ in model.named_parameters()} if of_base and blank else set[str]()
+        # Parameters that the script put into a model without values, such as a new head.
+        kept = {root for root, targets in self.targets.items() if targets.keys() <= ours and not targets.keys() & blank}
         for piece in self.conversion.pieces.values():
             for name, shape in self._shapes_made(piece).items():
                 if name not in self.shapes:
                     self.conversion.unexpected.append(name)
+                    continue
+                if self.first[name] in kept:
                     continue
                 expected = shape if name in self.extra else self.shapes[name]
                 if keys := source.scales.keys() & {key for key, _ in piece.sources}:
@@ -260,7 +265,7 @@ class _Plan:
                     self.makes[first] = piece
         self.given = set(self.makes)
         self.missing = [
-            name for name in dict.fromkeys(self.first[name] for name in self.shapes) if name not in self.given
+            name for name in dict.fromkeys(self.first[name] for name in self.shapes) if name not in self.given | kept
         ]
         patterns = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or []
         self.optional = {name for name in self.missing if any(re.search(pattern, name) for pattern in patterns)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -423,6 +424,29 @@ def test_values_that_a_model_on_meta_would_lose(pool: Pool, tmp_path: Path) -> N
             assert "1 parameters were modified before boost (the first is model.layers.3.mlp.down_proj" in message
     for when in ("loaded", "after"):
         assert pool.run(with_a_layer_of_zeros, 2, str(tmp_path), when) == [[], []]
+
+
+def with_a_head_of_the_script(folder: str, labels: int) -> list[str]:
+    auto: Any = transformers.AutoModelForImageClassification
+    torch.manual_seed(5)
+    head = nn.Linear(32, labels)
+    unsplit = Unsplit(auto.from_pretrained(folder).train())
+    unsplit.model.classifier = copy.deepcopy(head)
+    model: Any = PipelinePlugin.from_pretrained(auto, folder).train()
+    model.classifier = head
+    data = zoo.batch("vit")
+    for each in (model, unsplit.model):
+        each.num_labels = each.config.num_labels = labels
+    return differences(Split(model, dist.get_world_size(), data, num_microbatches=2), unsplit, data)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("labels", [5, 7])
+def test_a_head_of_the_script(pool: Pool, tmp_path: Path, labels: int) -> None:
+    """A user assigned a new head to a model of `PipelinePlugin.from_pretrained`. The folder's head was silently loaded
+    into a head of the same size, and did not fit one of another size."""
+    zoo.build("vit").save_pretrained(tmp_path)  # type: ignore[operator]
+    assert pool.run(with_a_head_of_the_script, 2, str(tmp_path), labels) == [[], []]
 
 
 def resized(folder: str) -> None:
