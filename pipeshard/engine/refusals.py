@@ -35,8 +35,8 @@ REFUSED: dict[type, str] = {
 
 def plain(model: nn.Module, warns: bool = True) -> nn.Module:
     """Return `model` without the compilation of `torch.compile(model)` or `model.compile()`, with a warning if `warns`.
-    Raises ConfigurationError for lazy parameters, quantized layers of other libraries, synchronized batch norms and
-    modules in other wrappers."""
+    Raises ConfigurationError for lazy parameters, quantized layers of other libraries, hooks of accelerate,
+    synchronized batch norms and modules in other wrappers."""
     compiled = False
     while "_orig_mod" in model._modules and isinstance(inner := model._orig_mod, nn.Module):
         model, compiled = inner, True
@@ -76,6 +76,13 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                 f"{name} is a bitsandbytes {type(module).__name__}, whose forward replaces its weight. Create the "
                 "model with PipelinePlugin.from_pretrained(cls, folder, "
                 "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then quantizes its own weights"
+            )
+        if hook := vars(module).get("_hf_hook"):
+            raise ConfigurationError(
+                f"{name or 'the model'} has an {type(hook).__name__} of accelerate, as with from_pretrained("
+                "device_map=...), which moves inputs to a fixed device, but each stage is on the device of its rank: "
+                "omit device_map (PipelinePlugin.from_pretrained loads only the weights of each stage), or call "
+                "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
             )
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigurationError(

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import dispatch_model
+from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -112,6 +114,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "synced batch norm": (synced, r"layers\.1 is an nn\.SyncBatchNorm.*use nn\.BatchNorm.*deferred_batch_norm=True"),
     "cuts in a list": (listed, "CutPoint that is not one of its modules.*nn.ModuleList"),
 }
+
+
+def dispatched(removed: bool) -> bool:
+    model = dispatch_model(Net(), {"": "cpu"}, force_hooks=True)
+    if removed:
+        remove_hook_from_module(model, recurse=True)
+    split = Split(model, dist.get_world_size(), data(), num_microbatches=2)
+    return bool(torch.isfinite(split.backward(data())["loss"]))
+
+
+@pytest.mark.turns
+def test_the_hooks_of_a_device_map_are_refused(pool: Pool) -> None:
+    """A user kept `device_map="auto"` of a script for one process. A layer failed, since accelerate's hook moved its
+    inputs to the device of another rank."""
+    for message in pool.run_expecting(ConfigurationError, dispatched, 2, False):
+        assert "has an AlignDevicesHook of accelerate" in message and "omit device_map" in message
+    assert pool.run(dispatched, 2, True) == [True, True]
 
 
 def boosted(kind: str) -> None:
