@@ -42,7 +42,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import ReturnOutputs
 from pipeshard.engine.recording import Recording
-from pipeshard.engine.refusals import refuse_other_config
+from pipeshard.engine.refusals import refuse_default_device, refuse_other_config
 from pipeshard.errors import UsageError
 from pipeshard.graph.rng import Randomness
 from pipeshard.hf import hide_world, lone_losses
@@ -227,6 +227,7 @@ class PipelinePlugin:
     ) -> tuple[PipelineModel, PipelineOptimizer | None, Criterion | None, DataLoader[Any] | None, LRScheduler | None]:
         """Split the model, keep this rank's stages, and restrict the optimizer to their parameters. `schedule="auto"`
         searches for steps of `num_batches` batches."""
+        refuse_default_device()
         watch_world(self.config.timeout, self.config.watchdog)
         with together_in("booster.boost"):
             name_ranks(self.grid.named)

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.jit import ScriptModule
@@ -97,6 +98,17 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                     f"without this wrapper (and without accelerator.prepare); {instead}"
                 )
     return model
+
+
+def refuse_default_device() -> None:
+    """Raise ConfigurationError if torch's default device is not the CPU, since pipeshard's own CPU tensors would be
+    created on this device."""
+    if (device := torch.get_default_device()).type != "cpu":
+        raise ConfigurationError(
+            f"the default device of torch is {device}, but pipeshard also computes with tensors on the CPU. Omit "
+            f"torch.set_default_device, or set a default device only while you build the model (with "
+            f"torch.device({device.type!r}): model = ...); each stage is moved to the device of its rank"
+        )
 
 
 def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:

@@ -133,6 +133,24 @@ def test_the_hooks_of_a_device_map_are_refused(pool: Pool) -> None:
     assert pool.run(dispatched, 2, True) == [True, True]
 
 
+def with_default_device(at_boost: bool) -> bool:
+    with torch.device("meta"):
+        model = Net()
+        if at_boost:
+            Split(model, dist.get_world_size(), data(), num_microbatches=2)
+    split = Split(model, dist.get_world_size(), data(), num_microbatches=2)
+    return bool(torch.isfinite(split.backward(data())["loss"]))
+
+
+@pytest.mark.turns
+def test_another_default_device_is_refused(pool: Pool) -> None:
+    """A user called `torch.set_default_device("cuda")`. The first step failed: the search for the loss's rule passed a
+    generator of the CPU to a function that drew on the GPU."""
+    for message in pool.run_expecting(ConfigurationError, with_default_device, 2, True):
+        assert "the default device of torch is meta" in message and "only while you build the model" in message
+    assert pool.run(with_default_device, 2, False) == [True, True]
+
+
 def boosted(kind: str) -> None:
     Split(REFUSED[kind][0](), dist.get_world_size(), data(), num_microbatches=2)
 
