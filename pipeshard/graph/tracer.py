@@ -138,11 +138,17 @@ class Tracer:
             self._refuse_packed(error)
             shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
             last = f" after unit {self.calls[-1].unit}" if self.calls else ""
-            raise TraceError(
-                f"tracing {type(self.model).__name__} failed{last}: {summary(error)}. "
+            remedy = (
                 f"The shapes in the batch are {shapes}. If the model takes other inputs, pass dry_run_input=<a batch>. "
                 "If an input's batch dimension is not the first, pass batch_dims={<name>: <dimension>}"
-            ) from error
+            )
+            if "Triton" in str(error):
+                remedy = (
+                    "A trace cannot run a Triton kernel between units, such as a fused loss: turn off these kernels "
+                    "(Liger's with fused_linear_cross_entropy=False, cross_entropy=False); those in layers may stay"
+                )
+            failed = f"tracing {type(self.model).__name__} failed{last}: {summary(error)}"
+            raise TraceError(f"{failed}. {remedy}") from error
 
     def _refuse_packed(self, error: Exception) -> None:
         """Raise TraceError if a unit has returned a PackedSequence: glue or the next unit then failed because only the

@@ -391,6 +391,27 @@ class Addressed(nn.Linear):
         return super().forward(x)
 
 
+class Fused(Glued):
+    """Glue that launches a kernel of Triton's on the head's weight, as the fused losses of Liger do."""
+
+    is_fused = True
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.is_fused:
+            raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+        return super().body(x)
+
+
+def test_a_kernel_between_units_is_named() -> None:
+    """A user trained with Liger's kernels. The trace failed, and the error advised another batch."""
+    model = Fused()
+    with pytest.raises(TraceError, match="a Triton kernel between units, such as a fused loss") as caught:
+        trace(model, batch())
+    assert "fused_linear_cross_entropy=False" in str(caught.value) and "dry_run_input" not in str(caught.value)
+    model.is_fused = False
+    assert len(trace(model, batch()).calls) == 5
+
+
 def test_no_unit_gets_the_address_of_a_tensor_on_meta(tmp_path: Path) -> None:
     """It would have read and written around address 0, and on a GPU all of the process would have been lost."""
     Addressed.log, model = tmp_path / "addresses", Glued()
