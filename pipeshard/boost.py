@@ -41,7 +41,7 @@ from pipeshard.planner.memory import Training
 from pipeshard.planner.planner import automatic, study
 from pipeshard.planner.profile import measured_costs
 from pipeshard.slices.refusals import refuse_unsliceable
-from pipeshard.split.initialize import refuse_written_blank
+from pipeshard.split.adapters import refuse_changed_blank
 from pipeshard.split.partition import Cost
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import share_weights, tie_on_meta
@@ -77,7 +77,7 @@ def boost_model(
     # The script calls a criterion that takes only outputs, as with ColossalAI, or passes it to execute_pipeline.
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
-    refuse_written_blank(model)
+    refuse_changed_blank(model)
     refuse_lowered_begin(model, config)
     refuse_sharded_packing(model, config.fsdp, config.slices_of_stage)
     tied: dict[nn.Parameter, str] = {}  # for each replaced parameter, the name of its replacement

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import is_of_peft, without_adapters
 from pipeshard.private import without_weakrefs
-from pipeshard.split.initialize import give, refuse_written_blank
+from pipeshard.split.initialize import NOTED, give
 from pipeshard.split.packed import is_quantized, packed_layers
 
 KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
@@ -29,12 +29,33 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
+AFTER_BOOST = (
+    ", or modify parameters after boost: those of model.unwrap().parameters() that this rank holds (not "
+    "pipeshard.split.materialize.is_released(parameter))"
+)
 WITH_WEIGHTS = "Load the model with its weights before booster.enable_lora"
 
 
 def is_blank(model: nn.Module) -> bool:
     """Whether the model has parameters on meta."""
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def refuse_changed_blank(model: nn.Module) -> None:
+    """Raise ConfigurationError for parameters on meta that were modified, or moved to other names, since
+    `note_blank`."""
+    noted = {full: (p, *vars(p)[NOTED]) for full, p in model.named_parameters() if p.is_meta and NOTED in vars(p)}
+    names = base_names(model) if noted and getattr(model, "_pretrained", None) else {}
+    written = [full for full, (p, _, version) in noted.items() if p._version > version]
+    moved = [full for full, (_, name, _) in noted.items() if names.get(full, name) != name]
+    for changed, how, instead in ((written, "modified", AFTER_BOOST), (moved, "moved to other names", "")):
+        if changed:
+            raise ConfigurationError(
+                f"{len(changed)} parameters were {how} before boost (the first is {changed[0]}), but "
+                "PipelinePlugin.from_pretrained has created them without values, and boost loads the folder's values "
+                f"by name. Load the {type(model).__name__} with the from_pretrained of its own class, which reads all "
+                f"weights in every process{instead}"
+            )
 
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
@@ -45,7 +66,7 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     is quantized and initial values need these weights.
     """
     refuse_far(config)
-    refuse_written_blank(model)
+    refuse_changed_blank(model)
     if needs_weights(config) and is_quantized(model):
         raise ConfigurationError(
             "DoRA, PiSSA and OLoRA are initialized from the weights, but the weights of this model are quantized. "

@@ -235,22 +235,9 @@ class _SeededWrites(DispatchMode):
 
 
 def note_blank(model: nn.Module) -> None:
-    """Note the versions of the model's parameters, for `refuse_written_blank`."""
-    for parameter in model.parameters():
-        vars(parameter)[VERSION] = parameter._version
-
-
-def refuse_written_blank(model: nn.Module) -> None:
-    """Raise ConfigurationError for parameters on meta that were modified since `note_blank`."""
-    written = [n for n, p in model.named_parameters() if p.is_meta and p._version > vars(p).get(VERSION, p._version)]
-    if written:
-        raise ConfigurationError(
-            f"{len(written)} parameters were modified before boost (the first is {written[0]}), but "
-            "PipelinePlugin.from_pretrained has created them without values, and boost loads the folder's values. "
-            f"Load the {type(model).__name__} with the from_pretrained of its own class, which reads all weights in "
-            "every process, or modify parameters after boost: those of model.unwrap().parameters() that this rank "
-            "holds (not pipeshard.split.materialize.is_released(parameter))"
-        )
+    """Note the names and versions of the model's parameters, for `adapters.refuse_changed_blank`."""
+    for name, parameter in model.named_parameters():
+        vars(parameter)[NOTED] = name, parameter._version
 
 
 def give(parameter: nn.Parameter, values: Tensor) -> None:
@@ -260,8 +247,8 @@ def give(parameter: nn.Parameter, values: Tensor) -> None:
     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     parameter.__class__ = kind
     parameter.__dict__.update(kept)
-    if VERSION in kept:
-        vars(parameter)[VERSION] = parameter._version
+    if NOTED in kept:
+        vars(parameter)[NOTED] = kept[NOTED][0], parameter._version
 
 
 def number(seed: int, text: str) -> int:
@@ -269,7 +256,7 @@ def number(seed: int, text: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")
 
 
-VERSION = "pipeshard_version"  # the attribute of a parameter on meta with its version when it was created
+NOTED = "pipeshard_noted"  # the attribute of a parameter on meta with its first name and version
 BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module: mode, hooks, parameters, buffers
 

@@ -426,6 +426,26 @@ def test_values_that_a_model_on_meta_would_lose(pool: Pool, tmp_path: Path) -> N
         assert pool.run(with_a_layer_of_zeros, 2, str(tmp_path), when) == [[], []]
 
 
+def with_fewer_layers(folder: str, loaded: bool) -> list[str]:
+    auto: Any = transformers.AutoModelForCausalLM
+    unsplit = Unsplit(auto.from_pretrained(folder).train())
+    model = auto.from_pretrained(folder) if loaded else PipelinePlugin.from_pretrained(auto, folder)
+    for body in (model.train().model, unsplit.model.model):
+        body.layers = nn.ModuleList(body.layers[k] for k in (0, 2, 3))
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    return differences(split, unsplit, zoo.batch("llama"))
+
+
+@pytest.mark.turns
+def test_layers_that_a_model_on_meta_would_load_from_others(pool: Pool, tmp_path: Path) -> None:
+    """A user removed a layer in the middle of a model of `PipelinePlugin.from_pretrained`. Boost loaded the weights of
+    other layers into the layers after it, with a warning only about the last ones."""
+    zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    for message in pool.run_expecting(ConfigurationError, with_fewer_layers, 2, str(tmp_path), False):
+        assert "were moved to other names before boost (the first is model.layers.1.self_attn.q_proj" in message
+    assert pool.run(with_fewer_layers, 2, str(tmp_path), True) == [[], []]
+
+
 def with_a_head_of_the_script(folder: str, labels: int) -> list[str]:
     auto: Any = transformers.AutoModelForImageClassification
     torch.manual_seed(5)
