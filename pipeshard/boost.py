@@ -41,7 +41,7 @@ from pipeshard.planner.memory import Training
 from pipeshard.planner.planner import automatic, study
 from pipeshard.planner.profile import measured_costs
 from pipeshard.slices.refusals import refuse_unsliceable
-from pipeshard.split.adapters import refuse_changed_blank
+from pipeshard.split.adapters import refuse_changed_blank, refuse_unloaded_blank
 from pipeshard.split.partition import Cost
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import share_weights, tie_on_meta
@@ -78,6 +78,8 @@ def boost_model(
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
     refuse_changed_blank(model)
+    if config.init_weights is True:
+        refuse_unloaded_blank(model)
     refuse_lowered_begin(model, config)
     refuse_sharded_packing(model, config.fsdp, config.slices_of_stage)
     tied: dict[nn.Parameter, str] = {}  # for each replaced parameter, the name of its replacement

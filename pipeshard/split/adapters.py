@@ -58,6 +58,20 @@ def refuse_changed_blank(model: nn.Module) -> None:
             )
 
 
+def refuse_unloaded_blank(model: nn.Module) -> None:
+    """Raise ConfigurationError for parameters of a model of PipelinePlugin.from_pretrained in another module, into
+    which boost does not load the folder."""
+    noted = [name for name, p in model.named_parameters() if p.is_meta and NOTED in vars(p)]
+    if noted and not getattr(model, "_pretrained", None):
+        raise ConfigurationError(
+            f"{len(noted)} parameters (the first is {noted[0]}) are of a model of PipelinePlugin.from_pretrained, but "
+            f"boost loads the folder only if you boost that model, not a {type(model).__name__}, in which they would "
+            "be initialized randomly. Load the inner model with the from_pretrained of its own class, which reads all "
+            "weights in every process, or pass init_weights=False to the plugin and load all weights with "
+            "booster.load_model"
+        )
+
+
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:
     """Apply `put` (peft's `get_peft_model`) to a model on meta, and return its result. Base weights stay on meta.
     Adapters have the same initial values as on the loaded model. `begin` later sets the values that depend on weights.

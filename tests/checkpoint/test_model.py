@@ -426,6 +426,35 @@ def test_values_that_a_model_on_meta_would_lose(pool: Pool, tmp_path: Path) -> N
         assert pool.run(with_a_layer_of_zeros, 2, str(tmp_path), when) == [[], []]
 
 
+class Around(nn.Module):
+    """A user's model around one that was loaded."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def wrapped(folder: str, loaded: bool) -> list[str]:
+    auto: Any = transformers.AutoModelForCausalLM
+    unsplit = Unsplit(Around(auto.from_pretrained(folder).train()))
+    model = auto.from_pretrained(folder) if loaded else PipelinePlugin.from_pretrained(auto, folder)
+    split = Split(Around(model.train()), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    return differences(split, unsplit, zoo.batch("llama"))
+
+
+@pytest.mark.turns
+def test_a_model_around_one_on_meta(pool: Pool, tmp_path: Path) -> None:
+    """A user boosted a module that contained a model of `PipelinePlugin.from_pretrained`. Its weights were not loaded,
+    but silently initialized."""
+    zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    for message in pool.run_expecting(ConfigurationError, wrapped, 2, str(tmp_path), False):
+        assert "the first is inner.model.embed_tokens.weight" in message and "only if you boost that model" in message
+    assert pool.run(wrapped, 2, str(tmp_path), True) == [[], []]
+
+
 def with_fewer_layers(folder: str, loaded: bool) -> list[str]:
     auto: Any = transformers.AutoModelForCausalLM
     unsplit = Unsplit(auto.from_pretrained(folder).train())
