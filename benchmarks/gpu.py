@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.nn.functional import binary_cross_entropy
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,6 +40,14 @@ LIMIT = 120.0  # seconds per case, including the start of its processes
 FAULTS = ("raises", "is killed", "stalls")
 SHARED = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 SHARED |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # if ranks share a GPU
+
+
+def of_probabilities(out: Any, batch: Any) -> torch.Tensor:
+    """A loss whose kernel aborts the process's CUDA context if a value is no probability."""
+    return binary_cross_entropy(out.logits[:, -1, 0], (batch["input_ids"][:, 0] % 2).float())
+
+
+CRITERIA = {"BCELoss": of_probabilities}
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class Case:
     generates: bool = False
     kernel: bool = False  # with an activation written in Triton
     quantized: bool = False  # adapters on a 4-bit base
+    criterion: str = ""  # a name in CRITERIA; by default, the model computes its loss
     fault: str = ""  # what happens to rank 1 in the second step; other ranks must report it
 
     @property
@@ -73,6 +83,7 @@ class Case:
             + " Triton" * self.kernel
             + " nf4" * self.quantized
         )
+        also += f" {self.criterion}" * bool(self.criterion)
         also += f", rank 1 {self.fault}" * bool(self.fault)
         sizes = f"pp={self.pp} dp={self.dp}" + f" tp={self.tp}" * (self.tp > 1) + f" ep={self.ep}" * (self.ep > 1)
         sizes += f" m={self.microbatches}"
@@ -104,6 +115,7 @@ def cases(device: str) -> list[Case]:
     of_two += [Case(precision=name, options=(("offload", "both"),)) for name in ("fp32", "bf16")]
     of_two += [Case(kernel=True)] * (device == "cuda") + [Case(options=compiled)]
     of_two += [Case(quantized=True), Case("zbv", quantized=True)]
+    of_two += [Case(criterion=name) for name in CRITERIA]
     of_two += [Case(pp=1, ep=2)]  # not in 16 bits: rounding would make the router select other experts
     of_two += [Case(fault=fault) for fault in FAULTS]
     of_four = [Case(dp=2), *(Case(schedule, pp=4) for schedule in ("1f1b", "interleaved", "zbv")), Case(tp=2)]
@@ -187,12 +199,21 @@ def steps(case: Case, device: torch.device) -> Result:
 
         for layer in model.model.layers:
             layer.mlp.act_fn = Silu()
+    if case.criterion == "BCELoss":
+        model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Sigmoid())
     rows = 2 * case.microbatches
     ids = torch.randint(0, 128, (case.dp * rows, 32), generator=torch.Generator().manual_seed(0))
     whole, model = in_four_bits(model, device) if case.quantized else (copy.deepcopy(model).to(device), model)
     whole = whole if case.autocast or case.quantized else whole.to(DTYPES[case.precision])
+    criterion = CRITERIA.get(case.criterion)
+
+    def batch_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"input_ids": ids} | ({"labels": ids} if criterion is None else {})
+
     with torch.autocast(device.type, torch.bfloat16, enabled=case.autocast):
-        expected = whole(input_ids=ids.to(device), labels=ids.to(device)).loss
+        batch = batch_of(ids.to(device))
+        out = whole(**batch)
+        expected = out.loss if criterion is None else criterion(out, batch)
     expected.backward()
 
     plugin = PipelinePlugin(
@@ -209,13 +230,14 @@ def steps(case: Case, device: torch.device) -> Result:
         **dict(case.options),
     )
     booster = Booster(plugin=plugin)
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    boosted, optimizer, called, *_ = booster.boost(model, sgd, criterion)
     replica = dist.get_rank() // (case.ranks // case.dp)
     own = ids[replica * rows : (replica + 1) * rows]
 
     def step() -> Any:
         optimizer.zero_grad()
-        out = booster.execute_pipeline(iter([{"input_ids": own, "labels": own}]), boosted, None, optimizer)
+        out = booster.execute_pipeline(iter([batch_of(own)]), boosted, called, optimizer)
         return out["loss"]
 
     def error(loss: Any) -> float:

@@ -2,7 +2,8 @@
 
 On a CPU, an operator raises an error for an index out of range. On a GPU, its kernel aborts the process's CUDA context.
 Traces and trials run the model's code with sizes or values that differ from the batch's, so indices may be out of
-range. Therefore, every indexing operator that runs on a GPU in a trace or trial first runs on the CPU.
+range. Therefore, every indexing operator that runs on a GPU in a trace or trial first runs on the CPU, and so does
+every operator that only accepts probabilities.
 """
 
 from collections.abc import Sequence
@@ -26,18 +27,24 @@ WRITING = (
     "masked_scatter",
 )
 INDEXING = {aten.index, aten.index_select, aten.gather, aten.take, aten.embedding}
-INDEXING |= {aten.nll_loss_forward, aten.nll_loss2d_forward}
+INDEXING |= {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.multi_margin_loss}
+INDEXING |= {aten.multilabel_margin_loss_forward, aten._embedding_bag, aten._embedding_bag_forward_only}
 INDEXING |= {getattr(aten, name + end) for name in WRITING for end in ("", "_")}
+OF_PROBABILITIES = {aten.binary_cross_entropy}  # raise an error for a floating-point value that is no probability
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """If one of the tensors (`inputs`) of an indexing operator is on a GPU, run the operator on the CPU, so that an
-    index out of range raises an error. Only the values of indices and masks are copied to the CPU."""
+    """If one of the tensors (`inputs`) of an indexing operator, or of one that only accepts probabilities, is on a GPU,
+    run the operator on the CPU, so that an index out of range or a value that is no probability raises an error. The
+    indexing operators get no values but those of indices and masks."""
+    of_probabilities = func._overloadpacket in OF_PROBABILITIES
 
     def on_cpu(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu") if tensor.is_floating_point() else tensor.cpu()
+        needs_values = of_probabilities or not tensor.is_floating_point()
+        return tensor.cpu() if needs_values else torch.empty_like(tensor, device="cpu")
 
-    if func._overloadpacket in INDEXING and any(tensor.device.type == "cuda" for tensor in inputs):
+    is_checked = of_probabilities or func._overloadpacket in INDEXING
+    if is_checked and any(tensor.device.type == "cuda" for tensor in inputs):
         with suppress(NotImplementedError):  # no CPU kernel, or an index on meta
             args, kwargs = tree_map_only(Tensor, on_cpu, (args, kwargs))
             func(*args, **kwargs)

@@ -138,3 +138,17 @@ def test_a_wrong_index_is_found_before_a_gpu_s_kernel_meets_it() -> None:
         check_indices(torch.ops.aten.masked_scatter.default, (torch.zeros(2), mask, source), {}, [on_gpu])
     check_indices(torch.ops.aten.masked_scatter.default, (torch.zeros(2), mask.to("meta"), source), {}, [on_gpu])
     check_indices(torch.ops.aten.add.Tensor, (on_gpu, on_gpu), {}, [on_gpu])
+
+
+def test_a_value_that_is_no_probability_is_found_before_a_gpu_s_kernel_meets_it() -> None:
+    """The trial of a BCELoss first drew normally distributed values: on a CPU an error, after which it drew
+    probabilities; on a GPU an assertion of the kernel, and the first step ended every rank."""
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    entropy, margin = torch.ops.aten.binary_cross_entropy.default, torch.ops.aten.multi_margin_loss.default
+    drawn, target = torch.tensor([0.5, 4.0]), torch.tensor([0.0, 1.0])
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        check_indices(entropy, (drawn, target), {}, [on_gpu])
+    check_indices(entropy, (drawn.sigmoid(), target), {}, [on_gpu])
+    check_indices(entropy, (drawn.to("meta"), target.to("meta")), {}, [on_gpu])
+    with pytest.raises(RuntimeError, match="out of range"):
+        check_indices(margin, (drawn[None], torch.tensor([2])), {}, [on_gpu])
