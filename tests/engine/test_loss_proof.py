@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.local
 
 H, TOKENS, CLASSES = 8, 23, 3
 WEIGHTS = torch.tensor([1.0, 5.0, 10.0])
+LAST_BITS = itertools.cycle((1.0, 1.0 + 3e-7))
 Criterion = Callable[[Any, Any], Any]
 
 
@@ -116,6 +118,22 @@ def noisy(out: Any, batch: Any) -> Tensor:
     return (dropout(out["logits"], 0.5) - torch.randn_like(out["logits"])).square().mean()
 
 
+def atomic(out: Any, batch: Any) -> Tensor:
+    """As a GPU's kernel that adds in the order in which its blocks end: the last bits differ between two calls."""
+    return tagging()(out, batch) * next(LAST_BITS)
+
+
+class WarmingUp:
+    """A criterion that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, out: Any, batch: Any) -> Tensor:
+        self.calls += 1
+        return tagging()(out, batch) * (1 + 1e-4 * self.calls)
+
+
 def rule(criterion: Criterion, batch: dict[str, Tensor], of_samples: bool = False) -> LossRule:
     model = Tagger(of_samples)
     return find_loss_rule(model, trace(model, batch, criterion), Batch.of(batch), criterion)
@@ -154,6 +172,14 @@ def test_a_guess_is_refused(criterion: Criterion, batch: dict[str, Tensor]) -> N
     of a hinge for anything; the rest was trained on as a mean, with a warning."""
     with pytest.raises(ConfigurationError, match=r"to be a mean or sum over samples .* return .sum, count"):
         rule(criterion, batch, of_samples=True)
+
+
+def test_a_criterion_whose_last_bits_differ_between_calls_is_no_counter() -> None:
+    """A cross entropy of images adds in any order on a GPU, so now and then a step was refused: "the criterion returned
+    a different loss for the same input"."""
+    assert rule(atomic, tokens()) == LossRule("labels")
+    with pytest.raises(ConfigurationError, match="a different loss for the same input"):
+        rule(WarmingUp(), tokens())
 
 
 def test_a_criterion_of_pairs_of_samples_is_refused_with_the_remedy() -> None:
