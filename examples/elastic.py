@@ -2,7 +2,7 @@
 
 `python -m pipeshard.launch --nnodes 2:4 examples/elastic.py`, run four times on one machine (or once on each of four),
 trains four stages; you can stop and restart some of these processes at any time. After every step, rank 0 appends a
-line to `steps.txt` under --output.
+line to `steps.txt` under --output. On one machine with GPUs, give process k its own with `CUDA_VISIBLE_DEVICES=k`.
 """
 
 import argparse

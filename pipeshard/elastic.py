@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipeshard.checkpoint.training_state import has_step, load_training_state, save_training_state
 from pipeshard.distributed.collectives import gather, gather_objects, together_in
 from pipeshard.distributed.groups import raising_errors
+from pipeshard.distributed.mesh import backend_here
 from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
 
@@ -209,9 +210,8 @@ def _join(timeout: float) -> None:
         raise UsageError(
             "ElasticJob requires a launcher, but this process has none: start the script with pipeshard launch"
         )
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with raising_errors():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend_here(), timeout=timedelta(seconds=timeout))
 
 
 def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:

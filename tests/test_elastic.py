@@ -21,7 +21,7 @@ import elastic
 from pipeshard import AutoConfig, ElasticJob, PreemptibleJob, cli, launch, load_training_state, save_training_state
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.training_state import newest_step
-from pipeshard.elastic import WISHES
+from pipeshard.elastic import WISHES, _join
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.planner.autoconfig import Layout, layouts
 from pipeshard.split.materialize import is_released
@@ -117,6 +117,22 @@ def test_signals_save_at_a_step_boundary(pool: Pool, tmp_path: Path, losses: lis
     going_on = pool.run(alone, 1, tmp_path, *arguments)[0]
     assert len(going_on) == STEPS and going_on[-1].pp_size == 1
     assert_same(going_on, losses)
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (1, "gloo"), (2, None)])
+def test_an_agent_with_fewer_gpus_than_ranks_joins_with_gloo(gpus: int, backend: str | None) -> None:
+    """Two ranks of an agent on a machine with one GPU joined with NCCL, which refuses to share a GPU; every other
+    entry point uses gloo there."""
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}),
+        mock.patch("torch.cuda.is_available", lambda: gpus > 0),
+        mock.patch("torch.cuda.device_count", lambda: gpus),
+        mock.patch.object(dist, "is_initialized", lambda: False),
+        mock.patch.object(dist, "is_torchelastic_launched", lambda: True),
+        mock.patch.object(dist, "init_process_group") as joined,
+    ):
+        _join(60.0)
+    assert joined.call_args.args == (backend,)
 
 
 @pytest.mark.parametrize(
