@@ -1,12 +1,16 @@
 """Tests of the local world: ranks in one process that run in turns, with the engine's own collectives and messages."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from pipeshard.distributed.collectives import gather, gather_objects, share_scalar, share_value, sum_scalar
-from pipeshard.distributed.local import LocalGrid, LocalWorld
+from pipeshard.distributed.local import LocalGrid, LocalWorld, in_thread
 from pipeshard.errors import DeadlockError, MessageSizeError
 from pipeshard.graph.rng import Draws
 
@@ -38,6 +42,30 @@ def test_collectives_are_those_of_processes() -> None:
     assert [result[0] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [[each["rank"] for each in result[1]] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [result[2:] for result in results] == [(6.0, "of 3", 1.0)] * 2 + [(6.0, "of 3", 3.0)] * 2
+
+
+def test_ranks_compute_on_the_current_gpu_of_the_thread_that_runs_them() -> None:
+    """A rank on GPU 4 was proven on threads whose current GPU is 0: device="cuda" in a forward made tensors there, and
+    the proof was lost."""
+    current = threading.local()
+
+    @contextmanager
+    def on(gpu: int) -> Iterator[None]:
+        before = vars(current).get("gpu", 0)
+        current.gpu = gpu
+        yield
+        current.gpu = before
+
+    def gpu_of_rank(rank: int = 0) -> int:
+        return vars(current).get("gpu", 0)
+
+    with (
+        mock.patch("torch.cuda.is_initialized", lambda: True),
+        mock.patch("torch.cuda.current_device", gpu_of_rank),
+        mock.patch("torch.cuda.device", on),
+        on(4),
+    ):
+        assert LocalWorld(2).run(gpu_of_rank) == [4, 4] and in_thread(gpu_of_rank) == 4
 
 
 def test_messages_arrive_in_their_order() -> None:
