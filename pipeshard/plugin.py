@@ -33,7 +33,7 @@ from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.distributed.agreement import compare_ranks, texts_of, versions
 from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.failures import outlast_watch
-from pipeshard.distributed.mesh import DP, PP, TP, Grid, join_alone, num_replicas, shared_grid
+from pipeshard.distributed.mesh import DP, PP, TP, Grid, join_alone, num_replicas, own_device, shared_grid
 from pipeshard.distributed.p2p import P2P, check_p2p
 from pipeshard.distributed.peers import attach_workers
 from pipeshard.distributed.watching import calling, constructing, name_ranks, named, watch_world
@@ -138,6 +138,7 @@ class PipelinePlugin:
             join_alone(*sizes)
             self.dp_size = num_replicas(*sizes)
             self._sizes = *sizes[:2], sizes[2] * sizes[3]
+            own_device()  # the rank's GPU becomes the current one before the script builds its model
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
         self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)
         self._boosted: list[weakref.ref[PipelineModel]] = []

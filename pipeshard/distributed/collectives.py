@@ -167,6 +167,7 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
     if group is None or group.size() == 1 or tensor.numel() == 0:
         return
     flat = tensor.detach().reshape(-1).contiguous()
+    flat = flat.cuda() if flat.is_cuda else flat  # on the current GPU, since NCCL refuses one that ranks share
     broadcast_bytes(flat, ranks_of(group)[0] if source is None else source, group)
     tensor.data.copy_(flat.view_as(tensor))
 

@@ -415,8 +415,8 @@ def refuse_shared_gpus(device: torch.device) -> None:
         if gpu and (first := gpus.index(gpu)) < rank:
             raise ConfigurationError(
                 f"ranks {first} and {rank} compute on the same GPU, which NCCL refuses: start at most one rank per "
-                "GPU (of several launchers on one machine, each needs its own CUDA_VISIBLE_DEVICES), or create the process group with init_process_group('gloo'), with a Trainer by "
-                "TrainingArguments(ddp_backend='gloo')"
+                "GPU (of several launchers on one machine, each needs its own CUDA_VISIBLE_DEVICES), or create the "
+                "process group with init_process_group('gloo'), with a Trainer by TrainingArguments(ddp_backend='gloo')"
             )
 
 

@@ -18,7 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer
 
 from pipeshard import PipelinePlugin
-from pipeshard.distributed.collectives import carrier, control, gather, gather_objects, share_scalar, sum_scalar
+from pipeshard.distributed.collectives import (
+    carrier,
+    control,
+    gather,
+    gather_objects,
+    share_scalar,
+    share_tensor,
+    sum_scalar,
+)
 from pipeshard.distributed.failures import _abort
 from pipeshard.distributed.mesh import Grid, ProcessGroupMesh, backend_here, own_index
 from pipeshard.distributed.p2p import BroadcastP2P, ISendP2P, options_of_kernels
@@ -47,6 +55,37 @@ def test_a_bound_gpu_comes_before_one_that_was_set_and_that_before_the_rank_s(
     bound: torch.device | None, current: int, index: int
 ) -> None:
     assert own_index(bound, current, local=3) == index
+
+
+def made_on_a_gpu(gpus: int) -> tuple[list[Any], Any]:
+    """The current GPUs that a rank selects for its plugin, then those that its weight is sent from, and the weight."""
+    selected: list[Any] = []
+
+    class OfGPU0(torch.Tensor):
+        @property
+        def is_cuda(self) -> bool:  # type: ignore[override]
+            return True
+
+        def cuda(self, *_: Any, **__: Any) -> torch.Tensor:
+            selected.append("current")
+            return self.as_subclass(torch.Tensor)
+
+    weight = torch.full((2,), float(dist.get_rank())).as_subclass(OfGPU0)
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.device_count", lambda: gpus),
+        mock.patch("torch.cuda.set_device", selected.append),
+        mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank())}),
+    ):
+        PipelinePlugin(dist.get_world_size())
+    share_tensor(weight, dist.group.WORLD)
+    return selected, weight.tolist()
+
+
+def test_a_model_that_is_built_after_the_plugin_is_on_the_rank_s_gpu(pool: Pool) -> None:
+    """A script moved its model by .to("cuda") after the plugin: every rank used GPU 0, and sharing the first rank's
+    weights failed in NCCL (Duplicate GPU detected)."""
+    assert pool.run(made_on_a_gpu, 2, 2) == [([torch.device("cuda", k), "current"], [0.0, 0.0]) for k in range(2)]
 
 
 def told_without_a_cpu() -> list[Any]:
