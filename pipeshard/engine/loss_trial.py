@@ -21,7 +21,7 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.engine.loss_values import SPAN, Values, fillers_of
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.indices import checking_indices
-from pipeshard.graph.preserve import Before, preserving
+from pipeshard.graph.preserve import Before, preserving, without_tf32
 from pipeshard.graph.rng import Randomness, SharedDraws, part_of
 from pipeshard.graph.shapes import Count, TensorSpec, blank_state
 from pipeshard.graph.taint import Value
@@ -332,6 +332,7 @@ class Glue:
             stack.enter_context(torch.set_grad_enabled(bool(by)))
             stack.enter_context(handled(self.units, handle))
             stack.enter_context(checking_indices(self.device))
+            stack.enter_context(without_tf32())
             private = batch.map(lambda path, tensor, dim: tensor.clone())  # a copy, since glue may write to it
             output = private.call(self.model)
             if left := next(calls, None):

@@ -6,10 +6,12 @@ to write to it.
 """
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, UntypedStorage, nn
 
 from pipeshard.graph.places import HOOKS, Path, PathStep
@@ -146,3 +148,34 @@ def as_trained(model: nn.Module) -> Iterator[None]:
     finally:
         for ghost in ghosts:
             ghost.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Context manager in which matrix products and convolutions of fp32 tensors are computed in fp32, not in TF32.
+    Kernels for other batch sizes round TF32 differently, by more than the proof and the trials of a loss tolerate."""
+    cudnn, mkldnn = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.mkldnn)
+    backends: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    products, convolves = "highest", True  # torch's defaults, if its older options cannot be read
+    with contextlib.suppress(RuntimeError):
+        products = torch.get_float32_matmul_precision()
+    with contextlib.suppress(RuntimeError):
+        convolves = cudnn.allow_tf32
+    _set_tf32("highest", False)
+    for backend in backends:
+        if backend.fp32_precision not in ("ieee", "none"):  # follows an option for all of torch
+            backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        _set_tf32(products, convolves)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def _set_tf32(products: str, convolves: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions of torch announce newer options
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolves

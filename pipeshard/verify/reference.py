@@ -19,6 +19,7 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.engine.step_guard import contents
 from pipeshard.graph.places import PLAIN
+from pipeshard.graph.preserve import without_tf32
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.hf import disable_caches
 from pipeshard.private import tree_map_only
@@ -175,15 +176,21 @@ def generators(device: torch.device) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Context manager that restores random generators on exit. It suppresses warnings and log messages, since boost
-    issues the same ones."""
+    """Context manager that restores random generators on exit, and computes without TF32. It suppresses warnings and
+    log messages, since boost issues the same ones."""
 
     def quiet(record: logging.LogRecord) -> bool:
         return record.levelno < logging.INFO
 
     logger.addFilter(quiet)
     try:
-        with Randomness(device).step(0, 0), warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+        with (
+            Randomness(device).step(0, 0),
+            without_tf32(),
+            warnings.catch_warnings(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

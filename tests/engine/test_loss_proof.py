@@ -123,6 +123,11 @@ def atomic(out: Any, batch: Any) -> Tensor:
     return tagging()(out, batch) * next(LAST_BITS)
 
 
+def rounding(out: Any, batch: Any) -> Tensor:
+    """As a kernel with TF32: samples are rounded differently in batches of other sizes."""
+    return tagging()(out, batch) * (1 + 1e-3 * len(batch["ids"]) * torch.backends.cudnn.allow_tf32)
+
+
 class WarmingUp:
     """A criterion that counts its calls."""
 
@@ -180,6 +185,13 @@ def test_a_criterion_whose_last_bits_differ_between_calls_is_no_counter() -> Non
     assert rule(atomic, tokens()) == LossRule("labels")
     with pytest.raises(ConfigurationError, match="a different loss for the same input"):
         rule(WarmingUp(), tokens())
+
+
+def test_a_criterion_is_tried_without_tf32() -> None:
+    """A perceptual loss with convolutions was "no mean or sum" on a GPU: TF32 rounds other batch sizes differently."""
+    assert torch.backends.cudnn.allow_tf32
+    assert rule(rounding, tokens()) == LossRule("labels")
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_a_criterion_of_pairs_of_samples_is_refused_with_the_remedy() -> None:

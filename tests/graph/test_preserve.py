@@ -6,10 +6,12 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from pipeshard.engine.mixed_precision import Precision
+from pipeshard.graph.preserve import without_tf32
 from pipeshard.graph.trace import trace
 
 CACHE: dict[Any, Any] = {}
@@ -90,3 +92,22 @@ def test_in_sixteen_bits() -> None:
         trace(model, batch)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
     assert model.mean.dtype is torch.float32
+
+
+@pytest.mark.parametrize("products", ["highest", "high", "medium"])
+def test_tf32_is_as_before_after_a_block_without_it(products: str) -> None:
+    """The options of torch have old and new names, and the old ones raise an error if they do not fit together."""
+
+    def options() -> list[Any]:
+        backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul
+        precisions = [backend.fp32_precision for backend in backends]
+        return [*precisions, torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32]
+
+    torch.set_float32_matmul_precision(products)
+    try:
+        before = options()
+        with without_tf32(), without_tf32():
+            assert "tf32" not in options() and options()[3:] == ["highest", False]
+        assert options() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
