@@ -132,7 +132,8 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
         {place: value.chunk(2)[half] for place, value in start.items()} if sliced else dict([*start.items()][half::2])
         for half in (0, 1)
     ]
-    with torch.random.fork_rng():
+    gpus = {value.device.index for value in start.values() if value.is_cuda}
+    with torch.random.fork_rng(devices=gpus):
         together = run(start)
         try:
             first, second = [run(values) for values in halves]

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -358,3 +359,11 @@ def closed(options: dict[str, Any]) -> float:
 def test_steps_with_a_closure(pool: Pool) -> None:
     assert max(pool.run(closed, 2, {"max_norm": 0.1})) < 1e-6
     assert max(pool.run(closed, 2, {"max_norm": 0.1, "precision": "bf16"})) < 1e-2
+
+
+def test_a_trial_of_an_optimizer_names_the_gpus_whose_generators_it_restores() -> None:
+    """On a machine with two or more GPUs, boost printed torch's page about fork_rng without devices on every rank."""
+    model = torch.nn.Linear(2, 2)
+    with mock.patch("torch.random.fork_rng", wraps=torch.random.fork_rng) as forked:
+        gap(SGD(model.parameters(), lr=0.1), model, sliced=False)
+    assert forked.call_count and all(call.kwargs == {"devices": set()} for call in forked.call_args_list)
