@@ -252,6 +252,9 @@ class Grid:
         self.device = own_device()  # before any group is used, since NCCL creates communicators on the current GPU
         refuse_shared_gpus(self.device)
         self._place(ProcessGroupMesh(self.dp_size, pp_size, tp_size))
+        other = torch.accelerator.current_accelerator(check_available=True)
+        if self.first and self.device.type == "cpu" and other is not None:
+            logger.warning("pipeshard computes on the CPU: it does not support the accelerator %r", other.type)
         if self.first and self.device.type == "cuda" and carrier(self.device) == "gloo":
             logger.warning(
                 "messages and gradients between GPUs are copied through host memory, because the process group uses "

@@ -158,6 +158,21 @@ def test_gpus_that_talk_through_the_host_are_warned_of_once(pool: Pool) -> None:
     assert pool.run(warnings_of_a_gpu, 2, "nccl") == [[], []]
 
 
+def warnings_of_another_accelerator() -> list[str]:
+    with (
+        mock.patch("torch.accelerator.current_accelerator", lambda check_available=False: torch.device("mps")),
+        mock.patch("pipeshard.distributed.mesh.logger.warning") as warning,
+    ):
+        Grid(dist.get_world_size())
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+def test_an_accelerator_that_is_not_used_is_named_once(pool: Pool) -> None:
+    """A model on "mps" or "xpu" was moved to the CPU and trained there, without a word."""
+    (warning,), other = pool.run(warnings_of_another_accelerator, 2)
+    assert "computes on the CPU" in warning and "'mps'" in warning and other == []
+
+
 def on_one_gpu(by_trainer: bool, **variables: str) -> None:
     """A grid of ranks that have the same GPU of this host, made by a Trainer if `by_trainer`."""
 
