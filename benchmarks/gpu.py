@@ -43,7 +43,7 @@ SHARED |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # if ranks share a
 
 
 def of_probabilities(out: Any, batch: Any) -> torch.Tensor:
-    """A loss whose kernel aborts the process's CUDA context if a value is no probability."""
+    """A loss whose kernel aborts the process's CUDA context if a value is not a probability."""
     return binary_cross_entropy(out.logits[:, -1, 0], (batch["input_ids"][:, 0] % 2).float())
 
 

@@ -28,14 +28,14 @@ WRITING = (
 )
 INDEXING = {aten.index, aten.index_select, aten.gather, aten.take, aten.embedding}
 INDEXING |= {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.multi_margin_loss}
-INDEXING |= {aten.multilabel_margin_loss_forward, aten._embedding_bag, aten._embedding_bag_forward_only}
+INDEXING.add(aten.multilabel_margin_loss_forward)
 INDEXING |= {getattr(aten, name + end) for name in WRITING for end in ("", "_")}
-OF_PROBABILITIES = {aten.binary_cross_entropy}  # raise an error for a floating-point value that is no probability
+OF_PROBABILITIES = {aten.binary_cross_entropy}  # raise an error for a floating-point value that is not a probability
 
 
 def check_indices(func: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
     """If one of the tensors (`inputs`) of an indexing operator, or of one that only accepts probabilities, is on a GPU,
-    run the operator on the CPU, so that an index out of range or a value that is no probability raises an error. The
+    run the operator on the CPU, so that an index out of range or a value that is not a probability raises an error. The
     indexing operators get no values but those of indices and masks."""
     of_probabilities = func._overloadpacket in OF_PROBABILITIES
 
