@@ -77,9 +77,9 @@ def boost_model(
     # The script calls a criterion that takes only outputs, as with ColossalAI, or passes it to execute_pipeline.
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
-    refuse_changed_blank(model)
     if config.init_weights is True:
         refuse_unloaded_blank(model)
+    refuse_changed_blank(model)
     refuse_lowered_begin(model, config)
     refuse_sharded_packing(model, config.fsdp, config.slices_of_stage)
     tied: dict[nn.Parameter, str] = {}  # for each replaced parameter, the name of its replacement

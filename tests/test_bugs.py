@@ -329,6 +329,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.accelerator: Any = SimpleNamespace(is_muted=False)
+        self.callback_handler: Any = SimpleNamespace(callbacks=[])
         self.model: Any = nn.Identity()
         self.steps = {"seen": 1}
 

@@ -552,5 +552,21 @@ def test_a_failed_step_within_a_window_is_refused(pool: Pool) -> None:
     assert "optimizer.zero_grad()" in said and "embed.weight" in said
 
 
+def of_the_head() -> None:
+    model = seeded()
+    engine = boost(model, sgd(model.head.parameters()))
+    for seed in range(2):
+        fails(engine, 5, 1, ValueError())
+        engine.execute_pipeline(iter([data(seed)]))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def test_gradients_that_no_optimizer_clears_do_not_refuse_a_step(pool: Pool) -> None:
+    """An optimizer had the head alone, and the body's gradients were never cleared. After a failed step, every step was
+    refused, whatever was called."""
+    pool.run(of_the_head, 1)
+
+
 def gradients(engine: Engine) -> list[Tensor]:
     return [p.grad.clone() for p in engine.model.parameters() if p.grad is not None]

@@ -286,6 +286,13 @@ class Scheduled(Monitor):
         self.meters.thread.start()
 
 
+class Passed(Monitor):
+    """Nothing holds the thread, which has the monitor as an argument."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        threading.Thread(target=sample, args=(self,), daemon=True).start()
+
+
 def sample(monitor: Monitor) -> None:
     monitor.run()
 
@@ -299,7 +306,7 @@ def monitored(folder: str, kind: type[Monitor]) -> tuple[int, int]:
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("kind", [Monitor, Scheduled])
+@pytest.mark.parametrize("kind", [Monitor, Scheduled, Passed])
 def test_what_a_thread_of_a_callback_changes_is_its_own(pool: Pool, tmp_path: Path, kind: type[Monitor]) -> None:
     """A callback sampled the memory once a second in a thread: its samples counted as changes by compute_loss, which
     ended the run, or replaced the samples of the other ranks."""

@@ -110,8 +110,8 @@ def save_training_state(
     step is either complete or does not exist. When this step is complete, all steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
-    rank's weights and optimizer state. The next save waits for an unfinished background save, and raises an error if
-    the background save failed. At exit, the process also waits for an unfinished save.
+    rank's weights, averages and optimizer state. The next save waits for an unfinished background save, and raises an
+    error if the background save failed. At exit, the process also waits for an unfinished save.
 
     Raises CheckpointError, on every rank, for an object that is not boosted, a dataloader without `state_dict`, an
     invalid `step` or `keep`, a `directory` with a later step (it would be mistaken for the newest), and a `directory`

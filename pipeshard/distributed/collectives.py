@@ -162,6 +162,13 @@ def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total.to(value)
 
 
+def share_in_turn(value: Any, *groups: dist.ProcessGroup) -> Any:
+    """Broadcast a value from the first rank of each group, one group after the other, and return it."""
+    for group in groups:
+        value = share_value(value, ranks_of(group)[0], group) if group.size() > 1 else value
+    return value
+
+
 def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | None = None) -> None:
     """Overwrite `tensor` with its values on the global rank `source` (by default, the first rank of `group`)."""
     if group is None or group.size() == 1 or tensor.numel() == 0:

@@ -337,20 +337,14 @@ class LocalGrid(Grid):
 
 
 def _inherited() -> Callable[[], AbstractContextManager[None]]:
-    """Return a factory of context managers that apply the calling thread's CPU autocast state, default device and
-    current GPU. In a new thread, the current GPU is GPU 0."""
-    device = torch.get_default_device()
+    """Return a factory of context managers that apply the calling thread's CPU autocast state and current GPU.
+    In a new thread, the current GPU is GPU 0."""
     of_cpu, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     @contextmanager
     def inherited() -> Iterator[None]:
-        # Entering the context of a default device is slow, and has no effect for the CPU.
-        with (
-            torch.autocast("cpu", dtype, of_cpu),
-            nullcontext() if device.type == "cpu" else device,
-            nullcontext() if gpu is None else torch.cuda.device(gpu),
-        ):
+        with torch.autocast("cpu", dtype, of_cpu), nullcontext() if gpu is None else torch.cuda.device(gpu):
             yield
 
     return inherited

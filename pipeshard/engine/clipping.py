@@ -122,8 +122,8 @@ class ModelGradients:
     @contextmanager
     def discarded_on_failure(self, foreign: Iterable[Tensor]) -> Iterator[None]:
         """Context manager for the actions of a step in one process. If an action fails, the gradients that the step has
-        accumulated, also those of `foreign` tensors, are discarded. If a tensor had a gradient before, both are mixed:
-        the next step and the next update are refused until this gradient is cleared."""
+        accumulated, also those of `foreign` tensors, are discarded. If a trained parameter had a gradient before, both
+        are mixed: the next step and the next update are refused until this gradient is cleared."""
         before = {leaf: state_of_gradient(leaf) for leaf in (*self._holders, *foreign)}
         with ExitStack() as failing:
             failing.callback(self._discard, before)
@@ -134,7 +134,7 @@ class ModelGradients:
         for leaf in [leaf for leaf, state in before.items() if state_of_gradient(leaf) != state]:
             if before[leaf] == NO_GRADIENT:
                 leaf.grad = None
-            else:
+            elif self.name_of(leaf) in self.trained:  # no update uses the gradients of other tensors
                 self._mixed.append(leaf)
 
     def _refuse_mixed(self) -> None:
@@ -143,7 +143,7 @@ class ModelGradients:
         if mixed:
             raise UsageError(
                 "the last training step failed after some of its microbatches, and their gradients were added to those "
-                f"of earlier steps (of {listed([self.name_of(p) or 'a tensor' for p in mixed], 3)}): call "
+                f"of earlier steps (of {listed([str(self.name_of(p)) for p in mixed], 3)}): call "
                 "optimizer.zero_grad() or model.zero_grad(), then run all steps of this accumulation window again"
             )
         self._mixed = []

@@ -391,8 +391,8 @@ class Pipeline:
         reduces = train and self.synchronizes and self.sync.is_early
         stages = {stage.index: stage for stage in self.stages.running}
         is_alone = train and self.grid.size == 1  # after a failure of one of several ranks, no step follows
-        foreign = self.traces.foreign.values()
-        with self.gradients.discarded_on_failure(foreign) if is_alone else nullcontext(), self.stages.deferring():
+        discarding = self.gradients.discarded_on_failure(self.traces.foreign.values()) if is_alone else nullcontext()
+        with discarding, self.stages.deferring():
             self.interpreter.run(stages, program.ranks[self.rank], self.sync.stage_done if reduces else None)
 
     def _collect(self, asked: Asked, batch: Batch, flow: Dataflow) -> dict[str, Any]:

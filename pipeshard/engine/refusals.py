@@ -78,13 +78,6 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                 "model with PipelinePlugin.from_pretrained(cls, folder, "
                 "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then quantizes its own weights"
             )
-        if hook := vars(module).get("_hf_hook"):
-            raise ConfigurationError(
-                f"{name or 'the model'} has an {type(hook).__name__} of accelerate, as with from_pretrained("
-                "device_map=...), which moves inputs to a fixed device, but each stage is on the device of its rank: "
-                "omit device_map (PipelinePlugin.from_pretrained loads only the weights of each stage), or call "
-                "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
-            )
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigurationError(
                 f"{name or 'the model'} is an nn.SyncBatchNorm, which would wait in each microbatch for ranks that run "
@@ -97,6 +90,14 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                     f"{name or 'the model'} is wrapped in {kind.__name__} ({type(module).__name__}): pass the model "
                     f"without this wrapper (and without accelerator.prepare); {instead}"
                 )
+    for name, module in model.named_modules():  # after the refusal of quantized layers, whose models have such hooks
+        if hook := vars(module).get("_hf_hook"):
+            raise ConfigurationError(
+                f"{name or 'the model'} has accelerate's hook {type(hook).__name__}, as with from_pretrained("
+                "device_map=...), which moves inputs to a fixed device, but each stage is on the device of its rank: "
+                "omit device_map (PipelinePlugin.from_pretrained loads only the weights of each stage), or call "
+                "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+            )
     return model
 
 

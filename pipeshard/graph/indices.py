@@ -3,7 +3,7 @@
 On a CPU, an operator raises an error for an index out of range. On a GPU, its kernel aborts the process's CUDA context.
 Traces and trials run the model's code with sizes or values that differ from the batch's, so indices may be out of
 range. Therefore, every indexing operator that runs on a GPU in a trace or trial first runs on the CPU, and so does
-every operator that only accepts probabilities.
+binary cross entropy, which only accepts probabilities.
 """
 
 from collections.abc import Sequence

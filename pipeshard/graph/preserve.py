@@ -158,10 +158,11 @@ def without_tf32() -> Iterator[None]:
     backends: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul]
     before = [backend.fp32_precision for backend in backends]
     products, convolves = "highest", True  # torch's defaults, if its older options cannot be read
-    with contextlib.suppress(RuntimeError):
-        products = torch.get_float32_matmul_precision()
-    with contextlib.suppress(RuntimeError):
-        convolves = cudnn.allow_tf32
+    with warnings.catch_warnings(action="ignore"):  # some versions of torch announce newer options
+        with contextlib.suppress(RuntimeError):
+            products = torch.get_float32_matmul_precision()
+        with contextlib.suppress(RuntimeError):
+            convolves = cudnn.allow_tf32
     _set_tf32("highest", False)
     for backend in backends:
         if backend.fp32_precision not in ("ieee", "none"):  # follows an option for all of torch
@@ -175,7 +176,6 @@ def without_tf32() -> Iterator[None]:
 
 
 def _set_tf32(products: str, convolves: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some versions of torch announce newer options
+    with warnings.catch_warnings(action="ignore"):
         torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = convolves

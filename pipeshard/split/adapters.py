@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, listed
 from pipeshard.hf import is_of_peft, without_adapters
 from pipeshard.private import without_weakrefs
 from pipeshard.split.initialize import NOTED, give
@@ -42,19 +42,20 @@ def is_blank(model: nn.Module) -> bool:
 
 
 def refuse_changed_blank(model: nn.Module) -> None:
-    """Raise ConfigurationError for parameters on meta that were modified, or moved to other names, since
+    """Raise ConfigurationError for parameters on meta that were modified, or moved to another name or model, since
     `note_blank`."""
     noted = {full: (p, *vars(p)[NOTED]) for full, p in model.named_parameters() if p.is_meta and NOTED in vars(p)}
-    names = base_names(model) if noted and getattr(model, "_pretrained", None) else {}
-    written = [full for full, (p, _, version) in noted.items() if p._version > version]
-    moved = [full for full, (_, name, _) in noted.items() if names.get(full, name) != name]
-    for changed, how, instead in ((written, "modified", AFTER_BOOST), (moved, "moved to other names", "")):
+    folder = getattr(model, "_pretrained", None)
+    names = base_names(model) if noted and folder else {}
+    written = [full for full, (p, _, version, _) in noted.items() if p._version > version]
+    moved = [full for full, (_, *place) in noted.items() if full in names and [names[full], folder] != place[::2]]
+    for changed, how, instead in ((written, "modified", AFTER_BOOST), (moved, "moved to another name or model", "")):
         if changed:
             raise ConfigurationError(
-                f"{len(changed)} parameters were {how} before boost (the first is {changed[0]}), but "
-                "PipelinePlugin.from_pretrained has created them without values, and boost loads the folder's values "
-                f"by name. Load the {type(model).__name__} with the from_pretrained of its own class, which reads all "
-                f"weights in every process{instead}"
+                f"these parameters were {how} before boost: {listed(changed, 3)}. PipelinePlugin.from_pretrained has "
+                "created them without values, and boost loads the folder's values by name. Load the "
+                f"{type(without_adapters(model)[1]).__name__} with the from_pretrained of its own class, which reads "
+                f"all weights in every process{instead}"
             )
 
 
@@ -64,11 +65,10 @@ def refuse_unloaded_blank(model: nn.Module) -> None:
     noted = [name for name, p in model.named_parameters() if p.is_meta and NOTED in vars(p)]
     if noted and not getattr(model, "_pretrained", None):
         raise ConfigurationError(
-            f"{len(noted)} parameters (the first is {noted[0]}) are of a model of PipelinePlugin.from_pretrained, but "
-            f"boost loads the folder only if you boost that model, not a {type(model).__name__}, in which they would "
-            "be initialized randomly. Load the inner model with the from_pretrained of its own class, which reads all "
-            "weights in every process, or pass init_weights=False to the plugin and load all weights with "
-            "booster.load_model"
+            f"these parameters are of a model of PipelinePlugin.from_pretrained: {listed(noted, 3)}. Boost loads the "
+            f"folder only if you boost that model, not a {type(model).__name__}, in which they would be initialized "
+            "randomly. Load that model with the from_pretrained of its own class, which reads all weights in every "
+            "process, or pass init_weights=False to the plugin and load all weights with booster.load_model"
         )
 
 
@@ -80,7 +80,6 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     is quantized and initial values need these weights.
     """
     refuse_far(config)
-    refuse_changed_blank(model)
     if needs_weights(config) and is_quantized(model):
         raise ConfigurationError(
             "DoRA, PiSSA and OLoRA are initialized from the weights, but the weights of this model are quantized. "
@@ -141,8 +140,9 @@ def stand_ins(model: nn.Module, value: float = 0.0) -> Iterator[None]:
     element. This is needed because peft creates adapters on the weights' device, and does not initialize adapters on
     meta.
 
-    Raises ConfigurationError if peft has replaced base parameters, or changed their values.
+    Raises ConfigurationError if base parameters were modified before, or if peft replaces them or changes their values.
     """
+    refuse_changed_blank(model)
     before, elements = _of_base(model), dict[nn.Parameter, Tensor]()
     blank = {parameter: parameter.dtype for parameter in model.parameters() if parameter.is_meta}
     dtypes = blank | {layer.weight: layer.adapter_dtype for _, layer in packed_layers(model)}

@@ -235,9 +235,13 @@ class _SeededWrites(DispatchMode):
 
 
 def note_blank(model: nn.Module) -> None:
-    """Note the names and versions of the model's parameters, for `adapters.refuse_changed_blank`."""
-    for name, parameter in model.named_parameters():
-        vars(parameter)[NOTED] = name, parameter._version
+    """Move parameters to meta that a constructor has created on the CPU all the same (`torch.Tensor(3)` ignores the
+    default device), and note the name, version and folder of each parameter, for `adapters.refuse_changed_blank`."""
+    with without_weakrefs(model):
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta:
+                give(parameter, torch.empty_like(parameter, device="meta"))
+            vars(parameter)[NOTED] = name, parameter._version, model._pretrained
 
 
 def give(parameter: nn.Parameter, values: Tensor) -> None:
@@ -248,7 +252,8 @@ def give(parameter: nn.Parameter, values: Tensor) -> None:
     parameter.__class__ = kind
     parameter.__dict__.update(kept)
     if NOTED in kept:
-        vars(parameter)[NOTED] = kept[NOTED][0], parameter._version
+        name, _, folder = kept[NOTED]
+        vars(parameter)[NOTED] = name, parameter._version, folder
 
 
 def number(seed: int, text: str) -> int:
@@ -256,7 +261,7 @@ def number(seed: int, text: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")
 
 
-NOTED = "pipeshard_noted"  # the attribute of a parameter on meta with its first name and version
+NOTED = "pipeshard_noted"  # the attribute of a parameter on meta: its first name, its version, its model's folder
 BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module: mode, hooks, parameters, buffers
 

@@ -17,7 +17,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from pipeshard.checkpoint.training_state import random_state, set_random_state
-from pipeshard.distributed.collectives import share_value, together_in
+from pipeshard.distributed.collectives import share_in_turn, together_in
 from pipeshard.distributed.progress import own_progress
 from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.plugin import PipelinePlugin
@@ -145,12 +145,8 @@ class Rollouts:
 
     def _of_replica(self, value: Any) -> Any:
         """Broadcast the value of the replica's first rank, and return it on all ranks of the replica."""
-        grid = self.pipeline.grid
         own_progress().start("the rewards, which the first rank of the replica computes")
-        for group in (grid.stages, grid.slices):
-            if group.size() > 1:
-                value = share_value(value, torch.distributed.get_process_group_ranks(group)[0], group)
-        return value
+        return share_in_turn(value, self.pipeline.grid.stages, self.pipeline.grid.slices)
 
 
 @contextmanager

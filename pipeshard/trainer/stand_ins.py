@@ -9,7 +9,7 @@ wraps no model, scales no loss, and clips by the norm of the full model.
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -241,16 +241,23 @@ def _without_classes(value: Any) -> Any:
 
 
 def _with_classes(value: Any) -> Any:
-    """Inverse of `_without_classes`, with the class ModelOutput for all its subclasses, and a new class for each named
-    tuple."""
+    """Inverse of `_without_classes`, with the class ModelOutput for all its subclasses, and a class of its own for each
+    kind of named tuple."""
     if type(value) in (list, tuple):
         return type(value)(map(_with_classes, value))
     if not isinstance(value, dict):
         return value
     parts = {name: _with_classes(part) for name, part in value.items()}
     if CLASS in parts:
-        return namedtuple(parts.pop(CLASS), list(parts))(**parts)
-    return ModelOutput(**parts) if isinstance(value, OrderedDict) else parts
+        return _named_tuple(parts.pop(CLASS), tuple(parts))(**parts)
+    is_output = isinstance(value, OrderedDict) and all(isinstance(name, str) for name in parts)
+    return ModelOutput(**parts) if is_output else parts
+
+
+@cache
+def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
+    """The class of a named tuple, the same in each batch, so that trees of two batches have the same structure."""
+    return namedtuple(name, fields)
 
 
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:

@@ -28,8 +28,8 @@ from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
 from pipeshard.data.reach import reachable
-from pipeshard.distributed.collectives import share_value, together_in
-from pipeshard.distributed.groups import ranks_of
+from pipeshard.distributed.collectives import share_in_turn, share_value, together_in
+from pipeshard.distributed.watching import watch_world
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.optimizer_trial import set_training
@@ -221,11 +221,12 @@ class Loop(Trainer):
         """
         grid = self.pipeline.grid
         roots = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-        generators = [value for value in reachable(*roots) if is_generator(value)]
+        held = reachable(*roots, skip=lambda value: isinstance(value, nn.Module))  # a collator may hold the model
+        generators = [value for value in held if is_generator(value)]
         states = [(type(one).__name__, content_of(one, "state")["state"]) for one in generators]
-        with together_in("trainer.train or trainer.evaluate"):
-            for group in (grid.stages, grid.slices):
-                states = share_value(states, ranks_of(group)[0], group) if group.size() > 1 else states
+        watch_world(self.pipeline.config.timeout, self.pipeline.config.watchdog)
+        with together_in("trainer.train, evaluate or predict"):
+            states = share_in_turn(states, grid.stages, grid.slices)
         if [kind for kind, _ in states] == [type(one).__name__ for one in generators]:
             for one, (_, state) in zip(generators, states, strict=True):
                 put(one, "state", "state", state)
@@ -390,9 +391,9 @@ class Loop(Trainer):
     def _agreed(
         self, evaluated: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any
     ) -> Any:
-        """Call the callbacks of an evaluation after replacing the metrics of every rank with those of rank 0.
+        """Call the callbacks of an evaluation after replacing the numbers in every rank's metrics with those of rank 0.
 
-        Ranks stop, save and choose a checkpoint by the metrics, but the user's class may compute some of them on the
+        Ranks stop, save and choose a checkpoint by these numbers, but the user's class may compute some of them on the
         main process only, and others differ between ranks (times).
         """
         if (world := self.pipeline.grid.world).size() > 1:

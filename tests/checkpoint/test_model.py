@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import os
@@ -33,6 +34,7 @@ from pipeshard.checkpoint import save as saving
 from pipeshard.checkpoint.files import Save
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.errors import CheckpointError, ConfigurationError
+from pipeshard.split.adapters import refuse_changed_blank, stand_ins
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.covering import ALL
@@ -266,6 +268,15 @@ def test_from_pretrained(pool: Pool, tmp_path: Path, text: str) -> None:
     assert not [what for found in pool.run(from_a_folder, 2, text, str(tmp_path)) for what in found]
 
 
+def test_parameters_that_a_constructor_creates_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
+    """ImageGPT creates its norms with `torch.Tensor(n)`, which ignores the default device. Such parameters counted as
+    values of the script, which the folder does not replace: a user trained uninitialized memory."""
+    text = "image-classification/imagegpt"
+    made(text)[0].save_pretrained(tmp_path)  # type: ignore[operator]
+    load = functools.partial(from_a_folder, auto="AutoModelForImageClassification")
+    assert not [what for found in pool.run(load, 2, text, str(tmp_path)) for what in found]
+
+
 BIAS = "e_score_correction_bias"
 
 
@@ -421,9 +432,30 @@ def test_values_that_a_model_on_meta_would_lose(pool: Pool, tmp_path: Path) -> N
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     for when in ("before", "adapters"):
         for message in pool.run_expecting(ConfigurationError, with_a_layer_of_zeros, 2, str(tmp_path), when):
-            assert "1 parameters were modified before boost (the first is model.layers.3.mlp.down_proj" in message
+            assert "these parameters were modified before boost: model.layers.3.mlp.down_proj.weight." in message
     for when in ("loaded", "after"):
         assert pool.run(with_a_layer_of_zeros, 2, str(tmp_path), when) == [[], []]
+
+
+def test_stand_ins_of_changed_parameters_are_refused(tmp_path: Path) -> None:
+    """Adapters of a folder were put on such a model, which renewed the versions of its parameters: nothing was refused
+    at boost."""
+    zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    model = PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    nn.init.zeros_(model.lm_head.weight)  # type: ignore[arg-type,union-attr]
+    with pytest.raises(ConfigurationError, match=r"modified before boost: lm_head\.weight"), stand_ins(model):
+        pass
+
+
+def test_a_body_of_another_folder_is_refused(tmp_path: Path) -> None:
+    """A user put the body of a fine-tuned model under a new head. The head's folder was loaded into the body."""
+    for name in ("base", "tuned"):
+        zoo.build("llama").save_pretrained(tmp_path / name)  # type: ignore[operator]
+    auto: Any = transformers.AutoModelForCausalLM
+    model, tuned = (PipelinePlugin.from_pretrained(auto, tmp_path / name) for name in ("base", "tuned"))
+    model.model = tuned.model
+    with pytest.raises(ConfigurationError, match=r"another name or model before boost: model\.embed_tokens"):
+        refuse_changed_blank(model)
 
 
 class Around(nn.Module):
@@ -451,7 +483,7 @@ def test_a_model_around_one_on_meta(pool: Pool, tmp_path: Path) -> None:
     but silently initialized."""
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     for message in pool.run_expecting(ConfigurationError, wrapped, 2, str(tmp_path), False):
-        assert "the first is inner.model.embed_tokens.weight" in message and "only if you boost that model" in message
+        assert "from_pretrained: inner.model.embed_tokens.weight;" in message and "only if you boost" in message
     assert pool.run(wrapped, 2, str(tmp_path), True) == [[], []]
 
 
@@ -471,7 +503,7 @@ def test_layers_that_a_model_on_meta_would_load_from_others(pool: Pool, tmp_path
     other layers into the layers after it, with a warning only about the last ones."""
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     for message in pool.run_expecting(ConfigurationError, with_fewer_layers, 2, str(tmp_path), False):
-        assert "were moved to other names before boost (the first is model.layers.1.self_attn.q_proj" in message
+        assert "moved to another name or model before boost: model.layers.1.self_attn.q_proj" in message
     assert pool.run(with_fewer_layers, 2, str(tmp_path), True) == [[], []]
 
 
