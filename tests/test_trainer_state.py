@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.trainer.kept import _changed_by_threads
 from tests import zoo
 from tests.pool import Pool
 from tests.trainers import TASKS, differences, launched, logs, padded, trainer
@@ -291,6 +292,16 @@ class Passed(Monitor):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         threading.Thread(target=sample, args=(self,), daemon=True).start()
+
+
+def test_a_thread_s_plain_arguments_are_no_callback() -> None:
+    """A thread that pins memory has a device's number and None as arguments, which callbacks hold, too: none of these
+    callbacks was compared."""
+    monitor, other = Monitor(), SimpleNamespace(number=0, rate=None, names=())
+    thread = threading.Thread(target=print, args=(monitor.is_over.wait, 0, None, (), monitor.samples))
+    trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[monitor, other]))
+    with mock.patch.object(threading, "enumerate", lambda: [thread]):
+        assert _changed_by_threads(trainer) == {id(monitor)}
 
 
 def sample(monitor: Monitor) -> None:

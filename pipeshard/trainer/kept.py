@@ -379,7 +379,8 @@ def _changed_by_threads(trainer: Any) -> set[int]:
     running += [(thread, thread.function) for thread, _ in running if isinstance(thread, threading.Timer)]
     called = {id(thread) for thread, _ in running if thread is not threading.main_thread()}
     called |= {id(target.__self__) for _, target in running if isinstance(target, MethodType)}
-    called |= {id(argument) for thread, _ in running for argument in getattr(thread, "_args", ())}
+    passed = [argument for thread, _ in running for argument in getattr(thread, "_args", ())]
+    called |= {id(one) for one in passed if is_object(one) or isinstance(one, list | dict | set | deque)}
     return {id(each) for each in trainer.callback_handler.callbacks if _reaches(each, called, trainer)}
 
 
