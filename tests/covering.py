@@ -28,7 +28,7 @@ ALL = os.environ.get("EXACT") == "all"  # as in `make exact`
 SEED = int(os.environ.get("SAMPLE_SEED") or seed_of_commit())
 os.environ["SAMPLE_SEED"] = str(SEED)  # for the processes of this run
 SHARE = os.environ.get("SHARE", "1/1")  # of `make exact`: 2/8 is the second of eight shares of the tests
-FILES = 6  # of the files all of whose tests take turns, one in so many has a test with each seed
+FILES = 6  # of the files whose tests all take turns, one in FILES has a test with each seed
 
 
 def one_in(count: int, name: str) -> bool:

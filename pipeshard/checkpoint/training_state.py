@@ -105,8 +105,8 @@ def save_training_state(
     """Write the folder `directory/step-<step>` between two steps. Call it on all ranks, after `optimizer.zero_grad()`.
 
     The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
-    the loss scale, the random states of all ranks and the position in the data. `averages` are further boosted models
-    whose weights belong to the run, such as an average of the weights: `average-0`, and so on. At every moment, each
+    the loss scale, the random states of all ranks and the position in the data. `average-0`, `average-1` and so on
+    contain `averages`, further boosted models of the run, such as an average of the weights. At every moment, each
     step is either complete or does not exist. When this step is complete, all steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the

@@ -434,7 +434,7 @@ class LossTrial:
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
         """Whether the criterion returns the same loss, except for rounding, when it is called again with the same
-        output. Also True without a loss. A GPU's kernels may add in another order in each call."""
+        output. Also True without a loss or for NaN. A GPU's kernel may add in another order."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         if once is None or again is None or math.isnan(once.value):

@@ -158,7 +158,7 @@ def without_tf32() -> Iterator[None]:
     backends: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul]
     before = [backend.fp32_precision for backend in backends]
     products, convolves = "highest", True  # torch's defaults, if its older options cannot be read
-    with warnings.catch_warnings(action="ignore"):  # some versions of torch announce newer options
+    with warnings.catch_warnings(action="ignore"):  # some torch versions warn about older options
         with contextlib.suppress(RuntimeError):
             products = torch.get_float32_matmul_precision()
         with contextlib.suppress(RuntimeError):

@@ -236,7 +236,7 @@ def run_collecting(
 
 def _only_requires_gradient(hook: Callable[..., Any]) -> bool:
     """Whether a forward hook calls only `requires_grad_`, as those of transformers' and peft's
-    `enable_input_require_grads`. The hook affects the unit's result, but leaves nothing."""
+    `enable_input_require_grads`. The hook affects only the unit's result."""
     return getattr(getattr(hook, "__code__", None), "co_names", ()) == ("requires_grad_",)
 
 

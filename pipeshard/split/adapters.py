@@ -65,7 +65,7 @@ def refuse_unloaded_blank(model: nn.Module) -> None:
     noted = [name for name, p in model.named_parameters() if p.is_meta and NOTED in vars(p)]
     if noted and not getattr(model, "_pretrained", None):
         raise ConfigurationError(
-            f"these parameters are of a model of PipelinePlugin.from_pretrained: {listed(noted, 3)}. Boost loads the "
+            f"parameters belong to a model of PipelinePlugin.from_pretrained: {listed(noted, 3)}. Boost loads the "
             f"folder only if you boost that model, not a {type(model).__name__}, in which they would be initialized "
             "randomly. Load that model with the from_pretrained of its own class, which reads all weights in every "
             "process, or pass init_weights=False to the plugin and load all weights with booster.load_model"

@@ -235,8 +235,8 @@ class _SeededWrites(DispatchMode):
 
 
 def note_blank(model: nn.Module) -> None:
-    """Move parameters to meta that a constructor has created on the CPU all the same (`torch.Tensor(3)` ignores the
-    default device), and note the name, version and folder of each parameter, for `adapters.refuse_changed_blank`."""
+    """Move to meta the parameters that a constructor has created on the CPU (`torch.Tensor(3)` ignores the
+    default device), and record the name, version and folder of each parameter, for `adapters.refuse_changed_blank`."""
     with without_weakrefs(model):
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:

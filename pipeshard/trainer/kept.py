@@ -373,7 +373,7 @@ def _is_apart(value: Any) -> bool:
 
 
 def _changed_by_threads(trainer: Any) -> set[int]:
-    """The ids of the callbacks that threads may change at any time, such as monitors: a running thread is or calls the
+    """The ids of the callbacks that threads may change, such as monitors: a running thread is, calls or receives the
     callback or an object that it holds."""
     running = [(thread, getattr(thread, "_target", None)) for thread in threading.enumerate()]
     running += [(thread, thread.function) for thread, _ in running if isinstance(thread, threading.Timer)]

@@ -241,8 +241,8 @@ def _without_classes(value: Any) -> Any:
 
 
 def _with_classes(value: Any) -> Any:
-    """Inverse of `_without_classes`, with the class ModelOutput for all its subclasses, and a class of its own for each
-    kind of named tuple."""
+    """Inverse of `_without_classes`, but every OrderedDict with string keys becomes a ModelOutput, and each kind
+    of named tuple a new class."""
     if type(value) in (list, tuple):
         return type(value)(map(_with_classes, value))
     if not isinstance(value, dict):

@@ -89,7 +89,7 @@ class Loop(Trainer):
     _held: tuple[dict[str, Any], ...] = ()  # the batches of an incomplete window
     _num_items: Any = None  # the number of items in the latest window
     _before: Stamps | None = None  # the files that were in the folder before the latest save of the model
-    _begins: bool = False  # whether train() has been called, and has not created its dataloader
+    _begins: bool = False  # whether train() has begun, but has not created its dataloader
     _left: Written | None = None  # the trained parameters after the latest batch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -404,8 +404,8 @@ class Loop(Trainer):
         return evaluated(args, state, control, metrics, **kwargs)
 
     def _has_loss(self, inputs: Any) -> bool:
-        """Whether transformers' prediction_step computes a loss of these inputs: of labels, or of a model such as CLIP,
-        which has none, with `return_loss`."""
+        """Whether transformers' prediction_step computes a loss of these inputs: from labels, or with `return_loss`
+        if the model has none, such as CLIP."""
         if self.label_names:
             return all(inputs.get(name) is not None for name in self.label_names)
         asked = inputs.get("return_loss")
@@ -514,8 +514,8 @@ class Front:
         put_adapters(model, config, put)
 
     def _noted(self, make: Callable[[], Any]) -> Any:
-        """Record the dataloader, which the user's class may have created. The first one of train() is created by all
-        ranks together."""
+        """Record the dataloader, which the user's class may have created. Share the generators of train()'s first
+        one."""
         self._loader = make()
         if self._begins:
             self._begins = False
