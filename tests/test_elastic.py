@@ -269,8 +269,8 @@ def test_a_job_whose_steps_are_incomplete_does_not_begin_anew(pool: Pool, tmp_pa
 
 
 def averaged(folder: Path) -> tuple[bool, bool, str]:
-    """Whether a job, and a save in the background, restore an average of the weights; what is said where there is
-    none."""
+    """Whether a job and a background save restore an average of the weights, and the error if a state has no
+    average."""
     model, batch = zoo.build("gpt2"), zoo.batch("gpt2")
     copied = copy.deepcopy(model)
     split = Split(model, dist.get_world_size(), batch, num_microbatches=2)

@@ -563,8 +563,8 @@ def of_the_head() -> None:
 
 
 def test_gradients_that_no_optimizer_clears_do_not_refuse_a_step(pool: Pool) -> None:
-    """An optimizer had the head alone, and the body's gradients were never cleared. After a failed step, every step was
-    refused, whatever was called."""
+    """An optimizer had only the head's parameters, so the body's gradients were never cleared. After a failed step,
+    every further step was refused, even after optimizer.zero_grad()."""
     pool.run(of_the_head, 1)
 
 

@@ -1,4 +1,4 @@
-"""Tests of a Trainer in what transformers' example scripts do beside training: it is as in one process."""
+"""Tests of steps in transformers' example scripts other than training: a Trainer gives the results of one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def collated(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
 
 
 def classes_and_norms(outputs: Any) -> list[Any]:
-    """Each leaf's path and norm, and what kind of container each node is to a Trainer."""
+    """The path and norm of each leaf, and the kind of container of each node."""
     if isinstance(outputs, dict):
         return [(name, hasattr(outputs, name), classes_and_norms(value)) for name, value in outputs.items()]
     if isinstance(outputs, list | tuple):
@@ -123,8 +123,8 @@ def judge(folder: str, plugin: dict[str, Any] | None = None) -> list[Any]:
 
 @pytest.mark.turns
 def test_ranks_stop_by_the_metrics_of_the_main_process(pool: Pool, tmp_path: Path) -> None:
-    """run_qa.py with load_best_model_at_end ended in a KeyError of rank 1, and a callback that stops by such a metric
-    left the ranks in different steps: its Trainer computes the metrics on the main process only."""
+    """The Trainer of run_qa.py computes metrics on the main process only. Rank 1 raised KeyError with
+    load_best_model_at_end, and a callback that stops by such a metric left the ranks in different steps."""
     assert judge(str(tmp_path / "whole")) == [8, "checkpoint-4", 0.9, 6]
     found = pool.run(judge, 2, str(tmp_path / "split"), {"pp_size": 2}, timeout=60)
     assert found == [[8, "checkpoint-4", 0.9, 6]] * 2

@@ -112,9 +112,18 @@ def generators_of(*roots: Any) -> list[Any]:
 @contextmanager
 def generators_kept(generators: Iterable[Any]) -> Iterator[None]:
     """Context manager that restores the states of these generators on exit."""
-    states = [(generator, content_of(generator, "state")["state"]) for generator in generators]
+    generators = list(generators)
+    states = states_of(generators)
     try:
         yield
     finally:
-        for generator, state in states:
-            put(generator, "state", "state", state)
+        set_states(generators, states)
+
+
+def states_of(generators: Iterable[Any]) -> list[Any]:
+    return [content_of(generator, "state")["state"] for generator in generators]
+
+
+def set_states(generators: Iterable[Any], states: Iterable[Any]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        put(generator, "state", "state", state)

@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
 from torch.utils.data import Dataset
 
 from pipeshard.data.place import LoaderPlace
-from pipeshard.data.reach import generators_of
+from pipeshard.data.reach import generators_of, reachable, set_states, states_of
+from pipeshard.distributed.collectives import share_in_turn
+from pipeshard.graph.places import is_generator
 from pipeshard.graph.rng import seed_generator, seed_process
 
 
@@ -72,3 +76,15 @@ class SeededSamples(Delegate, Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.of)
+
+
+def share_generators(loader: Any, *groups: dist.ProcessGroup) -> None:
+    """Set the random generators that the loader's dataset and collator contain to their states on the first rank of
+    each group, one group after the other. set_seed does not seed these generators."""
+    roots = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    held = reachable(*roots, skip=lambda value: isinstance(value, nn.Module))  # a collator may contain the model
+    generators = [value for value in held if is_generator(value)]
+    kinds = [type(generator).__name__ for generator in generators]
+    shared, states = share_in_turn((kinds, states_of(generators)), *groups)
+    if shared == kinds:
+        set_states(generators, states)

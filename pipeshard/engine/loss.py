@@ -16,12 +16,12 @@ from torch import Tensor
 from pipeshard.batch.batch import Batch
 from pipeshard.engine.loss_sizes import Sizes, Tried
 from pipeshard.engine.loss_state import of_entries
-from pipeshard.engine.loss_trial import Losses, Measured
+from pipeshard.engine.loss_trial import ROUNDING, Losses, Measured
 from pipeshard.engine.loss_values import Range, ranges_of
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import IGNORED
 
-CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # tolerated relative error of a sum; see `tolerance_of`
+CLOSE = {torch.float32: ROUNDING, torch.float64: 1e-9}  # tolerated relative error of a sum; see `tolerance_of`
 CLOSE_SLOPES = 2e-2  # the same for a gradient, relative to its largest element: glue may round to 16 bits
 MOST_RULES = 128  # at most this many are kept
 

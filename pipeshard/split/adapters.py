@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError, listed
 from pipeshard.hf import is_of_peft, without_adapters
 from pipeshard.private import without_weakrefs
-from pipeshard.split.initialize import NOTED, give
+from pipeshard.split.initialize import NOTED, Noted, give
 from pipeshard.split.packed import is_quantized, packed_layers
 
 KINDS = ("LORA", "IA3")  # adapters whose initial values need only shapes, or the weights of their own layer
@@ -44,11 +44,11 @@ def is_blank(model: nn.Module) -> bool:
 def refuse_changed_blank(model: nn.Module) -> None:
     """Raise ConfigurationError for parameters on meta that were modified, or moved to another name or model, since
     `note_blank`."""
-    noted = {full: (p, *vars(p)[NOTED]) for full, p in model.named_parameters() if p.is_meta and NOTED in vars(p)}
+    noted = _noted(model)
     folder = getattr(model, "_pretrained", None)
     names = base_names(model) if noted and folder else {}
-    written = [full for full, (p, _, version, _) in noted.items() if p._version > version]
-    moved = [full for full, (_, *place) in noted.items() if full in names and [names[full], folder] != place[::2]]
+    written = [full for full, (parameter, at) in noted.items() if parameter._version > at.version]
+    moved = [n for n, (_, at) in noted.items() if n in names and (names[n], folder) != (at.name, at.folder)]
     for changed, how, instead in ((written, "modified", AFTER_BOOST), (moved, "moved to another name or model", "")):
         if changed:
             raise ConfigurationError(
@@ -62,14 +62,18 @@ def refuse_changed_blank(model: nn.Module) -> None:
 def refuse_unloaded_blank(model: nn.Module) -> None:
     """Raise ConfigurationError for parameters of a model of PipelinePlugin.from_pretrained in another module, into
     which boost does not load the folder."""
-    noted = [name for name, p in model.named_parameters() if p.is_meta and NOTED in vars(p)]
-    if noted and not getattr(model, "_pretrained", None):
+    if (noted := _noted(model)) and not getattr(model, "_pretrained", None):
         raise ConfigurationError(
-            f"parameters belong to a model of PipelinePlugin.from_pretrained: {listed(noted, 3)}. Boost loads the "
+            f"parameters belong to a model of PipelinePlugin.from_pretrained: {listed([*noted], 3)}. Boost loads the "
             f"folder only if you boost that model, not a {type(model).__name__}, in which they would be initialized "
             "randomly. Load that model with the from_pretrained of its own class, which reads all weights in every "
             "process, or pass init_weights=False to the plugin and load all weights with booster.load_model"
         )
+
+
+def _noted(model: nn.Module) -> dict[str, tuple[nn.Parameter, Noted]]:
+    """The parameters on meta of models of PipelinePlugin.from_pretrained, by their full names."""
+    return {full: (p, vars(p)[NOTED]) for full, p in model.named_parameters() if p.is_meta and NOTED in vars(p)}
 
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], Any]) -> Any:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -234,14 +234,23 @@ class _SeededWrites(DispatchMode):
         return func(*args, **kwargs)
 
 
-def note_blank(model: nn.Module) -> None:
+class Noted(NamedTuple):
+    """A parameter of a model of PipelinePlugin.from_pretrained when the model was created: its name, its version, and
+    the model's folder."""
+
+    name: str
+    version: int
+    folder: str
+
+
+def note_blank(model: Any) -> None:
     """Move to meta the parameters that a constructor has created on the CPU (`torch.Tensor(3)` ignores the
-    default device), and record the name, version and folder of each parameter, for `adapters.refuse_changed_blank`."""
+    default device), and record a `Noted` for each parameter, for `adapters.refuse_changed_blank`."""
     with without_weakrefs(model):
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
                 give(parameter, torch.empty_like(parameter, device="meta"))
-            vars(parameter)[NOTED] = name, parameter._version, model._pretrained
+            vars(parameter)[NOTED] = Noted(name, parameter._version, model._pretrained)
 
 
 def give(parameter: nn.Parameter, values: Tensor) -> None:
@@ -252,8 +261,7 @@ def give(parameter: nn.Parameter, values: Tensor) -> None:
     parameter.__class__ = kind
     parameter.__dict__.update(kept)
     if NOTED in kept:
-        name, _, folder = kept[NOTED]
-        vars(parameter)[NOTED] = name, parameter._version, folder
+        vars(parameter)[NOTED] = kept[NOTED]._replace(version=parameter._version)
 
 
 def number(seed: int, text: str) -> int:
@@ -261,7 +269,7 @@ def number(seed: int, text: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")
 
 
-NOTED = "pipeshard_noted"  # the attribute of a parameter on meta: its first name, its version, its model's folder
+NOTED = "pipeshard_noted"  # the attribute of a parameter on meta with its Noted
 BLUEPRINT = "pipeshard_blueprint"  # the attribute that marks a module as a skeleton
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module: mode, hooks, parameters, buffers
 

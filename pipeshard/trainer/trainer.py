@@ -27,14 +27,13 @@ from transformers.trainer_utils import denumpify_detensorize
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
-from pipeshard.data.reach import reachable
-from pipeshard.distributed.collectives import share_in_turn, share_value, together_in
+from pipeshard.data.seeded import share_generators
+from pipeshard.distributed.collectives import share_value, together_in
 from pipeshard.distributed.watching import watch_world
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.optimizer_trial import set_training
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.graph.places import content_of, is_generator, put
 from pipeshard.graph.rng import Draws
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.hf import is_of_peft
@@ -216,20 +215,10 @@ class Loop(Trainer):
             return super().get_test_dataloader(test_dataset)
 
     def share_generators(self, loader: Any) -> None:
-        """Set the random generators that the loader's dataset and collator contain to their states on the replica's
-        first rank, since the stages of a replica must draw the same numbers. set_seed does not seed these generators.
-        """
-        grid = self.pipeline.grid
-        roots = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-        held = reachable(*roots, skip=lambda value: isinstance(value, nn.Module))  # a collator may hold the model
-        generators = [value for value in held if is_generator(value)]
-        states = [(type(one).__name__, content_of(one, "state")["state"]) for one in generators]
+        """Let the dataset and the collator generate the same random numbers on all stages of a replica."""
         watch_world(self.pipeline.config.timeout, self.pipeline.config.watchdog)
         with together_in("trainer.train, evaluate or predict"):
-            states = share_in_turn(states, grid.stages, grid.slices)
-        if [kind for kind, _ in states] == [type(one).__name__ for one in generators]:
-            for one, (_, state) in zip(generators, states, strict=True):
-                put(one, "state", "state", state)
+            share_generators(loader, self.pipeline.grid.stages, self.pipeline.grid.slices)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return int(super().get_total_train_batch_size(args)) // self._ranks_of_replica

@@ -438,8 +438,8 @@ def test_values_that_a_model_on_meta_would_lose(pool: Pool, tmp_path: Path) -> N
 
 
 def test_stand_ins_of_changed_parameters_are_refused(tmp_path: Path) -> None:
-    """Adapters of a folder were put on such a model, which renewed the versions of its parameters: nothing was refused
-    at boost."""
+    """A user modified such a model and loaded adapters of a folder. Loading renewed the versions of its parameters, so
+    boost did not refuse the model."""
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     model = PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
     nn.init.zeros_(model.lm_head.weight)  # type: ignore[arg-type,union-attr]

@@ -58,7 +58,7 @@ def test_a_bound_gpu_comes_before_one_that_was_set_and_that_before_the_rank_s(
 
 
 def made_on_a_gpu(gpus: int) -> tuple[list[Any], Any]:
-    """The current GPUs that a rank selects for its plugin, then those that its weight is sent from, and the weight."""
+    """The GPUs that a rank selects for its plugin, the GPUs that send its weight, and the weight."""
     selected: list[Any] = []
 
     class OfGPU0(torch.Tensor):
@@ -168,7 +168,7 @@ def warnings_of_another_accelerator() -> list[str]:
 
 
 def test_an_accelerator_that_is_not_used_is_named_once(pool: Pool) -> None:
-    """A model on "mps" or "xpu" was moved to the CPU and trained there, without a word."""
+    """A model on "mps" or "xpu" was silently moved to the CPU and trained there."""
     (warning,), other = pool.run(warnings_of_another_accelerator, 2)
     assert "computes on the CPU" in warning and "'mps'" in warning and other == []
 

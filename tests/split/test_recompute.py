@@ -304,7 +304,7 @@ def test_what_transformers_recomputes_is_not_recomputed_twice(pool: Pool, reentr
 
 
 def frozen_embeddings(name: str, embeddings: str, reentrant: bool, partition: list[int] | None = None) -> list[str]:
-    """With transformers' own recomputation, which lets results of embeddings require a gradient: what differs."""
+    """The differences under transformers' own recomputation, in which results of embeddings require a gradient."""
     model: Any = zoo.build(name)
     model.get_submodule(embeddings).requires_grad_(False)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
