@@ -344,7 +344,10 @@ def _inherited() -> Callable[[], AbstractContextManager[None]]:
 
     @contextmanager
     def inherited() -> Iterator[None]:
-        with torch.autocast("cpu", dtype, of_cpu), nullcontext() if gpu is None else torch.cuda.device(gpu):
+        # While a thread is inside torch.autocast, torch does not clear its cache of casts: a rank's second step would
+        # use the casts of its first.
+        casts = torch.autocast("cpu", dtype, cache_enabled=False) if of_cpu else nullcontext()
+        with casts, nullcontext() if gpu is None else torch.cuda.device(gpu):
             yield
 
     return inherited

@@ -303,8 +303,8 @@ class Precision:
         try:
             yield
         finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()  # also inside a user's autocast: the optimizer changes the parameters next
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:

@@ -23,7 +23,7 @@ TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # values of `tightness` for `estimate`
 ESTIMATES = 1500  # changes of cuts tried per tightness
 RETRIES = 10  # attempts to find a legal change of cuts
 PLACEMENTS = 5, 2  # number of placements searched in the first and the second round
-REFINED, SEEDS = 2, (0, 1)  # solutions that are refined inside layers, and the random numbers for each
+REFINED, SEEDS = 3, (0, 1)  # solutions that are refined inside layers, and the random numbers for each
 SLACK = 0.005  # fraction by which a step may become slower while a solution is refined
 ACTIONS, TRIES = 1_200_000, 3000  # limits: actions scheduled per round, and changes tried per placement
 IDLE = Part(0, has_gradients=True, is_running=False)

@@ -68,6 +68,23 @@ def test_ranks_compute_on_the_current_gpu_of_the_thread_that_runs_them() -> None
         assert LocalWorld(2).run(gpu_of_rank) == [4, 4] and in_thread(gpu_of_rank) == 4
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_a_rank_casts_its_parameters_again_in_each_step(around: bool) -> None:
+    """A rank's thread was inside torch.autocast all the time, so torch kept its casts: under autocast, the second step
+    of a proof used the weights of the first."""
+
+    def of_rank(rank: int) -> tuple[list[float], bool]:
+        weight, x, found = torch.ones(2, 2, requires_grad=True), torch.ones(1, 2), []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                found.append((x @ weight).sum().item())
+            weight.data.mul_(3.0)
+        return found, torch.is_autocast_enabled("cpu")
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        assert LocalWorld(2).run(of_rank) == [([4.0, 12.0], around)] * 2
+
+
 def test_messages_arrive_in_their_order() -> None:
     """With zbv a rank waits for its receives in another order than it posts them, and each got another's message."""
     world, grid = grids(2)

@@ -98,7 +98,6 @@ def bf16(name: str, dp: int, options: dict[str, Any]) -> tuple[list[float], list
     return losses, expected
 
 
-@pytest.mark.processes  # in threads, the losses differ under autocast
 @pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(

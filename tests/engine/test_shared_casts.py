@@ -111,6 +111,18 @@ def test_where_forwards_write_to_parameters_each_has_its_own_casts(kind: str, ke
         assert float((x @ weight).sum()) == 36.0
 
 
+def test_casts_end_with_their_step_inside_a_loop_under_autocast() -> None:
+    """A training loop inside torch.autocast used the casts of its first step in all later steps: no weight of a linear
+    layer seemed to change."""
+    weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(1, 2)
+    precision = Precision("bf16", True, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        for value in (1.0, 3.0):
+            with precision.sharing_casts([]), precision.running():
+                assert float((x @ weight).sum()) == 4 * value
+            weight.data.mul_(3.0)
+
+
 def test_casts_without_a_graph_are_not_shared(pool: Pool) -> None:
     """An older torch hands out what it has cast in a reentrant checkpoint: later microbatches would lose gradients."""
     assert casts_have_graphs()
