@@ -68,6 +68,7 @@ def test_json_takes_the_place_of_the_tables(partition: str) -> None:
     assert json.loads(result.output)["counts"] == [3, 4]
 
 
+@pytest.mark.turns
 def test_a_folder_and_a_config_are_the_same_model(tmp_path: Path) -> None:
     zoo.build("gpt2").save_pretrained(tmp_path)
     of_folder, of_config = (invoke(str(path), *SIZES, "--json", "-") for path in (tmp_path, tmp_path / "config.json"))
@@ -193,6 +194,7 @@ def test_unequal_ranks_are_shown_with_what_to_pass() -> None:
     assert shown.endswith(f"Pass partition={plan['counts']} to PipelinePlugin.\n")
 
 
+@pytest.mark.turns
 def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
     result = invoke(*MODEL, *SIZES, "--device-memory", "100kB")
     assert result.exit_code == 1

@@ -52,6 +52,7 @@ def step(criterion: Callable[..., Any], **options: Any) -> float:
 
 
 @pytest.mark.parametrize("verify", ["auto", False])
+@pytest.mark.turns
 def test_a_collective_of_all_ranks_is_refused(pool: Pool, verify: Any) -> None:
     """A detector's criterion summed the number of boxes over all ranks, which only the last stage's rank reached. The
     ranks waited for each other until the watch ended them, and no error named the line."""

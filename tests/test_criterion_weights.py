@@ -281,6 +281,7 @@ def follows_the_remedy() -> list[str]:
     return [name for name, parameter in held if not torch.allclose(parameter, theirs[name], atol=1e-6)]
 
 
+@pytest.mark.turns
 def test_a_criterion_that_is_a_child_of_the_model_is_trained(pool: Pool) -> None:
     """The remedy that the refusal names: the weights of the criterion are the model's, and are trained exactly."""
     assert pool.run(follows_the_remedy, 2) == [[], []]
@@ -297,6 +298,7 @@ def passes_one_later() -> list[str]:
     return errors
 
 
+@pytest.mark.turns
 def test_a_criterion_that_is_passed_later_is_refused_on_every_rank(pool: Pool) -> None:
     """`execute_pipeline` takes another criterion than `boost`; one with trained weights trains nothing."""
     for errors in pool.run(passes_one_later, 2):

@@ -376,6 +376,7 @@ def whole_but_for(**options: Any) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_sharded_parameters_are_not_called(pool: Pool) -> None:
     """Units are gathered by a step alone."""
     pool.run(whole_but_for, 2, fsdp=True)

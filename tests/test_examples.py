@@ -234,6 +234,7 @@ def test_numbers_have_their_names(number: int, name: str) -> None:
     assert " ".join(strings.words(number)) == name
 
 
+@pytest.mark.turns
 def test_the_labels_are_the_digits_of_the_words() -> None:
     rows = strings.written_numbers()
     assert len({tuple(row["labels"]) for row in rows}) == strings.NUMBERS

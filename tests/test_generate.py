@@ -580,6 +580,7 @@ def timed() -> list[str]:
     return messages
 
 
+@pytest.mark.turns
 def test_a_limit_of_time_is_refused(pool: Pool) -> None:
     """Ranks that read other times left the loop at other tokens, and the others waited for them."""
     for messages in pool.run(timed, 2):

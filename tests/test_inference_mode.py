@@ -48,5 +48,6 @@ def boosted_inside() -> list[str]:
     return differences(split, unsplit, data)
 
 
+@pytest.mark.turns
 def test_a_model_may_be_boosted_inside(pool: Pool) -> None:
     assert pool.run(boosted_inside, 2) == [[], []]

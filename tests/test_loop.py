@@ -268,6 +268,7 @@ def other_seeds(partly: bool) -> list[str]:
     return wrong + [name for name, parameter in compared if not torch.equal(parameter, theirs[name])]
 
 
+@pytest.mark.turns
 def test_every_rank_takes_the_weights_of_the_first(pool: Pool) -> None:
     """Each stage kept its part of another model, if ranks were seeded differently."""
     for partly in (False, True):

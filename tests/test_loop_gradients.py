@@ -394,6 +394,7 @@ def clipped_shards() -> None:
         torch.nn.utils.clip_grad_norm_([p for g in engine.optimizer.param_groups for p in g["params"]], 1.0)
 
 
+@pytest.mark.turns
 def test_a_norm_of_shards_is_refused(pool: Pool) -> None:
     """torch's clip_grad_norm_ over the optimizer's groups scaled each shard by a norm of its own."""
     pool.run(clipped_shards, 2)
@@ -411,6 +412,7 @@ def clipped_of_one_owner(precision: str) -> None:
     assert engine.optimizer.get_grad_norm() == pytest.approx(1e-3, rel=1e-2)
 
 
+@pytest.mark.turns
 def test_a_norm_of_one_owner_is_refused(pool: Pool) -> None:
     """With ZeRO, the groups of each replica have other parameters: each was clipped by a norm of its own."""
     for precision in ("fp32", "bf16"):

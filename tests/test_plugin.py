@@ -113,6 +113,7 @@ OF_HYBRID_PARALLEL = {
 }
 
 
+@pytest.mark.turns
 def test_the_arguments_of_colossalai_s_plugin_are_known(pool: Pool) -> None:
     """Its names were TypeErrors, and groups and sizes that its scripts read AttributeErrors."""
     from colossalai.booster.plugin import HybridParallelPlugin
@@ -543,6 +544,7 @@ def losses_in_two_worlds() -> list[float]:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_a_plugin_is_used_in_a_second_world(pool: Pool) -> None:
     """A script trained one model per fold, each in a process group of its own, with one plugin. The error of the
     second fold advised what the script had done: a new process group, and a new model."""

@@ -139,6 +139,7 @@ def pairs_differ() -> list[str]:
     return compared(split, unsplit, out["loss"], loss.detach(), FINE)
 
 
+@pytest.mark.turns
 def test_a_microbatch_keeps_the_order_of_its_samples(pool: Pool) -> None:
     """DPOTrainer with microbatch_tokens: its batch has all chosen answers first, then all rejected ones.
 
@@ -208,6 +209,7 @@ def shifted_outputs_differ() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_outputs_with_fewer_entries_than_positions_are_merged(pool: Pool) -> None:
     """SFTTrainer with microbatch_tokens trained, but each evaluation raised UsageError: TRL's evaluation requests the
     log-probabilities of the next tokens, with one entry fewer than the sample has positions. Of more entries, nobody
@@ -338,6 +340,7 @@ def sizes_of_choices() -> tuple[list[int], list[str]]:
     return out["outputs"] or [], compared(split, unsplit, out["loss"], unsplit.backward(data), FINE)
 
 
+@pytest.mark.turns
 def test_the_tokens_of_all_choices_count_for_the_limit(pool: Pool) -> None:
     """DataCollatorForMultipleChoice: ids of samples, choices and tokens. Choices were counted instead of tokens, so
     that the whole batch was one microbatch, far above microbatch_tokens."""
@@ -376,6 +379,7 @@ def proven(model: nn.Module, data: dict[str, Tensor]) -> list[str]:
     return lines
 
 
+@pytest.mark.turns
 def test_a_model_that_reads_its_padding_is_refused_at_boost(pool: Pool) -> None:
     data = data_of("classifier", LENGTHS[0], 0)
     for found in pool.run(boosted, 2, CountsPadding(), data):

@@ -111,6 +111,7 @@ def alternating(p: int, m: int, v: int) -> Program:
     return Program("alternating", m, tuple(range(p)), tuple(ranks))
 
 
+@pytest.mark.turns
 def test_functions_of_one_s_own(pool: Pool) -> None:
     results = pool.run(ordered_by, 2, alternating)
     assert results[1] == ([], ["F0@1", "B0@1", "F1@1", "B1@1", "F2@1", "B2@1"]) and results[0][0] == []
@@ -122,6 +123,7 @@ def ties(schedule: str) -> list[str]:
     return [name for name, _ in split_of("gpt2", schedule).model.pipeline.sync.shared]
 
 
+@pytest.mark.turns
 def test_in_a_v_a_tied_embedding_is_one_parameter_of_one_rank(pool: Pool) -> None:
     assert pool.run(ties, 2, "zbv") == [[], []]
     assert pool.run(ties, 2, "1f1b") == [["transformer.wte.weight"]] * 2

@@ -368,6 +368,7 @@ def buffers_of_a_step() -> int:
     return max(counts)
 
 
+@pytest.mark.turns
 def test_keys_are_released_after_the_backward_of_a_microbatch(pool: Pool) -> None:
     """Keys of all microbatches were kept to the end of the step, which with many takes more than slices save."""
     assert max(pool.run(buffers_of_a_step, 2)) <= 2
@@ -388,6 +389,7 @@ def left_behind() -> int:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_nothing_of_a_cache_waits_for_the_collector(pool: Pool) -> None:
     """A cache named itself in a function of its own, so that keys stayed until Python looked for circles: half a
     microbatch."""

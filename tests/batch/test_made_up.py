@@ -110,6 +110,7 @@ def boost_deciding() -> None:
     Split(Deciding(), dist.get_world_size(), _batch(0), num_microbatches=2)
 
 
+@pytest.mark.turns
 def test_glue_that_branches_on_an_activation_is_refused_with_its_line(pool: Pool) -> None:
     line = 'if max(self.layers[0](x, x)["x"].amax((1, 2)).tolist()) > 0:'
     for message in pool.run_expecting(TraceError, boost_deciding, 2):
@@ -152,5 +153,6 @@ def statistics(folder: str) -> None:
         assert torch.allclose(saved[name], buffer), name
 
 
+@pytest.mark.turns
 def test_running_statistics_without_parameters(pool: Pool, tmp_path: Path) -> None:
     pool.run(statistics, 2, str(tmp_path))

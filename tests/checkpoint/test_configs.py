@@ -76,6 +76,7 @@ def test_a_document_is_measured_before_it_is_read(tmp_path: Path) -> None:
         ({"target_modules": "(("}, "not valid regular expressions: .*unterminated subpattern"),
     ],
 )
+@pytest.mark.turns
 def test_absurd_adapters_are_refused(
     fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -301,6 +301,7 @@ def by_names() -> None:
         policy.unit("model.layers.9")
 
 
+@pytest.mark.turns
 def test_units_go_by_the_names_of_the_model_inside(pool: Pool) -> None:
     pool.run(by_names, 2)
 
@@ -910,6 +911,7 @@ def frozen() -> None:
     split.backward(data)
 
 
+@pytest.mark.turns
 def test_training_with_every_parameter_frozen_is_refused(pool: Pool) -> None:
     for message in pool.run_expecting(UsageError, frozen, 2):
         assert "nothing to train" in message and "is_trainable=True" in message

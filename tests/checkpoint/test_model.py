@@ -335,6 +335,7 @@ def of_a_class(kind: Any, folder: str, sample: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", [OwnModel, transformers.CLIPTextModel])
+@pytest.mark.turns
 def test_from_pretrained_of_a_class_reads_its_own_config(pool: Pool, tmp_path: Path, kind: Any) -> None:
     """A user's model whose config AutoConfig does not know was refused (update transformers, said the error), and so
     was the text model of a CLIP folder, which got the config of the whole CLIP: AttributeError."""
@@ -949,6 +950,7 @@ def modes(folder: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.turns
 def test_files_may_be_read_by_whom_the_umask_says(pool: Pool, tmp_path: Path) -> None:
     """Safetensors writes files that the user alone can read, whatever the umask: nobody else could load an export."""
     pool.run(modes, 2, str(tmp_path))

@@ -175,6 +175,7 @@ def broken_data() -> None:
     split.booster.execute_pipeline(broken() if dist.get_rank() else good, split.model, None, split.optimizer)
 
 
+@pytest.mark.turns
 def test_the_reason_for_a_missing_batch_is_told_everywhere(pool: Pool) -> None:
     first, second = pool.run_expecting(Exception, broken_data, 2)
     assert "rank 1 (stage 1): OSError: the disk is gone" in first and second == "the disk is gone"
@@ -216,6 +217,7 @@ def taught_on_the_last_rank() -> None:
     split_of_two().backward(zoo.batch("gpt2", rows=4) | labels)
 
 
+@pytest.mark.turns
 def test_an_entry_that_one_rank_has_is_named(pool: Pool) -> None:
     """A loop put a boosted teacher's outputs into the student's batch, where there were any: on the last stage's rank.
     The error advised seeds and samplers."""
@@ -226,6 +228,7 @@ def test_an_entry_that_one_rank_has_is_named(pool: Pool) -> None:
         )
 
 
+@pytest.mark.turns
 def test_other_batches_are_named(pool: Pool) -> None:
     for message in pool.run_expecting(BatchError, different_batches, 2):
         assert "must read the same batch" in message and "Some of these ranks lack" not in message

@@ -141,6 +141,7 @@ def test_what_is_set_on_a_boosted_model_is_set_on_the_model(pool: Pool, size: in
     pool.run(adds_a_parameter, size, timeout=120)  # was not noticed on a module without parameters of its own
 
 
+@pytest.mark.turns
 def test_a_sharded_parameter_that_is_replaced_is_refused(pool: Pool) -> None:
     """With fsdp, the new parameter was overwritten in the next step, or trained by nobody."""
     pool.run(replaces_a_sharded_parameter, 2)

@@ -288,6 +288,7 @@ def forces(pp_size: int, how: str) -> float:
     return float(abs(loss - expected)) + float(max(errors))
 
 
+@pytest.mark.turns
 def test_gradients_asked_for_in_forward(pool: Pool) -> None:
     for size, how in ((1, "grad"), (1, "hook"), (2, "hook")):
         assert max(pool.run(forces, size, size, how)) < 1e-6

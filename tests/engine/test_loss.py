@@ -53,6 +53,7 @@ def test_criteria_of_one_s_own(criterion: Criterion, expected: LossRule) -> None
     assert rule("llama", criterion) == expected
 
 
+@pytest.mark.turns
 def test_a_loss_that_no_rule_fits_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"to be a mean or sum over samples .* use one microbatch"):
         rule("llama", lambda out, data: out.logits.mean((1, 2)).softmax(0).max())

@@ -69,6 +69,7 @@ def finite() -> float:
     return float(split.backward(zoo.batch("gpt2"))["loss"])
 
 
+@pytest.mark.turns
 def test_a_microbatch_without_labels_is_no_reason(pool: Pool) -> None:
     first, second = pool.run(finite, 2)
     assert first == second == pytest.approx(float(zoo.build("gpt2")(**zoo.batch("gpt2")).loss), rel=1e-5)

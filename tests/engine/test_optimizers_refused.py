@@ -178,6 +178,7 @@ def refused(kind: str) -> None:
     boosted(makers[kind])
 
 
+@pytest.mark.turns
 def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
     for kind, message in (
         ("lbfgs", "LBFGS computes its update direction from the gradients of all parameters together"),

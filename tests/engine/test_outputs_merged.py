@@ -144,6 +144,7 @@ def numbers() -> str:
     return str(caught.value)
 
 
+@pytest.mark.turns
 def test_numbers_that_differ_are_told_on_every_rank(pool: Pool) -> None:
     for message in pool.run(numbers, 2):
         assert "output [2] cannot be merged for the whole batch: it differs between microbatches" in message

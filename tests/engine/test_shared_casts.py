@@ -123,6 +123,7 @@ def test_casts_end_with_their_step_inside_a_loop_under_autocast() -> None:
             weight.data.mul_(3.0)
 
 
+@pytest.mark.turns
 def test_casts_without_a_graph_are_not_shared(pool: Pool) -> None:
     """An older torch hands out what it has cast in a reentrant checkpoint: later microbatches would lose gradients."""
     assert casts_have_graphs()

@@ -142,6 +142,7 @@ def test_1f1b_keeps_p_minus_r_microbatches_alive(pool: Pool, m: int) -> None:
     assert [peak[0] for peak in pool.run(peaks, 4, "1f1b", m)] == [min(m, 4 - r) for r in range(4)]
 
 
+@pytest.mark.turns
 def test_gpipe_keeps_all_microbatches_alive(pool: Pool) -> None:
     assert [peak[0] for peak in pool.run(peaks, 4, "gpipe", 8)] == [8, 8, 8, 8]
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ def step_of_replicas() -> tuple[int, int, int]:
     return len(split.model.pipeline.sync.buckets), counted[0] + len(asked.seen), len(stage.microbatches)
 
 
+@pytest.mark.turns
 def test_shared_gradients_are_waited_for_once(pool: Pool) -> None:
     """Each bucket was, amid the step, and the inputs of all microbatches stayed on the GPU until the next step."""
     for buckets, asked, kept in pool.run(step_of_replicas, 2):

@@ -142,6 +142,7 @@ def test_under_autocast_and_without_gradients_layers_are_plain() -> None:
         assert torch.equal(model(ids(1)), copy.deepcopy(plain)(ids(1)))
 
 
+@pytest.mark.turns
 def test_layers_of_what_the_user_has_compiled_are_plain() -> None:
     model, plain = layers(), layers()
     model.compile(backend="eager", fullgraph=True)

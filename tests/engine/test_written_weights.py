@@ -40,6 +40,7 @@ def materialized() -> list[float]:
     return [float((critics[1](images) - seen).detach().abs().max())]
 
 
+@pytest.mark.turns
 def test_lazy_modules_beside_a_boosted_model(pool: Pool) -> None:
     """A user boosted a generator, then ran a critic with a LazyLinear once on a batch. This raised torch's error about
     an uninitialized parameter, whose remedy is to do so."""

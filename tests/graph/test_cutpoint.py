@@ -119,6 +119,7 @@ def counts(model: nn.Module, batch: Any, p: int, partition: Any = "auto") -> lis
     return [[call.unit for call, s in zip(flow.calls, policy.stages, strict=True) if s == stage] for stage in range(p)]
 
 
+@pytest.mark.turns
 def test_cuts_are_after_some_of_them_and_nowhere_else() -> None:
     assert all(stage[-1].rpartition(".")[2] in ("first", "2", "last") for stage in counts(net(), data(), 5)[:-1])
     assert counts(net(), data(), 6)[-1] == []  # the head is no module
@@ -368,6 +369,7 @@ def saved(folder: str) -> tuple[bool, bool]:
     return not info["missing_keys"], torch.equal(own, loaded.lm_head.weight)
 
 
+@pytest.mark.turns
 def test_a_pair_is_saved_under_both_names(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(saved, 2, str(tmp_path)) == [(True, True)] * 2
 

@@ -191,6 +191,7 @@ def unbuildable() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_what_torch_could_not_train_is_refused(pool: Pool) -> None:
     """Without a loss torch failed in the backward pass of the first stage, and the other ranks by a lost connection."""
     lossless, named, style, chunks = pool.run(unbuildable, 2)[0]
@@ -542,6 +543,7 @@ def counted(kind: type[Counting], target: str | None) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", [Counting, Storing, InALayer])
+@pytest.mark.turns
 def test_state_of_the_forward_is_changed_once_in_one_process(kind: type[Counting]) -> None:
     """A model counted its forwards. In one process with three stages, the count grew by three in each forward, and
     each stage computed with another count."""

@@ -309,6 +309,7 @@ class SlowLayer(Policy):
         return [*costs[:slow], sum(costs) - costs[slow], *costs[slow + 1 :]]
 
 
+@pytest.mark.turns
 def test_times_and_searches_follow_the_costs_of_a_policy() -> None:
     """A policy said that one layer takes as long as all others. `schedule="auto"` and the times of a plan ignored it,
     so the cut that balances these costs was shown as unbalanced. Measured times stay as they are."""

@@ -51,6 +51,7 @@ def least(found: AutoConfig, pp_size: int) -> int:
     return min(c.estimate.peak for c in possible)
 
 
+@pytest.mark.turns
 def test_a_memory_limit_asks_for_stages() -> None:
     free = choose()
     peaks = {p: least(free, p) for p in (1, 2, 4)}
@@ -70,6 +71,7 @@ def test_a_memory_limit_asks_for_stages() -> None:
         choose(device_memory="1kB")
 
 
+@pytest.mark.turns
 def test_fewer_ranks_take_the_stages_that_fit() -> None:
     limit = least(choose(1), 1) - 1
     assert [choose(ranks, device_memory=limit).pp_size for ranks in (4, 3, 2)] == [2, 3, 2]

@@ -122,6 +122,7 @@ def test_an_8b_llama_on_unequal_ranks(llama: nn.Module) -> None:
     }
 
 
+@pytest.mark.turns
 def test_a_job_of_unequal_ranks_is_configured() -> None:
     model, batch = zoo.build("llama", layers=8), zoo.batch("llama")
     options: dict[str, Any] = {"tflops": 1e-6, "schedules": ["1f1b"], "pp_size": 2}

@@ -245,6 +245,7 @@ def test_json_has_all_of_it() -> None:
     assert data["microbatch"]["input_ids"] == [2, LENGTH]
 
 
+@pytest.mark.turns
 def test_a_limit_moves_cuts_and_chooses_the_schedule() -> None:
     model = zoo.build("llama", layers=8)
     free = planned("llama", model, schedule="1f1b")
@@ -281,6 +282,7 @@ def test_recomputation_is_counted_once_a_rank() -> None:
     assert again.estimate.peak < plain.estimate.peak
 
 
+@pytest.mark.turns
 def test_batches_are_cut_as_the_plugin_does_or_made_up() -> None:
     model = zoo.build("gpt2")
     batch = zoo.batch("gpt2", rows=7)

@@ -140,6 +140,7 @@ def test_the_model_is_as_it_was(name: str) -> None:
     assert torch.equal(torch.random.get_rng_state(), numbers)
 
 
+@pytest.mark.turns
 def test_a_model_on_meta_is_timed_with_made_up_weights() -> None:
     with torch.device("meta"):
         model = zoo.build("llama")

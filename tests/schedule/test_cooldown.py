@@ -69,6 +69,7 @@ def test_even_stages_idle_as_long_as_is_said(p: int, m: int, forward: int, backw
 
 
 @given(st.data(), schedules, ps, ms, st.sampled_from([0.0, 0.3, 5.0]))
+@pytest.mark.turns
 def test_uneven_stages_take_no_longer(
     data: st.DataObject, schedule: tuple[str, int], p: int, m: int, latency: float
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     assert "split" not in svg and "input gradients" not in svg
 
 
+@pytest.mark.turns
 def test_a_split_backward_is_said(tmp_path: Path) -> None:
     """Only the last backwards of a 1F1B were short, and nothing said why."""
     for program, said in (

@@ -185,6 +185,7 @@ def needed(program: Program, action: Action) -> list[Action]:
 
 
 @given(st.data(), schedules, ps, ms)
+@pytest.mark.turns
 def test_a_program_with_two_actions_swapped_ends_unless_something_waits_for_itself(
     data: st.DataObject, schedule: tuple[str, int], p: int, m: int
 ) -> None:

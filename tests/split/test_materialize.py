@@ -314,6 +314,7 @@ def tied_names() -> list[tuple[str, ...]]:
     return [names for names in names_of(split.model.unwrap()).values() if len(names) > 1]
 
 
+@pytest.mark.turns
 def test_ties_survive_init_empty_weights(pool: Pool) -> None:
     """accelerate's context makes a Parameter for every name, of one memory: a tied model that was built under it was
     refused by two stages, and trained untied by one. The cases of that were not in the sample of every run."""

@@ -150,6 +150,7 @@ def steps() -> list[int]:
     return [samples_of(0.0), samples_of(0.3)]
 
 
+@pytest.mark.turns
 def test_no_step_is_taken_twice(pool: Pool) -> None:
     """With the two of the split model. It took 9 steps, and 10 with dropout."""
     assert pool.run(steps, 1) == [[4, 5]]
