@@ -10,7 +10,7 @@ world does not replace it.
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -337,17 +337,23 @@ class LocalGrid(Grid):
 
 
 def _inherited() -> Callable[[], AbstractContextManager[None]]:
-    """Return a factory of context managers that apply the calling thread's CPU autocast state and current GPU.
-    In a new thread, the current GPU is GPU 0."""
-    of_cpu, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    """Return a factory of context managers that apply the calling thread's autocast, default device and current GPU.
+    In a new thread, autocast is off, the default device is the CPU, and the current GPU is GPU 0."""
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    device = torch.get_default_device()
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     @contextmanager
     def inherited() -> Iterator[None]:
-        # While a thread is inside torch.autocast, torch does not clear its cache of casts: a rank's second step would
-        # use the casts of its first.
-        casts = torch.autocast("cpu", dtype, cache_enabled=False) if of_cpu else nullcontext()
-        with casts, nullcontext() if gpu is None else torch.cuda.device(gpu):
+        with ExitStack() as stack:
+            if gpu is not None:
+                stack.enter_context(torch.cuda.device(gpu))
+            if device.type not in ("cpu", "meta"):
+                stack.enter_context(device)
+            # While a thread is inside torch.autocast, torch does not clear its cache of casts: a rank's second step
+            # would use the casts of its first.
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             yield
 
     return inherited

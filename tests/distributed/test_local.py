@@ -68,6 +68,14 @@ def test_ranks_compute_on_the_current_gpu_of_the_thread_that_runs_them() -> None
         assert LocalWorld(2).run(gpu_of_rank) == [4, 4] and in_thread(gpu_of_rank) == 4
 
 
+def test_ranks_have_the_default_device_of_the_thread_that_runs_them() -> None:
+    """A script called torch.set_default_device("cuda"). On the threads of its proof, a forward's torch.zeros(3) was on
+    the CPU."""
+    with torch.device("cuda:4"):
+        found = LocalWorld(2).run(lambda rank: torch.get_default_device())
+    assert found == [torch.device("cuda:4")] * 2
+
+
 @pytest.mark.parametrize("around", [False, True])
 def test_a_rank_casts_its_parameters_again_in_each_step(around: bool) -> None:
     """A rank's thread was inside torch.autocast all the time, so torch kept its casts: under autocast, the second step
