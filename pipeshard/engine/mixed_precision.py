@@ -67,6 +67,12 @@ def computed_in(tensor: Tensor) -> torch.dtype:
     return dtype
 
 
+def filled_like(loss: Tensor, value: float) -> Tensor:
+    """A gradient for `loss` that consists of `value`. In fp16, values above 65504 become inf, so that the step is
+    skipped. On CUDA, torch.full_like raises RuntimeError for such a value."""
+    return torch.full_like(loss, value, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
+
+
 class MasterWeight:
     """The tensor that an optimizer updates for one parameter of a stage. `master` is the parameter itself, this rank's
     shard of a sharded parameter, or the fp32 master weight of a 16-bit parameter or shard. `full` is the unsharded fp32

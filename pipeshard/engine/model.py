@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import together_in
 from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.mixed_precision import filled_like
 from pipeshard.errors import UsageError
 from pipeshard.ghost import guard
 from pipeshard.private import tree_tensors
@@ -64,7 +65,7 @@ class Whole:
             raise UsageError(problems[0])
         sync.begin()
         with replaced(self, _adding=True):
-            loss.backward(torch.full_like(loss, pipeline.scale / pipeline.grid.dp_size))
+            loss.backward(filled_like(loss, pipeline.scale / pipeline.grid.dp_size))
         sync.finish(pipeline.synchronizes)
         pipeline.gradients.added()
 

@@ -26,6 +26,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.groups import keep
 from pipeshard.engine.step_guard import contents
 from pipeshard.errors import ConfigurationError
+from pipeshard.graph.rng import seeded
 from pipeshard.graph.taint import Lone
 
 logger = logging.getLogger("pipeshard")
@@ -132,13 +133,11 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
         {place: value.chunk(2)[half] for place, value in start.items()} if sliced else dict([*start.items()][half::2])
         for half in (0, 1)
     ]
-    gpus = {value.device.index for value in start.values() if value.is_cuda}
-    with torch.random.fork_rng(devices=gpus):
-        together = run(start)
-        try:
-            first, second = [run(values) for values in halves]
-        except Exception:  # the optimizer needs all parameters, for example because it keeps its own list
-            return 1.0
+    together = run(start)
+    try:
+        first, second = [run(values) for values in halves]
+    except Exception:  # the optimizer needs all parameters, for example because it keeps its own list
+        return 1.0
     apart = {place: torch.cat([first[place], second[place]], 1) for place in start} if sliced else first | second
     if not start:
         return 0.0
@@ -214,6 +213,7 @@ def _called(
     return _moves(optimizer, model, values, [(0, partial(call, name=name)) for name in methods])
 
 
+@seeded(0)
 def _moves(
     optimizer: Optimizer,
     model: nn.Module,
@@ -232,7 +232,6 @@ def _moves(
         original = optimizer.param_groups[k]["params"][j]
         parameters[k, j] = nn.Parameter(value.to("cpu" if original.is_meta else original.device).clone())
     trial = _copy(optimizer, model, parameters)
-    torch.manual_seed(0)
     seen = {place: [parameter.detach().cpu().clone()] for place, parameter in parameters.items()}
     for number, call in calls:
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, in_step, sum_and_count
 from pipeshard.distributed.collectives import local, local_grad
+from pipeshard.engine.mixed_precision import filled_like
 from pipeshard.engine.offload import Offload
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.weight_grad import Deferral, Gradients
@@ -29,6 +30,7 @@ from pipeshard.graph.foreign import foreign_error, kept, leaves_of
 from pipeshard.graph.nodes import nodes_from
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.taint import Value, casting
+from pipeshard.graph.writes import stored
 from pipeshard.private import foreach_norm, tree_tensors
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.slices.cut import SliceCall
@@ -73,7 +75,7 @@ class NaNCheck:
             self._stop(f"{broken} is not finite after the optimizer's step")
 
     def _gradients(self, when: str) -> None:
-        named = {name: grad for name, p in self.parameters.items() if (grad := local_grad(p)) is not None}
+        named = {name: stored(grad) for name, p in self.parameters.items() if (grad := local_grad(p)) is not None}
         if not (self.gradients and named):
             return
         if not bool(torch.isfinite(torch.stack(foreach_norm(list(named.values())))).all()):
@@ -242,7 +244,7 @@ class Stage:
             others = [(value, t) for value, t in received.items() if t.requires_grad and value not in returned]
             self.saved[i] = Saved(entered, others, [_edge(made[value]) for value in route.leaves.gradients], loss)
             for leaf in received.values() if offload is not None else ():
-                leaf.data = leaf.new_empty(1).expand(leaf.shape)  # only its gradient is needed from now on
+                leaf.data = leaf.new_empty(()).expand(leaf.shape)  # only its gradient is needed from now on
         sent = [_plain(made[value].detach()) for value in route.leaves.values]
         if self.finite is not None:
             units = [route.flow.calls[value.call].unit for value in route.leaves.values]
@@ -268,7 +270,7 @@ class Stage:
         if not self.is_last:
             pairs = [(edge, grad) for edge, grad in zip(saved.left, gradients, strict=True) if edge is not None]
         elif saved.loss is not None and share != 0:  # no label: no gradient, rather than 0/0
-            pairs = [(get_gradient_edge(saved.loss), torch.full_like(saved.loss, share * self.scale))]
+            pairs = [(get_gradient_edge(saved.loss), filled_like(saved.loss, share * self.scale))]
         else:
             pairs = []
         pairs += [(edge, grad) for edge, of_later in saved.carried if (grad := of_later()) is not None]

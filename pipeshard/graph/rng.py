@@ -97,6 +97,22 @@ class Draws:
         _restore(self._generators, self._outside.pop())
 
 
+@contextmanager
+def seeded(number: int) -> Iterator[None]:
+    """Context manager in which torch's CPU generator and the current GPU's generator start from the seed `number`. Both
+    are restored on exit. torch.manual_seed would also seed the generators of all other GPUs."""
+    gpus = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
+    generators = [torch.default_generator, *gpus]
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(number)
+        yield
+    finally:
+        for generator, state in zip(generators, before):
+            generator.set_state(state)
+
+
 PROCESS = [torch.default_generator]
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError, explained, listed, summary
-from pipeshard.graph.rng import Randomness
+from pipeshard.graph.rng import Randomness, seeded
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.private import DispatchMode, restore_meta_kernels, without_weakrefs
 from pipeshard.split.packed import packed_layers
@@ -210,11 +210,10 @@ class _SeededWrites(DispatchMode):
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """Context manager that allows writes only to tensors of the module at `path`. torch's CPU generator is seeded
+        """Context manager that allows writes only to tensors of the module at `path`. torch's generators are seeded
         with the path, and restored on exit."""
         self.path = path
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number(self.seed, path))
+        with seeded(number(self.seed, path)):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -343,8 +342,8 @@ def build(module: nn.Module, seed: int) -> None:
             f"allocated tensors: {summary(error)}"
         )
     ):
-        with Randomness(torch.device("cpu")).step(0, 0):
-            torch.manual_seed(of_layer := number(seed, f"layer {blueprint.place}"))
+        of_layer = number(seed, f"layer {blueprint.place}")
+        with Randomness(torch.device("cpu")).step(0, 0), seeded(of_layer):
             random.seed(of_layer)
             np.random.seed(of_layer % 2**32)
             built = blueprint.make()

@@ -75,6 +75,19 @@ def test_a_microbatch_without_labels_is_no_reason(pool: Pool) -> None:
     assert first == second == pytest.approx(float(zoo.build("gpt2")(**zoo.batch("gpt2")).loss), rel=1e-5)
 
 
+def test_sparse_gradients_are_checked() -> None:
+    """With check_finite=True, the first backward of an nn.Embedding(sparse=True) ended in NotImplementedError: a norm
+    has no kernel for sparse gradients."""
+    from pipeshard.engine.stage import NaNCheck
+
+    embedding, row = torch.nn.Embedding(5, 2, sparse=True), torch.tensor([3])
+    embedding(row).sum().backward()
+    NaNCheck(0, {"weight": embedding.weight}).before_update()
+    (embedding(row).sum() * NAN).backward()
+    with pytest.raises(NonFiniteError, match="the gradient of weight is not finite before the optimizer's step"):
+        NaNCheck(0, {"weight": embedding.weight}).before_update()
+
+
 def test_overflow_of_a_norm_alone_is_none() -> None:
     from pipeshard.engine.stage import NaNCheck
 

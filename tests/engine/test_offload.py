@@ -22,6 +22,7 @@ from pipeshard.engine.offload import SMALL, Offload, transfer_of
 from pipeshard.schedule import SCHEDULES, Kind, make_program
 from pipeshard.schedule.residence import most_on_host, residences, resident
 from tests import zoo
+from tests.engine.test_loss_of_units import Codebook, Net, off
 from tests.pool import Pool
 from tests.unsplit import Split, refusal
 
@@ -167,6 +168,19 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {  # the ranks, and the argumen
 def test_with_other_options(pool: Pool, which: str) -> None:
     world, how = OPTIONS[which]
     assert is_exact(pool.run(differing, world, "llama", **how))
+
+
+def codebook() -> float:
+    with offloading(Device()):
+        return off(Net(Codebook()), (8, 8), offload="activations", num_microbatches=4)
+
+
+@pytest.mark.turns
+@pytest.mark.local
+def test_a_loss_of_a_layer_crosses_a_cut(pool: Pool) -> None:
+    """The tensor without dimensions that a layer returned as its loss, and that crossed a cut, ended the first step
+    with torch's error about expand."""
+    assert max(pool.run(codebook, 2)) < 1e-5
 
 
 class OfAnother(Device):

@@ -362,9 +362,18 @@ def test_steps_with_a_closure(pool: Pool) -> None:
     assert max(pool.run(closed, 2, {"max_norm": 0.1, "precision": "bf16"})) < 1e-2
 
 
-def test_a_trial_of_an_optimizer_names_the_gpus_whose_generators_it_restores() -> None:
-    """On a machine with two or more GPUs, boost printed torch's page about fork_rng without devices on every rank."""
-    model = torch.nn.Linear(2, 2)
-    with mock.patch("torch.random.fork_rng", wraps=torch.random.fork_rng) as forked:
+def test_a_trial_of_an_optimizer_restores_the_generators_of_gpus() -> None:
+    """On a machine with two or more GPUs, boost printed torch's page about fork_rng without devices on every rank. Then
+    boost seeded all GPUs with 0: the noise that a loop drew on its GPU was the same on all replicas."""
+    model, gpus = torch.nn.Linear(2, 2), [torch.Generator().manual_seed(k) for k in (1, 2)]
+    before = [generator.get_state() for generator in (*gpus, torch.default_generator)]
+    with (
+        mock.patch("torch.cuda.is_initialized", lambda: True),
+        mock.patch("torch.cuda.current_device", lambda: 1),
+        mock.patch("torch.cuda.default_generators", gpus),
+        mock.patch("torch.cuda.manual_seed_all") as seeded,
+        mock.patch("torch.random.fork_rng") as forked,
+    ):
         gap(SGD(model.parameters(), lr=0.1), model, sliced=False)
-    assert forked.call_count and all(call.kwargs == {"devices": set()} for call in forked.call_args_list)
+    after = [generator.get_state() for generator in (*gpus, torch.default_generator)]
+    assert not seeded.called and not forked.called and all(map(torch.equal, before, after))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import local, whole
-from pipeshard.engine.mixed_precision import Precision
+from pipeshard.engine.mixed_precision import Precision, filled_like
 from pipeshard.errors import UsageError
 from tests import zoo
 from tests.covering import covering
@@ -360,6 +361,15 @@ def scaled() -> float:
 def _error(gradient: Tensor, expected: Tensor | None) -> float:
     assert expected is not None
     return float((gradient - expected).norm() / expected.norm())
+
+
+def test_a_gradient_beyond_fp16_is_infinite() -> None:
+    """A GPU raises RuntimeError where it fills an fp16 tensor with 2**17: training ended after 2,000 finite steps if
+    the loss was in fp16 (T5, classifiers)."""
+    with mock.patch("torch.full_like", wraps=torch.full_like) as filled:
+        gradient = filled_like(torch.ones((), dtype=torch.float16), 2.0**17)
+    assert gradient.isinf() and gradient.dtype is torch.float16
+    assert filled.call_args.kwargs == {"dtype": torch.float32}
 
 
 @pytest.mark.turns
