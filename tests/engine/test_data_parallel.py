@@ -32,9 +32,8 @@ from tests.graph.test_randomness import with_dropout
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool, WorkerError
+from tests.test_exact import CHUNKS
 from tests.unsplit import Split, Unsplit, compared, gradient_error, parameter_error
-
-CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2}
 
 
 def split_of(name: str, p: int, model: Any, **options: Any) -> Split:
