@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+from pipeshard.checkpoint import load
+from tests import zoo
 
 LACKING = """
 from transformers import cache_utils
@@ -29,3 +33,15 @@ def test_slices_alone_need_the_caches_of_transformers_5() -> None:
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", LACKING], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "Install transformers 5, or use num_slices=1" in ended.stdout
+
+
+def test_adapters_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4.57.6, adapters of a vision-language model were saved with the older names of its layers, which peft did
+    not find: a PeftModel passes on its base model's renamings."""
+    monkeypatch.setattr(load, "core_model_loading", None)
+    base = zoo.build("llama")
+    monkeypatch.setattr(type(base), "_checkpoint_conversion_mapping", {"^language_model": "model"}, raising=False)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    state = get_peft_model_state_dict(model)
+    assert load.revert(model, state).keys() == state.keys()
+    assert load.revert(base, {"model.norm.weight": base.model.norm.weight}).keys() == {"language_model.norm.weight"}

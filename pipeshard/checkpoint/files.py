@@ -77,18 +77,24 @@ def new_folder(target: Path, group: dist.ProcessGroup, mark: str = "", own: str 
 
     At every moment, `existing(target)` is either the complete previous folder or the complete new folder. `mark` is the
     same as in `make_way`. Files whose names match the pattern `own` belong to saves, so the previous save's files are
-    removed. Other entries of the previous folder are kept, unless the new folder has an entry of the same name.
+    removed. Other entries of the previous folder are kept, unless the new folder has an entry of the same name. If
+    `target` is a link, the folder that it points to is replaced.
     """
+    target = _without_links(target)
     return _written_folder(
         target, group, lambda: make_way(target, mark, own), lambda writing: place(writing, target, own)
     )
 
 
 def make_way(target: Path, mark: str, own: str = ALL) -> None:
-    """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, or a
-    non-empty folder without the file `mark`, which every saved folder contains (not checked if `mark` is "")."""
+    """Check that a folder may replace `target`, and call `restore`. Raises CheckpointError if `target` is a file, a
+    folder that cannot be renamed, or a non-empty folder without the file `mark`, which every saved folder contains (not
+    checked if `mark` is "")."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
+    if target.exists() and (os.path.ismount(target) or Path.cwd().is_relative_to(target)):
+        what = "a mount point" if os.path.ismount(target) else "the working folder, or contains it"
+        raise CheckpointError(f"{target} is {what}, so a save cannot replace it: choose a new folder inside it")
     if mark and target.exists() and any(target.iterdir()) and not (target / mark).exists():
         raise CheckpointError(f"{target} contains other files, which saving would delete: choose another folder")
     restore(target, own)
@@ -144,8 +150,14 @@ def _written_folder(
 
 def existing(target: Path) -> Path:
     """`target`, or the hidden previous folder if a save was killed between its two renames."""
+    target = _without_links(target)
     old = hidden(target, "old")
     return old if old.exists() and not target.exists() else target
+
+
+def _without_links(target: Path) -> Path:
+    """The folder that `target` names. A save renames folders, which must not replace the user's link by a folder."""
+    return Path(os.path.realpath(target))
 
 
 def restore(target: Path, own: str = ALL) -> None:

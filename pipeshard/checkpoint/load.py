@@ -106,13 +106,13 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     omits are also omitted."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in state.items() if name not in ignored}
+    if not isinstance(model, PreTrainedModel):  # a PeftModel passes on the renamings of its base model
+        return kept
     if core_model_loading is None:
         names = {
             re.sub(r"\(.*\)", "", new.lstrip("^")): re.sub(r"\(.*\)", "", old.lstrip("^")) for old, new in _older(model)
         }
         return {_replaced(name, names.items()): tensor for name, tensor in kept.items()}
-    if not isinstance(model, PreTrainedModel):
-        return kept
     return dict(core_model_loading.revert_weight_conversion(model, kept))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 from collections.abc import Callable
@@ -523,3 +524,29 @@ def test_schedulers_without_an_epoch(pool: Pool, tmp_path: Path) -> None:
     for longer, none in pool.run(chains, 2, tmp_path):
         assert "chain.pt is not the state of this ChainedScheduler (IndexError" in longer
         assert "optimizer.pt is not the state of an LR scheduler (it contains no state of a Chained" in none
+
+
+def through_a_link(folder: Path) -> str:
+    """Saves an optimizer through a link of the user's, and from its own working folder. Returns what is said."""
+    run = Run(OPTIMIZERS["adamw"])
+    run.train(1)
+    for _ in range(2):
+        run.booster.save_optimizer(run.optimizer, f"{folder}/link", shard=True)
+    run.booster.load_optimizer(run.optimizer, f"{folder}/link")
+    with contextlib.chdir(folder / "disk"), pytest.raises(CheckpointError) as error:
+        run.booster.save_optimizer(run.optimizer, ".", shard=True)
+    return str(error.value)
+
+
+@pytest.mark.turns
+def test_a_link_of_the_user_s_still_leads_to_his_disk(pool: Pool, tmp_path: Path) -> None:
+    """The save renamed the link, and moved what was on the larger disk to a folder in its place. The working folder was
+    renamed too, so that the script's next file went to a folder that was deleted."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    told = pool.run(through_a_link, 2, tmp_path)
+    assert told[0] == told[1] and "is the working folder, or contains it" in told[0]
+    assert (tmp_path / "link").is_symlink()
+    assert {"notes.txt", "optimizer.pt"} <= {path.name for path in (tmp_path / "disk").iterdir()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
