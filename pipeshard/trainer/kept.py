@@ -45,7 +45,7 @@ from pipeshard.graph.writes import sum_of_words
 NOT_KEPT = frozenset(
     {"model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset"}
     | {"accelerator", "processing_class", "data_collator", "pipeline", "_stages", "_objective", "_loader", "_held"}
-    | {"reward_funcs", "reward_processing_classes", "_buffered_inputs", "_num_items", "_left"}
+    | {"reward_funcs", "reward_processing_classes", "_buffered_inputs", "_num_items", "_left", "_unreported"}
 )
 TRAINER_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers")
 DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
@@ -156,7 +156,7 @@ class KeptState(Snapshot):
         return said
 
     def written(self, value: Any) -> Any:
-        """The result of compute_loss, as plain data for `read`."""
+        """What compute_loss has returned or logged, as plain data for `adopt`."""
         return self._writer().of(value, "its return value")
 
     def _writer(self) -> "ValueWriter":
@@ -164,8 +164,11 @@ class KeptState(Snapshot):
         return ValueWriter({**self.paths, **self._apart, **tensors}, self.roots)
 
     @staticmethod
-    def read(trainer: Any, said: Any, device: torch.device) -> Any:
-        return ValueReader(_roots(trainer), device).of(said)
+    def adopt(trainer: Any, said: tuple[list[Any], Any], device: torch.device) -> Any:
+        """Apply the changes received from another rank, and return the value that this rank has `written`."""
+        changes, value = said
+        KeptState.learn(trainer, changes, device)
+        return ValueReader(_roots(trainer), device).of(value)
 
     @staticmethod
     def learn(trainer: Any, said: list[Any], device: torch.device) -> None:

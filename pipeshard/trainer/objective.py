@@ -14,7 +14,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +45,10 @@ class ComputesLoss(Protocol):
     model: nn.Module
     accelerator: PipelineAccelerator
 
+    def keeping_logs(self, logs: list[Any]) -> AbstractContextManager[None]: ...
+
+    def report_logs(self, logs: list[Any]) -> None: ...
+
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any: ...
@@ -74,6 +78,7 @@ class Objective:
         self._random: dict[str, Any] = {}  # the generators' states after the last call of compute_loss
         self._failure: UsageError | None = None
         self._calls = 0  # the number of compute_loss calls in this step
+        self._logs: list[Any] = []  # what compute_loss has logged in this step
         self._pipeline: Pipeline | None = None  # the pipeline whose step runs
         # From the last trial with consistent sizes: the sizes, and the outputs that receive a gradient from the loss.
         self._sizes: dict[str, torch.Size] = {}
@@ -101,7 +106,7 @@ class Objective:
         """
         accelerator = self.trainer.accelerator
         self._random, self._failure = random_state(), None
-        self._pipeline, self._calls = pipeline, 0
+        self._pipeline, self._calls, self._logs = pipeline, 0, []
         tokens = pipeline.config.microbatch_tokens
         accelerator.uneven = "" if tokens is None else f"microbatch_tokens={tokens}"
         try:
@@ -117,7 +122,8 @@ class Objective:
         if self._kept is None or any(self._kept.changes()):
             self._kept = KeptState(trainer)
         try:
-            trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
+            with trainer.keeping_logs([]):
+                trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
         except Called as called:
             self.added = frozenset(called.inputs.keys() - inputs.keys())
             beside = {FOR_CRITERION + name: inputs[name] for name in inputs.keys() - called.inputs.keys()}
@@ -138,7 +144,7 @@ class Objective:
         """
         leaves, kept = tree_tensors(outputs), KeptState(self.trainer, copies=True)
         try:
-            with replaced(self.trainer.accelerator, is_muted=True):
+            with replaced(self.trainer.accelerator, is_muted=True), self.trainer.keeping_logs([]):
                 loss = self._loss(outputs, inputs, is_trial=True)
         except Resized:
             if not self._is_near(inputs):
@@ -181,7 +187,8 @@ class Objective:
             set_random_state(self._random)
             muted = self(outputs, inputs) if self.trainer.accelerator.num_processes > 1 else None
             set_random_state(self._random)
-            loss = self._loss(outputs, inputs)
+            with self.trainer.keeping_logs(self._logs):
+                loss = self._loss(outputs, inputs)
             self._random = random_state()
             if muted is not None and not torch.allclose(muted, loss, rtol=1e-5, atol=1e-7, equal_nan=True):
                 raise UsageError(
@@ -197,13 +204,14 @@ class Objective:
             set_random_state(before)
 
     def _share(self, pipeline: Pipeline) -> None:
-        """Send to all ranks the changes that compute_loss has made on the last stage. If compute_loss failed, every
-        rank raises UsageError."""
+        """Send to all ranks the changes that compute_loss has made on the last stage, and report on all ranks what it
+        has logged. If compute_loss failed, every rank raises UsageError."""
         kept, self._kept = self._kept, None
-        is_last = dist.get_rank() == pipeline.last_rank
-        said: list[Any] = []
+        is_last, logs = dist.get_rank() == pipeline.last_rank, self._logs
+        said: Any = None
         try:
-            said = kept.told() if is_last and kept is not None and self._failure is None else []
+            if is_last and kept is not None and self._failure is None:
+                said = kept.told(), kept.written(logs)
         except UsageError as error:
             self._failure = error
         world = pipeline.grid.world
@@ -215,12 +223,13 @@ class Objective:
         if pipeline.group.size() > 1:
             random = self._random if is_last and not is_equal(self._random, random_state()) else None
             said, random = share_value((said, random), pipeline.last_rank, pipeline.group)
-            if not is_last:
-                KeptState.learn(self.trainer, said, pipeline.device)
+            if not is_last and said is not None:
+                logs = KeptState.adopt(self.trainer, said, pipeline.device)
             if random is not None:
                 set_random_state(random)
         else:
             set_random_state(self._random)
+        self.trainer.report_logs(logs)
 
     def _loss(self, outputs: Any, inputs: Mapping[str, Any], is_trial: bool = False) -> Tensor:
         trainer = self.trainer
@@ -235,20 +244,22 @@ class Objective:
 
 def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[[], Any]) -> Any:
     """Call compute_loss on every rank, and return its result. If a rank lacks parameters that compute_loss reads, all
-    ranks use the last stage's result and state changes. Raises UsageError, on every rank, if the last stage also
+    ranks use the last stage's result, state changes and logs. Raises UsageError, on every rank, if the last stage also
     fails."""
-    world, failure, result = pipeline.grid.world, None, None
+    world, failure, result, logs = pipeline.grid.world, None, None, list[Any]()
     is_last, kept = dist.get_rank() == pipeline.last_rank, KeptState(trainer)
     try:
-        result = compute_loss()
+        with trainer.keeping_logs(logs):
+            result = compute_loss()
     except UsageError as error:
         failure = error
     if not bool(gather(torch.tensor(int(failure is not None)), world).any()):
+        trainer.report_logs(logs)
         return result
     said: Any = None
     if is_last and failure is None:
         try:
-            said = kept.told(), kept.written(result)
+            said = kept.told(), kept.written((logs, result))
         except UsageError as error:
             failure = error
     reason = next(filter(None, gather_objects(str(failure) if is_last and failure else None, world)), None)
@@ -258,10 +269,10 @@ def evaluated_together(trainer: ComputesLoss, pipeline: Pipeline, compute_loss: 
             "during training (if model.training)"
         ) from failure
     said = share_value(said, pipeline.last_rank, pipeline.group)
-    if is_last:
-        return result
-    KeptState.learn(trainer, said[0], pipeline.device)
-    return KeptState.read(trainer, said[1], pipeline.device)
+    if not is_last:
+        logs, result = KeptState.adopt(trainer, said, pipeline.device)
+    trainer.report_logs(logs)
+    return result
 
 
 class Asking(StandIn):

@@ -90,11 +90,13 @@ class Loop(Trainer):
     _before: Stamps | None = None  # the files that were in the folder before the latest save of the model
     _begins: bool = False  # whether train() has begun, but has not created its dataloader
     _left: Written | None = None  # the trained parameters after the latest batch
+    _unreported: list[Any] | None = None  # what compute_loss logs, while a rank calls it for all or tries it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         handler = self.callback_handler
         setattr(handler, "on_evaluate", partial(self._agreed, handler.on_evaluate))  # noqa: B010
+        setattr(handler, "on_log", partial(self._logged, handler.on_log))  # noqa: B010
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -329,6 +331,24 @@ class Loop(Trainer):
         if self._objective is None and counted and self.args.average_tokens_across_devices:
             weight *= self.accelerator.num_processes
         return weight
+
+    # what compute_loss logs
+
+    def _logged(self, on_log: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any) -> Any:
+        """Let the callbacks report what is logged. What compute_loss logs is reported by `report_logs`."""
+        if self._unreported is None:
+            return on_log(args, state, control, logs)
+        self._unreported.append(dict(logs))
+        return control
+
+    def keeping_logs(self, logs: list[Any]) -> AbstractContextManager[None]:
+        """Context manager in which what is logged is appended to `logs`, and not reported."""
+        return replaced(self, _unreported=logs)
+
+    def report_logs(self, logs: list[Any]) -> None:
+        """Let the callbacks report what compute_loss has logged."""
+        for each in logs:
+            self.control = self.callback_handler.on_log(self.args, self.state, self.control, each)
 
     # evaluation
 

@@ -1,0 +1,61 @@
+"""Tests of a Trainer's logs: what compute_loss logs is reported as in one process, in training and in evaluation."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from transformers import Trainer, TrainerCallback
+
+from tests.pool import Pool
+from tests.trainers import TASKS, differences, launched, trainer
+
+
+class Reporting(TrainerCallback):
+    """Reports what is logged, as an experiment tracker does, and writes it to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "reported"
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            with self.file.open("a") as file:
+                file.write(f"{state.global_step} {sorted(logs)}\n")
+
+
+class Telling(Trainer):
+    """Logs two parts of its loss, before the model is called and after."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.log({"tokens": float(inputs["input_ids"].numel())})
+        outputs = model(**inputs)
+        self.log({"ce": outputs.loss.detach().item()})
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def told(folder: Path, plugin: dict[str, Any] | None = None, **others: Any) -> list[dict[str, float]]:
+    """The whole history of the logs, but for times."""
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", Telling):
+        made = trainer("causal", folder, plugin, {"callbacks": [Reporting(folder)]}, max_steps=2, **others)
+        made.train()
+        made.evaluate()
+        names = [name for entry in made.state.log_history for name in entry]
+        timed = {name for name in names if "per_second" in name or "time" in name}
+        return [{name: entry[name] for name in entry if name not in timed} for entry in made.state.log_history]
+
+
+@pytest.mark.turns
+def test_what_compute_loss_logs_is_reported_once_by_the_first_rank(pool: Pool, tmp_path: Path) -> None:
+    """A compute_loss called `self.log(...)`: callbacks of rank 0, such as a tracker, received what trials of the trace
+    logged, and never what the step on the last stage logged."""
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    whole.mkdir()
+    split.mkdir()
+    expected = told(whole)
+    assert sum("ce" in entry for entry in expected) == 2 * 3 + 3
+    for found in pool.run(told, 2, split, {"pp_size": 2}, timeout=120):
+        assert differences(found, expected, 3e-6) == []
+    assert (split / "reported").read_text() == (whole / "reported").read_text()
