@@ -180,6 +180,35 @@ class Penalized(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Penalty:
+    """A compute_loss_func that reads parameters of all stages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        penalty = sum(parameter.pow(2).sum() for parameter in self.model.parameters())
+        return cross_entropy(outputs, {"labels": labels}) + 0.01 * penalty
+
+
+def with_a_penalty(folder: str, plugin: dict[str, Any] | None = None) -> list[dict[str, float]]:
+    with launched() if plugin else nullcontext():
+        model = TASKS["causal"].model()
+        made = trainer("causal", folder, plugin, {"model": model, "compute_loss_func": Penalty(model)}, max_steps=2)
+        made.train()
+        made.evaluate()
+        return logs(made)
+
+
+@pytest.mark.turns
+def test_a_loss_function_that_reads_parameters_is_evaluated_on_the_last_stage(pool: Pool, tmp_path: Path) -> None:
+    """A compute_loss_func penalized all weights. In evaluation, ranks that lacked some of them failed, and the others
+    waited for them."""
+    expected = with_a_penalty(str(tmp_path))
+    for found in pool.run(with_a_penalty, 2, str(tmp_path), {"pp_size": 2}, timeout=300):
+        assert differences(found, expected, 3e-6) == []
+
+
 class Writing(Trainer):
     """Writes to a file, late."""
 

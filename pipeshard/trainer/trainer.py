@@ -378,9 +378,11 @@ class Loop(Trainer):
         return replaced(stages.module, generate=stages.boosted.generation)
 
     def _evaluated_together(self) -> AbstractContextManager[None]:
-        """Context manager in which every rank calls compute_loss. If compute_loss reads parameters that some ranks
-        lack, all ranks use the result of the last stage, which holds all parameters that the loss reads."""
-        if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
+        """Context manager in which every rank calls compute_loss. If it, or the user's compute_loss_func, reads
+        parameters that some ranks lack, all ranks use the result of the last stage, which holds all parameters that the
+        loss reads."""
+        is_own = self._overrides_loss or self.compute_loss_func is not None
+        if self.pipeline.grid.world.size() == 1 or not is_own:
             return nullcontext()
         compute_loss: Callable[..., Any] = self.compute_loss
 
