@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import shlex
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
+from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainingArguments
 
 from pipeshard import PipelinePlugin, to_sequential
@@ -195,6 +197,41 @@ def test_a_generate_that_was_set_on_the_model_predicts(pool: Pool, tmp_path: Pat
     expected = predict_own(str(tmp_path), None)
     for found in pool.run(predict_own, 2, str(tmp_path), {"pp_size": 2}):
         assert [tokens.tolist() for tokens in found] == [tokens.tolist() for tokens in expected]
+
+
+class Stream(IterableDataset[Any]):
+    """Thirteen samples: the last batch is smaller than the others."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(TASKS["causal"].data(13, seed=5))
+
+
+class Predicting(Trainer):
+    """Has a prediction_step of its own."""
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, outputs.logits, inputs["labels"]
+
+
+def evaluated_stream(folder: str, plugin: dict[str, Any] | None) -> tuple[float, float, int]:
+    """The losses of an evaluated and of a predicted stream, and the number of predictions."""
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", Predicting):
+        made = trainer("causal", folder, plugin, {"eval_dataset": Stream()})
+        predicted = made.predict(Stream())
+        return made.evaluate()["eval_loss"], predicted.metrics["test_loss"], len(predicted.predictions)
+
+
+@pytest.mark.turns
+def test_the_last_batch_of_an_evaluated_stream_counts_as_many_samples_as_it_has(pool: Pool, tmp_path: Path) -> None:
+    """A Trainer with its own prediction_step counted the last batch of a stream as a full one: another eval_loss than
+    in one process."""
+    expected = evaluated_stream(str(tmp_path), None)
+    assert expected[-1] == 13
+    for found in pool.run(evaluated_stream, 2, str(tmp_path), {"pp_size": 2}, timeout=300):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 class Streaming:

@@ -365,7 +365,7 @@ class Loop(Trainer):
         self._own_stages()
         if is_first:
             self.model_preparation_time = round(time.time() - start, 4)
-        with self.accelerator.alone(), self._evaluated_together(), self._generated_together():
+        with self.accelerator.alone(), self._evaluated_together(), self._generated_together(), self._counted():
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _generated_together(self) -> AbstractContextManager[None]:
@@ -392,9 +392,19 @@ class Loop(Trainer):
 
         return replaced(self, compute_loss=together)
 
+    def _counted(self) -> AbstractContextManager[None]:
+        """Context manager in which the samples of a stream's last batch are counted before each prediction_step, also
+        before one that the user's class overrides."""
+        predict: Callable[..., Any] = self.prediction_step
+
+        def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self._count_last(inputs)
+            return predict(model, inputs, *args, **kwargs)
+
+        return replaced(self, prediction_step=counted)
+
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()
-        self._count_last(inputs)
         loss_only = prediction_loss_only and not self._makes_loss() and self._has_loss(inputs)
         with replaced(stages, loss_only=loss_only):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
