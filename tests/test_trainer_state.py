@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import TrainerMemoryTracker
 
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.trainer.kept import _changed_by_threads
+from pipeshard.trainer.kept import KeptState, _changed_by_threads
 from tests import zoo
 from tests.pool import Pool
 from tests.trainers import TASKS, differences, launched, logs, padded, trainer
@@ -331,6 +332,20 @@ def test_a_thread_s_plain_arguments_are_no_callback() -> None:
     trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[monitor, other]))
     with mock.patch.object(threading, "enumerate", lambda: [thread]):
         assert _changed_by_threads(trainer) == {id(monitor)}
+
+
+def test_a_memory_tracker_s_peak_is_the_rank_s_own() -> None:
+    """With skip_memory_metrics=False, the peak that a thread of each rank measures during a step was replaced with that
+    of the last stage, or set back after a trial."""
+    tracker = TrainerMemoryTracker()
+    thread = threading.Thread(target=tracker.peak_monitor_func)
+    trainer = SimpleNamespace(_memory_tracker=tracker, other=Slotted(), callback_handler=SimpleNamespace(callbacks=[]))
+    tracker.cpu_mem_used_peak = 1
+    with mock.patch.object(threading, "enumerate", lambda: [thread]):
+        kept = KeptState(trainer)
+    tracker.cpu_mem_used_peak, trainer.other.count = 2, 1
+    kept.restore()
+    assert (tracker.cpu_mem_used_peak, trainer.other.count) == (2, 0)
 
 
 def sample(monitor: Monitor) -> None:

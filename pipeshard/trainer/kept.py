@@ -377,14 +377,16 @@ def _is_apart(value: Any) -> bool:
 
 def _changed_by_threads(trainer: Any) -> set[int]:
     """The ids of the callbacks that threads may change, such as monitors: a running thread is, calls or receives the
-    callback or an object that it holds."""
+    callback or an object that it holds. Also those of the Trainer's own monitors, such as transformers' memory tracker:
+    a running thread calls their method."""
     running = [(thread, getattr(thread, "_target", None)) for thread in threading.enumerate()]
     running += [(thread, thread.function) for thread, _ in running if isinstance(thread, threading.Timer)]
     called = {id(thread) for thread, _ in running if thread is not threading.main_thread()}
     called |= {id(target.__self__) for _, target in running if isinstance(target, MethodType)}
+    monitors = {id(each) for each in vars(trainer).values() if id(each) in called}
     passed = [argument for thread, _ in running for argument in getattr(thread, "_args", ())]
     called |= {id(one) for one in passed if is_object(one) or isinstance(one, list | dict | set | deque)}
-    return {id(each) for each in trainer.callback_handler.callbacks if _reaches(each, called, trainer)}
+    return monitors | {id(each) for each in trainer.callback_handler.callbacks if _reaches(each, called, trainer)}
 
 
 def _reaches(value: Any, ids: Collection[int], trainer: Any, depth: int = 3) -> bool:
