@@ -153,6 +153,22 @@ def test_models_are_not_mixed(pool: Pool, tmp_path: Path) -> None:
     pool.run(synced, 2, str(tmp_path))
 
 
+def offloaded(folder: str) -> list[dict[str, float]]:
+    with pytest.raises(
+        ConfigurationError, match=r"activation_offloading=True: .*PipelinePlugin\(offload='activations'\)"
+    ):
+        run("completion", folder, {"pp_size": 2}, activation_offloading=True)
+    return run("completion", folder, {"pp_size": 2, "offload": "activations"})
+
+
+@pytest.mark.turns
+def test_activations_are_offloaded_by_the_plugin(pool: Pool, tmp_path: Path) -> None:
+    """SFTConfig(activation_offloading=True) was accepted, but TRL's hooks assume a single forward before a backward."""
+    expected = run("completion", str(tmp_path))
+    for found in pool.run(offloaded, 2, str(tmp_path), timeout=300):
+        assert near(found, expected) == []
+
+
 CHAT = (
     "{{ bos_token }}{% for message in messages %} {{ message['content'] }}"
     "{% if message['role'] == 'assistant' %} {{ eos_token }}{% endif %}{% endfor %}"

@@ -19,6 +19,10 @@ _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True
 REFUSED = {
     "deepspeed": _DIVIDED,
     "fsdp": _DIVIDED,
+    "activation_offloading": (
+        "its hooks expect that each backward follows its own forward, but stages interleave microbatches: set "
+        "PipelinePlugin(offload='activations') instead"
+    ),
     "parallelism_config": "set PipelinePlugin(dp_size=..., tp_size=..., ep_size=...) instead",
     "auto_find_batch_size": "one stage may run out of memory alone: find a batch size with `pipeshard plan`",
     "fp16_full_eval": _FULL,
