@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 import transformers.trainer
 from huggingface_hub import HfApi
@@ -22,7 +23,7 @@ from pipeshard.errors import CheckpointError, UsageError
 from tests import zoo
 from tests.moments import Moments
 from tests.pool import Pool, WorkerError
-from tests.trainers import differences, launched, run, run_pipeline, trainer, with_adapters
+from tests.trainers import TASKS, differences, launched, run, run_pipeline, trainer, with_adapters
 
 STEPS = {"max_steps": 11, "save_strategy": "steps", "save_steps": 7, "per_device_train_batch_size": 2}
 
@@ -288,3 +289,37 @@ def test_a_file_of_a_callback_is_not_part_of_the_next_runs_checkpoint(pool: Pool
     for files in pool.run(run_again, 2, tmp_path):
         assert {"config.json", "training_args.bin", "pipeline/training.pt"} <= set(files)
         assert any(name.endswith(".safetensors") for name in files) and "note.txt" not in files
+
+
+class Projector:
+    """An object among the states of a parameter, as GaLore keeps them."""
+
+
+class Projecting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            self.state[parameter].setdefault("projector", Projector())
+        return super().step(closure)
+
+
+def unsavable(folder: str) -> list[str]:
+    with launched():
+        model = TASKS["causal"].model()
+        more = {"model": model, "optimizers": (Projecting(model.parameters(), lr=0.1), None)}
+        made = trainer("causal", folder, {"pp_size": 2}, more, **STEPS)
+        with pytest.raises(CheckpointError, match=r"states cannot be saved: .*save_only_model=True"):
+            made.train()
+        assert made.state.global_step == 1
+        model = TASKS["causal"].model()
+        more = {"model": model, "optimizers": (Projecting(model.parameters(), lr=0.1), None)}
+        trainer("causal", folder, {"pp_size": 2}, more, **STEPS, save_only_model=True).train()
+        return sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+
+
+@pytest.mark.turns
+def test_an_optimizer_that_cannot_be_saved_is_refused_after_its_first_step(pool: Pool, tmp_path: Path) -> None:
+    """The states of an optimizer held objects, which was refused at the first checkpoint, hours later, without a
+    remedy. With the remedy, checkpoints have only the model."""
+    for folders in pool.run(unsavable, 2, str(tmp_path), timeout=300):
+        assert folders == ["checkpoint-11", "checkpoint-7"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-11")

@@ -235,6 +235,14 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
                 torch.save(description, folder / target.name)
 
 
+def check_savable(optimizer: Optimizer) -> None:
+    """Raise CheckpointError, on every rank, if `save_optimizer` could not write the state that the optimizer has after
+    a step. Call it on all ranks."""
+    boosted = _boosted(optimizer)
+    with together(boosted.group):
+        _check_readable(on_meta(optimizer_content(boosted)))
+
+
 def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
     """Copies of the contents of the files that this rank writes to an optimizer's folder, and the description (None
     except on the first rank). Call it on all ranks. Raises CheckpointError as `save_optimizer` does."""
@@ -292,7 +300,11 @@ def _check_readable(description: Content) -> None:
     try:
         encode(description)
     except MessageError as error:
-        raise CheckpointError(f"the optimizer's options or states cannot be saved: {error}") from error
+        raise CheckpointError(
+            f"the optimizer's options or states cannot be saved: {error}. Use an optimizer without objects in its "
+            "options and states (GaLore keeps some), or save only the model: with booster.save_model, or in a Trainer "
+            "with TrainingArguments(save_only_model=True)"
+        ) from error
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import denumpify_detensorize
 
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
+from pipeshard.checkpoint.optimizer import check_savable
 from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
 from pipeshard.data.seeded import share_generators
@@ -90,6 +91,7 @@ class Loop(Trainer):
     _before: Stamps | None = None  # the files that were in the folder before the latest save of the model
     _begins: bool = False  # whether train() has begun, but has not created its dataloader
     _left: Written | None = None  # the trained parameters after the latest batch
+    _begun_at: int | None = None  # the step at which train() has begun
     _unreported: list[Any] | None = None  # what compute_loss logs, while a rank calls it for all or tries it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -253,7 +255,16 @@ class Loop(Trainer):
                 "ended the epoch in on_substep_end: end it in on_step_end instead"
             )
         self._left = None  # the optimizer has stepped since; training_step may skip the window's first batch
+        self._refuse_unsavable()
         return super().get_batch_samples(*args, **kwargs)
+
+    def _refuse_unsavable(self) -> None:
+        """After the first step, raise CheckpointError if the optimizer's state cannot be saved, but will be."""
+        if self._begun_at is None:
+            self._begun_at = self.state.global_step
+        is_saved = self.args.save_strategy != "no" and not self.args.save_only_model
+        if is_saved and self.state.global_step == self._begun_at + 1:
+            check_savable(self.boosted_optimizer(None))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the batch until its gradient accumulation window is complete, then run one step on the full window."""
@@ -461,7 +472,7 @@ class Loop(Trainer):
         if self.args.save_strategy != "no":
             refuse_unwrapped_adapters(self.model)
         chosen = checkpoint_of(resume_from_checkpoint, Path(self.args.output_dir), self.pipeline.grid)
-        self._held, self._left = (), None  # left by an earlier call that ended within a window
+        self._held, self._left, self._begun_at = (), None, None  # left by an earlier call that ended within a window
         self._begins = True
         return super().train(chosen, *args, **kwargs)
 
