@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import denumpify_detensorize
@@ -82,6 +82,7 @@ class Loop(Trainer):
 
     pipeline: PipelinePlugin
     accelerator: PipelineAccelerator
+    control: TrainerControl
     _stages: Stages | None = None
     _objective: Objective | None = None
     _loader: Any = None  # the latest dataloader, whose samples are used for the trace
