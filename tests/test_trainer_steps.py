@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers.trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BatchEncoding, Trainer, TrainerCallback
@@ -363,6 +364,23 @@ def given_a_loss_too_late(folder: str) -> None:
 def test_a_loss_that_is_set_after_the_stages_were_made_is_refused(pool: Pool, tmp_path: Path) -> None:
     """Evaluations had the new loss, but training had the model's own: that of the time of the first evaluation."""
     pool.run(given_a_loss_too_late, 1, str(tmp_path))
+
+
+def emptied(folder: str, plugin: dict[str, Any] | None) -> int:
+    """How often Trainer empties the cache."""
+    with (
+        launched() if plugin else nullcontext(),
+        mock.patch.object(transformers.trainer, "clear_device_cache") as clear,
+    ):
+        trainer("causal", folder, plugin, max_steps=2, torch_empty_cache_steps=1).train()
+        return clear.call_count
+
+
+@pytest.mark.turns
+def test_the_cache_is_not_emptied_in_a_pipeline(pool: Pool, tmp_path: Path) -> None:
+    """torch_empty_cache_steps was accepted, and docs/trainer.md did not say that it has no effect."""
+    assert emptied(str(tmp_path), None) == 6
+    assert pool.run(emptied, 1, str(tmp_path), {"pp_size": 1}) == [0]
 
 
 class Stream(IterableDataset[Any]):
