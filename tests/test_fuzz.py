@@ -58,7 +58,14 @@ def careless(file: Path) -> Iterator[None]:
 
 
 FAULTS: dict[str, tuple[str, Any, str, Any, str, int]] = {
-    "an error is not named": ("safetensors headers", source, "_named", careless, "SafetensorError|RuntimeError", 1000),
+    "an error is not named": (
+        "safetensors headers",
+        source,
+        "_naming_file",
+        careless,
+        "SafetensorError|RuntimeError",
+        1000,
+    ),
     "another folder is read": ("indices", source, "_of_folder", lambda index, name: str(name), "AssertionError", 1000),
     "a manifest leads elsewhere": ("manifests", state_folder, "is_inside", lambda name: True, "AssertionError", 1000),
     "a key is not looked for": (
