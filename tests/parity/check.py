@@ -290,6 +290,8 @@ def missed(
 ) -> list[tuple[float, int]]:
     """How far the microbatches' losses, weighted by each row of `shares`, are from the whole batch's, and its index."""
     trial = copy.deepcopy(model)  # some models keep what they saw
+    if any(parameter.itemsize == 2 for parameter in trial.parameters()):  # the batch is in fp32
+        trial.float()
     trial.train(not evaluate and model.training)
     with torch.no_grad():
         whole, losses = float(_loss(trial(**data))), [float(_loss(part.call(trial))) for part in parts]
