@@ -92,8 +92,9 @@ def make_way(target: Path, mark: str, own: str = ALL) -> None:
     checked if `mark` is "")."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but the save writes a folder: choose another name")
-    if target.exists() and (os.path.ismount(target) or Path.cwd().is_relative_to(target)):
-        what = "a mount point" if os.path.ismount(target) else "the working folder, or contains it"
+    is_mount = os.path.ismount(target)
+    if is_mount or (target.exists() and Path.cwd().is_relative_to(target)):
+        what = "a mount point" if is_mount else "the working folder, or contains it"
         raise CheckpointError(f"{target} is {what}, so a save cannot replace it: choose a new folder inside it")
     if mark and target.exists() and any(target.iterdir()) and not (target / mark).exists():
         raise CheckpointError(f"{target} contains other files, which saving would delete: choose another folder")
@@ -156,7 +157,7 @@ def existing(target: Path) -> Path:
 
 
 def _without_links(target: Path) -> Path:
-    """The folder that `target` names. A save renames folders, which must not replace the user's link by a folder."""
+    """Resolve the links in `target`: a save renames folders, and must not replace the user's link with a folder."""
     return Path(os.path.realpath(target))
 
 

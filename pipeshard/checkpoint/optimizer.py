@@ -238,9 +238,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
 def check_savable(optimizer: Optimizer) -> None:
     """Raise CheckpointError, on every rank, if `save_optimizer` could not write the state that the optimizer has after
     a step. Call it on all ranks."""
-    boosted = _boosted(optimizer)
-    with together(boosted.group):
-        _check_readable(on_meta(optimizer_content(boosted)))
+    _described(_boosted(optimizer))
 
 
 def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
@@ -251,13 +249,21 @@ def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | N
     return list(contents(_in_files(written))), copy.deepcopy(description) if boosted.group.rank() == 0 else None
 
 
+def _described(boosted: PipelineOptimizer) -> tuple[Content, Content]:
+    """The content of this rank's state, and the same content with its tensors on meta. Raises CheckpointError, on every
+    rank, if a rank's content cannot be saved."""
+    with together(boosted.group):
+        content = optimizer_content(boosted)
+        description = on_meta(content)
+        _check_readable(description)
+    return content, description
+
+
 def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tuple[str, str], Tensor]]:
     """Gather the description of all ranks' states. Returns the description, and the tensors that this rank writes, by
     (parameter name, key)."""
-    with together(boosted.group):
-        content = optimizer_content(boosted)
-        _check_readable(on_meta(content))
-    description, owners = merged(gather_objects(on_meta(content), boosted.group))
+    content, own = _described(boosted)
+    description, owners = merged(gather_objects(own, boosted.group))
     rank = boosted.group.rank()
     states = converted(content["state"], lambda _, tensor: tensor if shard and not is_packed(tensor) else whole(tensor))
 

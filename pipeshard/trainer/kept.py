@@ -377,8 +377,8 @@ def _is_apart(value: Any) -> bool:
 
 def _changed_by_threads(trainer: Any) -> set[int]:
     """The ids of the callbacks that threads may change, such as monitors: a running thread is, calls or receives the
-    callback or an object that it holds. Also those of the Trainer's own monitors, such as transformers' memory tracker:
-    a running thread calls their method."""
+    callback or an object that it holds. The result also contains the ids of the Trainer's attributes whose method a
+    running thread calls, such as transformers' memory tracker."""
     running = [(thread, getattr(thread, "_target", None)) for thread in threading.enumerate()]
     running += [(thread, thread.function) for thread, _ in running if isinstance(thread, threading.Timer)]
     called = {id(thread) for thread, _ in running if thread is not threading.main_thread()}

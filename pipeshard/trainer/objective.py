@@ -78,7 +78,7 @@ class Objective:
         self._random: dict[str, Any] = {}  # the generators' states after the last call of compute_loss
         self._failure: UsageError | None = None
         self._calls = 0  # the number of compute_loss calls in this step
-        self._logs: list[Any] = []  # what compute_loss has logged in this step
+        self._logs: list[Any] = []  # the log entries of compute_loss in this step
         self._pipeline: Pipeline | None = None  # the pipeline whose step runs
         # From the last trial with consistent sizes: the sizes, and the outputs that receive a gradient from the loss.
         self._sizes: dict[str, torch.Size] = {}

@@ -93,7 +93,7 @@ class Loop(Trainer):
     _begins: bool = False  # whether train() has begun, but has not created its dataloader
     _left: Written | None = None  # the trained parameters after the latest batch
     _begun_at: int | None = None  # the step at which train() has begun
-    _unreported: list[Any] | None = None  # what compute_loss logs, while a rank calls it for all or tries it
+    _unreported: list[Any] | None = None  # logs of the running compute_loss that callbacks have not received
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -260,7 +260,7 @@ class Loop(Trainer):
         return super().get_batch_samples(*args, **kwargs)
 
     def _refuse_unsavable(self) -> None:
-        """After the first step, raise CheckpointError if the optimizer's state cannot be saved, but will be."""
+        """After the first step, raise CheckpointError if the Trainer will save the optimizer's state, but cannot."""
         if self._begun_at is None:
             self._begun_at = self.state.global_step
         is_saved = self.args.save_strategy != "no" and not self.args.save_only_model
@@ -344,21 +344,21 @@ class Loop(Trainer):
             weight *= self.accelerator.num_processes
         return weight
 
-    # what compute_loss logs
+    # logs of compute_loss
 
     def _logged(self, on_log: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any) -> Any:
-        """Let the callbacks report what is logged. What compute_loss logs is reported by `report_logs`."""
+        """Pass a log entry to the callbacks, or keep an entry of compute_loss for `report_logs`."""
         if self._unreported is None:
             return on_log(args, state, control, logs)
         self._unreported.append(dict(logs))
         return control
 
     def keeping_logs(self, logs: list[Any]) -> AbstractContextManager[None]:
-        """Context manager in which what is logged is appended to `logs`, and not reported."""
+        """Context manager in which log entries are appended to `logs` instead of being passed to the callbacks."""
         return replaced(self, _unreported=logs)
 
     def report_logs(self, logs: list[Any]) -> None:
-        """Let the callbacks report what compute_loss has logged."""
+        """Pass the log entries of compute_loss to the callbacks."""
         for each in logs:
             self.control = self.callback_handler.on_log(self.args, self.state, self.control, each)
 
