@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pipeshard.batch.tree import field_of
 from pipeshard.graph.places import Path
@@ -92,6 +92,15 @@ class Call:
         return any(part.source.place for part in self.parts)
 
 
+class Observed(NamedTuple):
+    """An attribute of a module in reach of a unit that other code reads. `place` is the attribute's path from the unit,
+    and `readers` are the calls of other units that read it, with -1 for glue and the criterion."""
+
+    unit: str
+    place: Path
+    readers: frozenset[int]
+
+
 @dataclass(frozen=True)
 class Carried:
     """A place in which one forward leaves state for the next forward.
@@ -145,6 +154,7 @@ class Dataflow:
     `differentiated` are the values that receive a gradient of the loss through glue. `counts_results` is True if the
     criterion returns a count that depends on unit results. `opaque` has the name and the class of each object in the
     model's output that contains tensors, but that torch's pytree treats as a leaf; the name of the output itself is "".
+    `observed` are the attributes of units that other code reads and that have plain values.
     """
 
     calls: tuple[Call, ...]
@@ -172,6 +182,7 @@ class Dataflow:
     differentiated: frozenset[Value] = frozenset()
     counts_results: bool = False
     opaque: tuple[tuple[str, str], ...] = ()
+    observed: tuple[Observed, ...] = ()
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:

@@ -60,11 +60,11 @@ class Settings:
 
     Attributes:
         values: a comparable form of the value at each place.
-        modules: by id, each module inside the unit or argument, and its path.
+        modules: by id, each module that the unit or argument reaches, and its path.
     """
 
     def __init__(self, root: Any) -> None:
-        self.snapshot = Snapshot({UNIT: root})
+        self.root, self.snapshot = root, Snapshot({UNIT: root})
         self.values: dict[Place, Any] = {((), "class"): type(root)}
         self.modules: dict[int, tuple[nn.Module, Path]] = {}
         for path, value, how, content, *_ in self.snapshot.holders:
@@ -75,6 +75,11 @@ class Settings:
                 for name in HOOKS:
                     if hooks := value.__dict__.get(name):
                         self.values[path, name] = tuple(map(id, hooks.values()))
+
+    @cached_property
+    def own(self) -> frozenset[int]:
+        """The ids of the modules inside the unit."""
+        return frozenset(map(id, self.root.modules()))
 
     def differences(self, other: "Settings") -> set[Place]:
         a, b = self.values, other.values
@@ -128,6 +133,12 @@ class Kind:
         opaque = any(not isinstance(leaf, (TensorSpec, Known, Enum, *PLAIN)) for leaf in self.leaves)
         return not (self.met or common or lists or opaque)
 
+    @cached_property
+    def looks(self) -> tuple[Place, ...]:
+        """The attributes of modules outside the unit that the visited call read."""
+        outside = {path for address, (_, path) in self.settings.modules.items() if address not in self.settings.own}
+        return tuple(place for place in self.read if place[0] in outside)
+
     def is_of(self, settings: Settings) -> bool:
         """Whether a unit with `settings` behaves like the visited unit: the two differ only in attributes that the
         visited call did not read, or in objects to which only such attributes lead."""
@@ -169,6 +180,7 @@ class Kinds:
 
     Attributes:
         valued: the units with a kind that was visited with values rather than on meta.
+        settings: the settings of each unit at its last call.
     """
 
     def __init__(
@@ -184,7 +196,7 @@ class Kinds:
         self._own = {unit: set(map(id, module.parameters())) for unit, module in units.items()}
         self.reuse = True
         self._known: dict[Any, list[Kind]] = {}
-        self._settings: dict[str, Settings] = {}
+        self.settings: dict[str, Settings] = {}
 
     def of(self, call: UnitCall, taint: Taint) -> Kind:
         """The kind of this call of a unit: cached, or found by a visit."""
@@ -220,9 +232,9 @@ class Kinds:
 
     def _settings_of(self, call: UnitCall) -> Settings:
         """The current settings of a unit, cached until glue changes a setting."""
-        settings = self._settings.get(call.unit)
+        settings = self.settings.get(call.unit)
         if settings is None or any(flagged(settings.snapshot)):
-            settings = self._settings[call.unit] = Settings(call.module)
+            settings = self.settings[call.unit] = Settings(call.module)
         return settings
 
     def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:

@@ -7,7 +7,7 @@ shapes and types that other stages receive.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import TraceError, UsageError
-from pipeshard.graph.places import format_path, is_comparable
+from pipeshard.graph.places import MISSING, Path, format_path, is_comparable, resolve
 from pipeshard.graph.rng import Randomness, Repeat, Repeats
 from pipeshard.graph.shapes import TensorSpec
 from pipeshard.graph.snapshot import Snapshot, is_mentioned
@@ -30,6 +30,7 @@ from pipeshard.graph.unit_outputs import (
     changed,
     flattened,
     listened,
+    opened,
     resolve_from,
     run_collecting,
 )
@@ -239,7 +240,7 @@ class Replay:
         arguments = args, kwargs
         if self._zeros is not None:
             self._zeros.refuse(arguments, f"unit {step.unit}")
-        with self._proving(step, run, arguments):
+        with self._observing(step, run), self._proving(step, run, arguments):
             result, asides = self._called(step, run, forward, arguments)
         leaves = self._checked(step, result, run, arguments)
         if step.keeps:
@@ -267,6 +268,26 @@ class Replay:
             run.inside = False
 
     @contextmanager
+    def _observing(self, step: Step, run: Run) -> Iterator[None]:
+        """Context manager for every run of a unit: checks that the unit leaves the same plain values as in the trace at
+        places that code on other stages reads."""
+        unit, observed = self.units[step.unit], step.observed if self.proves and run.listener is None else ()
+        before = [_value_at(place, unit) for place, _ in observed]
+        yield
+        expected = self._expected(step, run) if observed else []
+        for (place, numbers), value in zip(observed, before):
+            now = _value_at(place, unit)
+            seen = [value] if numbers is None else expected[numbers.start : numbers.stop]
+            leaves = [now] if numbers is None else tree_leaves(opened(now))
+            if _differ(leaves, seen) and not listened(unit):  # `answer` repeats the calls of hooks inside
+                what = f"leaves {_constant(now)} in {format_path(place[1:])}"
+                raise self._differs(step, run, what, ", ".join(map(_constant, seen)), None, PLACE)
+
+    def _expected(self, step: Step, run: Run) -> list[Any]:
+        """The leaves of the current call in the trace, with the counts that are computed from the batch's sizes."""
+        return [leaf if size is None else size for leaf, size in zip(step.leaves, run.sizes[run.next - 1])]
+
+    @contextmanager
     def _proving(self, step: Step, run: Run, arguments: Any) -> Iterator[None]:
         """Context manager for a unit's first run on a route: checks that the unit changes the same state as in the
         trace."""
@@ -287,8 +308,7 @@ class Replay:
         """Raise TraceError unless a unit leaves the same tensors and constants at the same places as in the trace.
         Constants that no other code could read may differ."""
         unit, traced, start = self.units[step.unit], {}, 0
-        sizes = run.sizes[run.next - 1]  # counts are computed from the batch's sizes
-        expected = [leaf if size is None else size for leaf, size in zip(step.leaves, sizes)]
+        expected = self._expected(step, run)
         for source, tree in step.parts:
             traced[source.place] = expected[start : start + tree.num_leaves]
             start += tree.num_leaves
@@ -442,6 +462,19 @@ def _is_as(leaf: Any, seen: Any) -> bool:
     if not is_comparable(seen):
         return type(leaf) is type(seen)
     return type(leaf) is type(seen) and (leaf == seen or leaf != leaf)
+
+
+def _differ(leaves: Sequence[Any], seen: Sequence[Any]) -> bool:
+    """Whether a constant differs from the one in `seen`."""
+    if len(leaves) != len(seen):
+        return True
+    return any(is_comparable(then) and not _is_as(leaf, then) for leaf, then in zip(leaves, seen))
+
+
+def _value_at(place: Path, unit: nn.Module) -> Any:
+    with suppress(AttributeError, KeyError, IndexError):
+        return resolve(unit, place[1:])
+    return MISSING
 
 
 def _tree_text(tree: Any) -> str:

@@ -12,7 +12,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.dataflow import Call, Carried, Dataflow, Wanted
+from pipeshard.graph.places import PLAIN, Path
 from pipeshard.graph.shapes import Count, TensorSpec
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
@@ -199,7 +200,8 @@ class Step:
     leaves of the call; `plain` means that the only entry is the result. For a held unit, an entry is a spec or a
     constant. `keeps` are the values that leave the stage; `modules` (inside the unit) compute some of these values, and
     the unit leaves some at `places`. `again`: the call is recomputed in the backward pass. `alone`: no other stage's
-    forward reaches the call. `tensors`: the specs of a result that is a tensor, or a tuple of tensors.
+    forward reaches the call. `tensors`: the specs of a result that is a tensor, or a tuple of tensors. `observed`: the
+    places that code on other stages reads, each with the range of the leaves that the call leaves there, or None.
     """
 
     unit: str
@@ -214,6 +216,7 @@ class Step:
     again: bool = False
     alone: bool = False
     tensors: tuple[TensorSpec, ...] = ()
+    observed: tuple[tuple[Path, range | None], ...] = ()
 
     @property
     def aside(self) -> bool:
@@ -259,7 +262,7 @@ class Route:
         others = [k + 1 for k, at in enumerate(stages) if at != stage]
         reached = max([*others, *(len(stages) if end is None else end for end in settled)], default=0)
         steps = tuple(
-            _held_step(flow, index, leaving, index in recomputed, index >= reached)
+            _held_step(flow, index, stages, leaving, index in recomputed, index >= reached)
             if at == stage
             else _replayed_step(flow, index, received)
             for index, at in enumerate(stages)
@@ -308,7 +311,9 @@ class Route:
         return batch.map(place).to(device).copied(self.flow.rewritten)
 
 
-def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: bool, alone: bool) -> Step:
+def _held_step(
+    flow: Dataflow, index: int, stages: Sequence[int], leaving: Container[Value], again: bool, alone: bool
+) -> Step:
     """The step of a unit call that this stage runs."""
     call = flow.calls[index]
     keeps = tuple(value for k in range(len(call.leaves)) if (value := Value(index, k)) in leaving)
@@ -325,7 +330,21 @@ def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: boo
         again=again,
         alone=alone,
         tensors=_result_tensors(call),
+        observed=() if alone else tuple(_observed(flow, index, stages)),
     )
+
+
+def _observed(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[tuple[Path, range | None]]:
+    """The places in reach of this call's unit that code on other stages reads, each with the range of the plain values
+    that the call leaves there, or None."""
+    call = flow.calls[index]
+    left = {part.source.place: numbers for part, numbers in call.answered}
+    for unit, place, readers in flow.observed:
+        is_far = any(reader < 0 or stages[reader] != stages[index] for reader in readers)
+        numbers = left.get(place)
+        is_plain = all(isinstance(call.leaves[k], (*PLAIN, Count)) for k in numbers or ())
+        if unit == call.unit and is_far and is_plain:
+            yield place, numbers
 
 
 def _result_tensors(call: Call) -> tuple[TensorSpec, ...]:

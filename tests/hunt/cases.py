@@ -19,6 +19,13 @@ def ordinary(count: int = 2) -> list[Batch]:
     return [data(seed) for seed in range(count)]
 
 
+def unpadded(*but: int) -> Batch:
+    """A batch whose ids are padded with 0 only in the rows `but`."""
+    batch = data()
+    batch["ids"].clamp_(min=1)[list(but), 0] = 0
+    return batch
+
+
 @dataclass(frozen=True)
 class Case:
     """A model trained by the plugin with `options`, beside itself unsplit. `prepare` is called with each of the two
@@ -197,6 +204,34 @@ CASES = {
         nets.MeasuresAndReads,
         "The model reads that number of all layers: of those on other stages it is what the trace found for zeros.",
         refused="changes largest",
+    ),
+    "flags": Case(
+        nets.Flags,
+        "A layer's flag differs in the second microbatch of the second step: other stages read the trace's flag.",
+        [unpadded(), unpadded(3)],
+        {"num_microbatches": 2},
+        refused="leaves False in is_set, but the trace recorded True",
+    ),
+    "flags later": Case(
+        nets.FlagsPadded,
+        "The same where the layer sets its flag for the first time.",
+        [unpadded(), unpadded(3)],
+        {"num_microbatches": 2},
+        refused="leaves True in is_set, but the trace recorded False",
+    ),
+    "counts": Case(
+        nets.Counts,
+        "A counter that only its own layer reads, though other code has its name.",
+        options={"verify": False},
+    ),
+    "counts near": Case(
+        nets.CountsNear, "The next layer reads the counter, on the same stage.", options={"verify": False}
+    ),
+    "counts far": Case(
+        nets.CountsFar,
+        "A layer on another stage reads it: it read the trace's count in each step.",
+        options={"verify": False},
+        refused="leaves 2 in calls, but the trace recorded 1",
     ),
     "popping": Case(nets.Popping, "Layers push onto and pop from one list: its copy was changed, not the list."),
     "sized": Case(

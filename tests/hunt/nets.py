@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -536,6 +536,59 @@ class MeasuresAndReads(Measures):
 
     def body(self, x: Tensor) -> Any:
         return super().body(x) / max(layer.largest for layer in self.layers)  # type: ignore[type-var]
+
+
+class Flags(Net):
+    """The first layer keeps whether the ids have no padding (or have some), and glue scales the result by that."""
+
+    padded = False
+
+    class block(Block):
+        is_set = False
+
+        def forward(self, x: Tensor, ids: Tensor, padded: bool) -> Any:  # type: ignore[override]
+            self.is_set = bool((ids == 0).any()) == padded
+            return super().forward(x)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, ids, self.padded)
+        return {"loss": self.loss(self.head(2 * x if self.layers[0].is_set else x), labels)}
+
+
+class FlagsPadded(Flags):
+    padded = True
+
+
+class Counts(Net):
+    """Layers are scaled by the number of their calls, or by that of a layer before; glue has code that reads one."""
+
+    readers: ClassVar[dict[int, int]] = {}
+
+    class block(Block):
+        calls = 0
+        other: Any = ()
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            return super().forward(x) * sum(layer.calls for layer in self.other or [self])
+
+    def __init__(self) -> None:
+        super().__init__()
+        for reader, place in self.readers.items():
+            self.layers[reader].other = (self.layers[place],)
+
+    def body(self, x: Tensor) -> Any:
+        return super().body(x) if self.training else x * self.layers[0].calls
+
+
+class CountsNear(Counts):
+    readers: ClassVar[dict[int, int]] = {1: 0, 3: 2}
+
+
+class CountsFar(Counts):
+    readers: ClassVar[dict[int, int]] = {3: 1}
 
 
 class Popping(Net):
