@@ -5,7 +5,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pipeshard.batch.tree import Tree, flatten, has_tensors, is_entries, map_tensors, tensors_in, text
@@ -38,11 +40,11 @@ class Batch:
 
     `data` is the model's input: a mapping is passed as keyword arguments, a tuple or list as positional ones,
     anything else as a single argument. `rows` is the number of samples. `row_dims[k]` is the dimension of leaf k that
-    counts the samples (for a list with one entry per sample: 0), or None for a leaf that every microbatch receives in
-    full (a scalar, a (1, 1, s, s) mask, a string, ...). In some leaves, dimension 0 (or the last dimension) counts
-    something other than samples. `owners` maps the path of such a leaf to the number of entries of each sample, or to
-    () if unknown. The model is called with the first `taken` positional entries (None: all). A criterion receives all
-    entries. `entry` names the module that is called with the batch, or "" for the model itself. For a microbatch,
+    counts the samples (for a list or array with one entry per sample: 0), or None for a leaf that every microbatch
+    receives in full (a scalar, a (1, 1, s, s) mask, a string, ...). In some leaves, dimension 0 (or the last dimension)
+    counts something other than samples. `owners` maps the path of such a leaf to the number of entries of each sample,
+    or to () if unknown. The model is called with the first `taken` positional entries (None: all). A criterion receives
+    all entries. `entry` names the module that is called with the batch, or "" for the model itself. For a microbatch,
     `place` is its part of the batch, unless the microbatch has consecutive samples with all their positions.
     """
 
@@ -100,14 +102,15 @@ class Batch:
         return self.tensors[path].movedim(dim or 0, 0)
 
     @property
-    def entries(self) -> dict[str, list[Any] | tuple[Any, ...]]:
-        """By path, the lists and tuples with one entry per sample."""
+    def entries(self) -> dict[str, list[Any] | tuple[Any, ...] | NDArray[Any]]:
+        """By path, the lists, tuples and numpy arrays with one entry per sample."""
         leaves = zip(self.paths, self.leaves, self.row_dims, strict=True)
         return {path: leaf for path, leaf, dim in leaves if is_entries(leaf, dim)}
 
     @property
     def others(self) -> tuple[tuple[str, str], ...]:
-        """The leaves that are not tensors, as (path, text). The text shows whether a list has one entry per sample."""
+        """The leaves that are not tensors, as (path, text). The text shows whether a list or array has one entry
+        per sample."""
         return tuple(
             (path, "one entry per sample" if is_entries(leaf, dim) else text(leaf))
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
@@ -206,7 +209,7 @@ class Batch:
 
         def pick(path: str, leaf: Any, dim: int | None) -> Any:
             if is_entries(leaf, dim):
-                return type(leaf)(leaf[row] for row in rows)
+                return leaf[list(rows)] if isinstance(leaf, np.ndarray) else type(leaf)(leaf[row] for row in rows)
             if not isinstance(leaf, Tensor):
                 return leaf
             owners = self.owners.get(path)
@@ -416,7 +419,9 @@ def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
         return 0 if leaf.ndim > 0 and leaf.shape[0] == rows else None
     if not is_entries(leaf) or len(leaf) != rows:
         return None
-    return 0 if type(leaf) is list or has_tensors(leaf) or any(isinstance(entry, str) for entry in leaf) else None
+    if isinstance(leaf, list | np.ndarray) or has_tensors(leaf):
+        return 0
+    return 0 if any(isinstance(entry, str) for entry in leaf) else None
 
 
 def _checked_dim(path: str, leaf: Any, dim: int | None) -> int:

@@ -8,6 +8,7 @@ containers by their keys or attributes. It registers no class.
 """
 
 import copy
+import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from pipeshard.errors import BatchError
@@ -120,13 +122,18 @@ def has_tensors(node: Any) -> bool:
 
 
 def is_entries(leaf: Any, dim: int | None = 0) -> bool:
-    """Whether a leaf that is not a tensor is a list or tuple that may have one entry per sample."""
-    return type(leaf) in (list, tuple) and dim is not None
+    """Whether a leaf that is not a tensor is a list, tuple or numpy array that may have one entry per sample."""
+    is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0
+    return (is_array or type(leaf) in (list, tuple)) and dim is not None
 
 
 def text(leaf: Any) -> str:
-    """A value as a string that is the same in every process: without addresses, and with sets sorted."""
+    """A value as a string that is the same in every process: without addresses, with sets sorted, and with a hash of an
+    array, whose repr lacks most elements."""
     shown = sorted(map(repr, leaf)) if isinstance(leaf, set | frozenset) else leaf
+    if isinstance(leaf, np.ndarray):
+        content = repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes()
+        shown = leaf.dtype, leaf.shape, hashlib.blake2b(content, digest_size=16).hexdigest()
     return f"{type(leaf).__name__} {re.sub(r' at 0x[0-9a-f]+', '', repr(shown))}"
 
 

@@ -9,6 +9,7 @@ range and by whether all elements are equal.
 
 from collections.abc import Hashable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ MOST_IN_BATCH = 64  # larger tensors of a batch are not compared
 LIBRARIES = {"torch", "transformers"}  # the losses of their modules do not depend on such values
 COMPARED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 COMPARED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+NUMBERS = "biuf"  # kinds of numpy dtypes
 MOST_ELEMENTS = 2**20  # larger tensors are not compared
 
 
@@ -85,10 +87,13 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
 
 
 def of_entries(batch: Batch) -> tuple[Hashable, ...]:
-    """The kinds of the lists with one entry per sample: the kinds of their numbers, the kind of a string that all
-    entries share, and whether all entries have tensors of the same shapes."""
+    """The kinds of the lists and arrays with one entry per sample: the kinds of their numbers, the kind of a string
+    that all entries share, and whether all entries have tensors of the same shapes."""
     kinds: list[Hashable] = []
     for entries in batch.entries.values():
+        if isinstance(entries, np.ndarray) and entries.dtype.kind in NUMBERS:
+            kinds.append(kind_of(torch.from_numpy(entries.astype(np.float64))))
+            continue
         leaves = [tree_leaves(entry) for entry in entries]
         numbers = [leaf for of_entry in leaves for leaf in of_entry if isinstance(leaf, int | float)]
         texts = {leaf for of_entry in leaves for leaf in of_entry if isinstance(leaf, str)}

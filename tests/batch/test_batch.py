@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from pipeshard.batch.batch import Batch, check_declared, refuse_unknown
 from pipeshard.batch.read import RowDims, read_batch
 from pipeshard.batch.tree import tensors_in
 from pipeshard.data.first_samples import find_sample
+from pipeshard.engine.loss_state import of_entries
 from pipeshard.engine.reader import digest
 from pipeshard.errors import BatchError, ConfigurationError
 
@@ -171,6 +173,27 @@ def test_what_lists_of_entries_hold_is_part_of_what_a_trace_is_for() -> None:
     names = [Batch.of({**data, "names": list(names)}) for names in ("abcd", "abcd", "abce")]
     first, same, other = (digest(batch, flow.watched) for batch in names)
     assert first == same != other
+
+
+def test_arrays_are_cut_like_lists() -> None:
+    """Every microbatch got the whole array. The repr of an array, of which a digest was made, leaves elements out."""
+    arrays = {
+        "scales": np.arange(4.0),
+        "names": np.array(["a", None, {}, "d"], dtype=object),
+        "images": np.zeros((4, 999, 2)),
+        "table": np.zeros((3, 4)),
+        "total": np.array(4),
+    }
+    batch = Batch.of({"ids": IDS, **arrays})
+    assert batch.entries.keys() == {"scales", "names", "images"}
+    cut, taken = batch.split(2)[1].data, batch.take(torch.tensor([3, 0])).data
+    assert cut["scales"].tolist() == [2.0, 3.0] and taken["names"].tolist() == ["d", "a"]
+    assert cut["images"].shape == (2, 999, 2) and cut["table"] is arrays["table"] and cut["total"] is arrays["total"]
+    first, same, other = (np.zeros((4, 999, 2)) for _ in range(3))
+    other[2, 500, 1] = 1
+    first, same, other = (digest(Batch.of({"ids": IDS, "images": images})) for images in (first, same, other))
+    assert first == same != other
+    assert of_entries(batch) == of_entries(Batch.of({"ids": IDS, **copy.deepcopy(arrays)}))
 
 
 def test_no_class_is_registered_with_torch() -> None:

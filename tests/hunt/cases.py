@@ -233,6 +233,12 @@ CASES = {
         options={"verify": False},
         refused="leaves 2 in calls, but the trace recorded 1",
     ),
+    "an array of samples": Case(
+        nets.ScaledByArray,
+        "A numpy array with one number per sample: every microbatch got all of it.",
+        [nets.with_array(seed) for seed in range(2)],
+        {"num_microbatches": 2},
+    ),
     "popping": Case(nets.Popping, "Layers push onto and pop from one list: its copy was changed, not the list."),
     "sized": Case(
         nets.Sized,

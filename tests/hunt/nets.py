@@ -591,6 +591,18 @@ class CountsFar(Counts):
     readers: ClassVar[dict[int, int]] = {3: 1}
 
 
+class ScaledByArray(Net):
+    """Glue scales each sample by its number in a numpy array."""
+
+    def forward(self, ids: Tensor, labels: Tensor, scales: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.head(self.body(self.embed(ids) * torch.from_numpy(scales).view(-1, 1, 1)))
+        return {"loss": self.loss(logits, labels)}
+
+
+def with_array(seed: int) -> dict[str, Any]:
+    return {**data(seed), "scales": np.arange(1, 5, dtype=np.float32) + seed}
+
+
 class Popping(Net):
     """Layers push onto and pop from one list (a U-Net's skip connections)."""
 
