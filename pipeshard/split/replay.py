@@ -164,7 +164,9 @@ class Replay:
         self.randomness.at(0)
         try:
             # The stage leaves the forward after `stop` calls; with None it runs to the end, with 0 not at all.
-            output = batch.call(self.model) if route.stop != 0 else None
+            # The forward may have switched gradients off, and would switch them on again later.
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                output = batch.call(self.model) if route.stop != 0 else None
         except StageDone:
             output = None
         finally:

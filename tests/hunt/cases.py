@@ -239,6 +239,16 @@ CASES = {
         [nets.with_array(seed) for seed in range(2)],
         {"num_microbatches": 2},
     ),
+    "switches gradients": Case(
+        nets.SwitchesGradients,
+        "The first stage left the forward before gradients were turned back on.",
+        options={"partition": [3, 3], "num_microbatches": 2},
+    ),
+    "switches gradients, zbv": Case(
+        nets.SwitchesGradients,
+        "The same with two stages on each rank.",
+        options={"schedule": "zbv", "num_microbatches": 4, "verify": False},
+    ),
     "popping": Case(nets.Popping, "Layers push onto and pop from one list: its copy was changed, not the list."),
     "sized": Case(
         nets.Sized,

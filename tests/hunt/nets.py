@@ -603,6 +603,17 @@ def with_array(seed: int) -> dict[str, Any]:
     return {**data(seed), "scales": np.arange(1, 5, dtype=np.float32) + seed}
 
 
+class SwitchesGradients(Net):
+    """A layer runs without gradients, by a switch that the forward turns back on."""
+
+    def body(self, x: Tensor) -> Any:
+        x = self.layers[0](x)
+        torch.set_grad_enabled(False)
+        y = self.layers[1](x)
+        torch.set_grad_enabled(True)
+        return self.layers[3](self.layers[2](x + y))
+
+
 class Popping(Net):
     """Layers push onto and pop from one list (a U-Net's skip connections)."""
 
