@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -44,8 +45,9 @@ class Batch:
     receives in full (a scalar, a (1, 1, s, s) mask, a string, ...). In some leaves, dimension 0 (or the last dimension)
     counts something other than samples. `owners` maps the path of such a leaf to the number of entries of each sample,
     or to () if unknown. The model is called with the first `taken` positional entries (None: all). A criterion receives
-    all entries. `entry` names the module that is called with the batch, or "" for the model itself. For a microbatch,
-    `place` is its part of the batch, unless the microbatch has consecutive samples with all their positions.
+    all entries. The leaves at the paths `exact` keep their precision if the model is cast to 16 bits. `entry` names the
+    module that is called with the batch, or "" for the model itself. For a microbatch, `place` is its part of the
+    batch, unless the microbatch has consecutive samples with all their positions.
     """
 
     leaves: tuple[Any, ...]
@@ -55,6 +57,7 @@ class Batch:
     row_dims: tuple[int | None, ...]
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     taken: int | None = None
+    exact: frozenset[str] = frozenset()
     entry: str = ""
     place: Place | None = None
 
@@ -154,13 +157,17 @@ class Batch:
 
     def to(self, device: torch.device) -> Self:
         """This batch on a device."""
+        return self.converted(lambda _, tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
-        def place(leaf: Any) -> Any:
+    def converted(self, fn: Callable[[str, Tensor], Tensor]) -> Self:
+        """This batch with each tensor, also of lists, replaced by fn(the leaf's path, tensor) of the same shape."""
+
+        def convert(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) and not has_tensors(leaf):
                 return leaf
-            return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), leaf)
+            return map_tensors(partial(fn, path), leaf)
 
-        return replace(self, leaves=tuple(map(place, self.leaves)))
+        return replace(self, leaves=tuple(map(convert, self.paths, self.leaves)))
 
     def copied(self, paths: Collection[str]) -> Self:
         """This batch with copies of the tensors at these paths; paths to the same tensor share one copy."""

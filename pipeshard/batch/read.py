@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from pipeshard.batch.batch import Batch, BatchDims
+from pipeshard.batch.batch import FOR_CRITERION, Batch, BatchDims
 from pipeshard.batch.tree import tensors_in
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
@@ -34,6 +34,7 @@ from pipeshard.hf import (
     counts_items,
     has_label_per_sample,
     image_shape,
+    is_target,
     main_input,
     media_kind,
     placeholder_token,
@@ -57,7 +58,8 @@ def read_batch(
     _refuse_tensors(batch)
     owners = {path: counts for path, counts in _owners(model, batch).items() if path not in declared}
     owners |= {path: several for path, dim in declared.items() if dim == 0 and (several := _several(batch, path))}
-    return replace(batch.owned(owners), taken=taken_by(model, batch.data))
+    taken = taken_by(model, batch.data)
+    return replace(batch.owned(owners), taken=taken, exact=_exact(model, batch, taken))
 
 
 def _refuse_tensors(batch: Batch) -> None:
@@ -102,6 +104,28 @@ def taken_by(model: nn.Module, data: Any) -> int | None:
     if taken == len(data) and taken > 1 and is_class and is_mask:
         taken -= 1
     return taken if taken < len(data) else None
+
+
+def argument_names(model: nn.Module) -> list[str]:
+    """The names of the positional arguments of the model's forward, or an empty list if it has no signature."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _exact(model: nn.Module, batch: Batch, taken: int | None) -> frozenset[str]:
+    """The paths of the leaves that keep their precision if the model is cast to 16 bits: targets, by their own name or
+    by the name of the model's positional argument, and what only the criterion receives."""
+    exact = {path for path in batch.paths if is_target(path) or path.startswith((FOR_CRITERION, f"['{FOR_CRITERION}"))}
+    if batch.tree.kind is not dict:
+        paths, names = iter(batch.paths), itertools.chain(argument_names(model), itertools.repeat(""))
+        for k, (entry, name) in enumerate(zip(batch.tree.parts, names)):
+            of_entry = [*itertools.islice(paths, entry.size)]
+            if is_target(name) or (taken is not None and k >= taken):
+                exact.update(of_entry)
+    return frozenset(exact)
 
 
 def _owners(model: nn.Module, batch: Batch) -> Owners:

@@ -54,6 +54,11 @@ class Tree:
         for part in self.parts:
             yield from part.kinds
 
+    @property
+    def size(self) -> int:
+        """The number of leaves."""
+        return 1 if self.make is None else sum(part.size for part in self.parts)
+
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Reassemble the flattened object with these leaves."""
         return self._filled(iter(leaves))

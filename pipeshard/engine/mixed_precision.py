@@ -22,7 +22,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.writes import DATA, OWNERS
-from pipeshard.hf import is_target, kept_in_fp32
+from pipeshard.hf import kept_in_fp32
 from pipeshard.options import PRECISIONS
 from pipeshard.split.materialize import rebuilt_models, storageless
 
@@ -345,14 +345,15 @@ class Precision:
         return full
 
     def of_batch(self, batch: Batch) -> Batch:
-        """Cast the batch's fp32 tensors (images, audio) to the model's precision, except labels and targets."""
+        """Cast the batch's fp32 tensors (images, audio) to the model's precision, except targets and what only the
+        criterion receives."""
         if not self.lowers:
             return batch
 
-        def lowered(path: str, leaf: Tensor, dim: int | None) -> Tensor:
-            return leaf.to(self.dtype) if leaf.dtype is torch.float32 and not is_target(path) else leaf
+        def lowered(path: str, tensor: Tensor) -> Tensor:
+            return tensor.to(self.dtype) if tensor.dtype is torch.float32 and path not in batch.exact else tensor
 
-        return batch.map(lowered)
+        return batch.converted(lowered)
 
     def lowered(self, model: nn.Module) -> set[Tensor]:
         """The parameters and buffers to cast. In transformers models, these are the tensors that

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
-from pipeshard.batch.read import dummy_inputs, read_batch, taken_by
+from pipeshard.batch.read import argument_names, dummy_inputs, read_batch, taken_by
 from pipeshard.config import PipelineHints
 from pipeshard.engine.refusals import refuse_recomputed
 from pipeshard.engine.running_state import Carry
@@ -183,8 +183,7 @@ def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
         return dict(data)
     entries = Batch.of(data).data
     taken = taken_by(model, entries)
-    arguments = list(inspect.signature(model.forward).parameters.values())[: len(entries) if taken is None else taken]
-    names = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    names = argument_names(model)[: len(entries) if taken is None else taken]
     names += [f"entry_{place}" for place in range(len(names), len(entries))]
     return dict(zip(names, entries, strict=True))
 

@@ -14,7 +14,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+import pipeshard
 from pipeshard.batch.read import read_batch
+from pipeshard.batch.tree import tensors_in
 from pipeshard.distributed.collectives import local, whole
 from pipeshard.engine.mixed_precision import Precision, filled_like
 from pipeshard.errors import UsageError
@@ -375,3 +377,68 @@ def test_a_gradient_beyond_fp16_is_infinite() -> None:
 @pytest.mark.turns
 def test_gradients_of_fp16_are_those_of_the_loss(pool: Pool) -> None:
     assert max(pool.run(scaled, 2)) < 0.05
+
+
+class Taught(torch.nn.Module):
+    """A regression that takes images of different sizes, in a list, and optionally its targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+
+    def forward(self, images: Any, targets: Any = None) -> Tensor:
+        x = torch.stack([image.mean(0) for image in images]) if isinstance(images, list) else images
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+EXACT, LOW = 1234.5, torch.tensor(1234.5).bfloat16().item()
+FIRST, SAMPLES = torch.full((4, 4), EXACT), [torch.full((1 + row, 4), EXACT) for row in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ((FIRST, FIRST), [LOW, EXACT]),  # positional targets
+        ((FIRST, FIRST, {"teacher": FIRST}), [LOW, EXACT, EXACT]),  # the model takes two entries
+        ({"images": FIRST, "criterion.teacher": FIRST}, [LOW, EXACT]),
+        ({"images": FIRST, "criterion.of": {"teacher": FIRST}}, [LOW, EXACT]),
+        ({"images": SAMPLES, "targets": SAMPLES}, [LOW, EXACT]),
+        ((SAMPLES, [{"boxes": sample} for sample in SAMPLES]), [LOW, EXACT]),
+        ((SAMPLES, FIRST, SAMPLES), [LOW, EXACT, EXACT]),
+    ],
+)
+def test_what_only_the_loss_reads_stays_fp32(data: Any, expected: list[float]) -> None:
+    """A teacher's logits lost 16 of their 24 bits before the loss; images of different sizes were not cast."""
+    batch = Precision("bf16", False, torch.device("cpu")).of_batch(read_batch(Taught(), data))
+    assert [tensors_in(leaf)[0].flatten()[0].item() for leaf in batch.leaves] == expected
+
+
+def priced() -> list[float]:
+    """The losses of batches with targets beyond fp16's largest value."""
+    x, y = torch.ones(4, 4), torch.full((4, 4), 1e5)
+    kinds: list[tuple[torch.nn.Module, Any, Any]] = [
+        (Taught().layers, (x, y), 1),
+        (Taught(), {"images": x, "criterion.y": y}, "criterion.y"),
+        (Taught(), {"images": [x[:1], x[:2], x[:3], x], "criterion.y": y}, "criterion.y"),
+    ]
+    losses = []
+    for model, data, key in kinds:
+        engine = pipeshard.initialize(
+            model,
+            torch.optim.SGD(model.parameters()),
+            lambda out, batch, key=key: torch.nn.functional.l1_loss(out, batch[key]),
+            pp_size=dist.get_world_size(),
+            num_microbatches=2,
+            precision="fp16",
+            dry_run_input=data,
+        )
+        losses.append(float(engine.execute_pipeline(iter([data]))["loss"]))
+    return losses
+
+
+@pytest.mark.turns
+def test_targets_beyond_fp16_are_finite(pool: Pool) -> None:
+    """A price of 1e5 became inf where the model was cast to fp16: all steps were skipped."""
+    assert pool.run(priced, 2)[0] == pytest.approx([1e5] * 3, rel=1e-4)
