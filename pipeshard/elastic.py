@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.training_state import has_step, load_training_state, save_training_state
+from pipeshard.checkpoint.training_state import check_complete, has_step, load_training_state, save_training_state
 from pipeshard.distributed.collectives import gather, gather_objects, together_in
 from pipeshard.distributed.groups import raising_errors
 from pipeshard.distributed.mesh import backend_here
@@ -68,18 +68,20 @@ class PreemptibleJob:
     def resume(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
-        lr_scheduler: LRScheduler | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
         averages: Sequence[nn.Module] = (),
     ) -> int:
-        """Load the newest state into the objects that `booster.boost` returned. `averages` are further boosted models
-        that are saved and resumed with the model, such as an average of its weights. Returns the number of completed
-        steps, which is 0 for a new job.
+        """Load the newest state into the objects that `booster.boost` returned. Several optimizers or LR schedulers are
+        given as a list. `averages` are further boosted models that are saved and resumed with the model, such as an
+        average of its weights. Returns the number of completed steps, which is 0 for a new job.
 
-        Raises CheckpointError, on every rank, for a state that does not match these objects, and for a directory that
-        contains saved steps, but no complete one. (A save that was killed leaves no step.)
+        Raises CheckpointError, on every rank, for a state that does not match these objects, for a directory that
+        contains saved steps, but no complete one (a save that was killed leaves no step), and for only some of the
+        optimizers that were boosted with the model.
         """
+        check_complete(model, optimizer)
         self._parts, self._averages = (model, optimizer, lr_scheduler, dataloader), averages
         if getattr(dataloader, "num_workers", 0):
             dataloader.worker_init_fn = Deaf(dataloader.worker_init_fn)

@@ -213,7 +213,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
 
     Raises CheckpointError, on every rank, if the state cannot be written.
     """
-    boosted, target = _boosted(optimizer), Path(checkpoint)
+    boosted, target = boosted_optimizer(optimizer), Path(checkpoint)
     description, written = _planned(boosted, shard)
     rank = boosted.group.rank()
     if shard:
@@ -244,7 +244,7 @@ def check_savable(optimizer: Optimizer) -> None:
 def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
     """Copies of the contents of the files that this rank writes to an optimizer's folder, and the description (None
     except on the first rank). Call it on all ranks. Raises CheckpointError as `save_optimizer` does."""
-    boosted = _boosted(optimizer)
+    boosted = boosted_optimizer(optimizer)
     description, written = _planned(boosted, shard=True)
     return list(contents(_in_files(written))), copy.deepcopy(description) if boosted.group.rank() == 0 else None
 
@@ -279,7 +279,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     Raises CheckpointError on every rank, before it changes anything, for any other file or folder, and for a checkpoint
     with different parameters, shapes or groups.
     """
-    boosted = _boosted(optimizer)
+    boosted = boosted_optimizer(optimizer)
     with together(boosted.group):
         source = existing(Path(checkpoint))
         content = _read_content(source)
@@ -293,7 +293,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
         _restore_states(boosted, content, states)
 
 
-def _boosted(optimizer: Optimizer) -> PipelineOptimizer:
+def boosted_optimizer(optimizer: Optimizer) -> PipelineOptimizer:
     if not isinstance(optimizer, PipelineOptimizer):
         raise CheckpointError(
             f"this {type(optimizer).__name__} was not boosted: pass the optimizer that booster.boost(...) returned"

@@ -47,6 +47,7 @@ from pipeshard.errors import CheckpointError, summary
 MANIFEST_FORMAT = 1
 MANIFEST, LOCK = "manifest.json", ".writer"
 MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"  # the parts of a state
+SCHEDULER = "lr_scheduler"  # a key of training.pt
 MARKS = ".marks"  # a folder in the hidden folder, through which the ranks synchronize
 
 
@@ -218,7 +219,7 @@ class StateSave(Save):
 
     writing: Path  # the hidden folder
     models: list[FolderSave]  # empty on ranks that do not write models
-    optimizer: tuple[list[FileContent], dict[str, Any] | None]  # the result of `optimizer_part`
+    optimizers: dict[str, tuple[list[FileContent], dict[str, Any] | None]]  # by folder, the results of `optimizer_part`
     rest: dict[str, Any] | None  # on the first rank: the content of training.pt
     step: int
     pipeline_stages: int
@@ -230,9 +231,11 @@ class StateSave(Save):
             model.write()
             shards = [model.target / name for name in model.parts]
             own += [shard for shard in shards if shard.exists()]  # a single shard is still hidden
-        files, description = self.optimizer
-        own += write_files(files, self.writing / OPTIMIZER, self.stage)
-        for content, file in (description, self.writing / OPTIMIZER / DESCRIPTION), (self.rest, self.writing / REST):
+        documents = {self.writing / REST: self.rest}
+        for name, (files, description) in self.optimizers.items():
+            own += write_files(files, self.writing / name, self.stage)
+            documents[self.writing / name / DESCRIPTION] = description
+        for file, content in documents.items():
             if content is not None:
                 with writes(file):
                     torch.save(content, file)

@@ -22,13 +22,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.files import existing, hidden, make_way, new_folder, remove, restore, together, writes
 from pipeshard.checkpoint.io import boosted_model, io_of
-from pipeshard.checkpoint.optimizer import load_optimizer, optimizer_part, save_optimizer
+from pipeshard.checkpoint.optimizer import boosted_optimizer, load_optimizer, optimizer_part, save_optimizer
 from pipeshard.checkpoint.state_folder import (
     MANIFEST,
     MARKS,
     MODEL,
     OPTIMIZER,
     REST,
+    SCHEDULER,
     StateSave,
     damage,
     flaw,
@@ -95,8 +96,8 @@ def save_training_state(
     directory: str | Path,
     step: int,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
-    lr_scheduler: LRScheduler | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     dataloader: Any = None,
     keep: int = 3,
     use_async: bool = False,
@@ -105,19 +106,22 @@ def save_training_state(
     """Write the folder `directory/step-<step>` between two steps. Call it on all ranks, after `optimizer.zero_grad()`.
 
     The folder contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler,
-    the loss scale, the random states of all ranks and the position in the data. `average-0`, `average-1` and so on
-    contain `averages`, further boosted models of the run, such as an average of the weights. At every moment, each
-    step is either complete or does not exist. When this step is complete, all steps except the last `keep` are removed.
+    the loss scale, the random states of all ranks and the position in the data. With several optimizers or LR
+    schedulers, pass a list. `average-0`, `average-1` and so on contain `averages`, further boosted models of the run,
+    such as an average of the weights. At every moment, each step is either complete or does not exist. When this step
+    is complete, all steps except the last `keep` are removed.
 
     With `use_async=True`, copies are written while training continues. These copies take as much host memory as the
     rank's weights, averages and optimizer state. The next save waits for an unfinished background save, and raises an
     error if the background save failed. At exit, the process also waits for an unfinished save.
 
-    Raises CheckpointError, on every rank, for an object that is not boosted, a dataloader without `state_dict`, an
-    invalid `step` or `keep`, a `directory` with a later step (it would be mistaken for the newest), and a `directory`
-    into which another job saves.
+    Raises CheckpointError, on every rank, for an object that is not boosted, for only some of the optimizers that were
+    boosted with the model, a dataloader without `state_dict`, an invalid `step` or `keep`, a `directory` with a later
+    step (it would be mistaken for the newest), and a `directory` into which another job saves.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
+    optimizers = by_name(OPTIMIZER, optimizer)
+    check_complete(model, optimizer)
     with together(pipeline.grid.world):
         _check_loader(dataloader)
         _check_step(parent, step, keep)
@@ -135,13 +139,13 @@ def save_training_state(
     target = _folder(parent, step)
     if use_async:
         finish = partial(_keep, parent, keep)
-        checkpoints.start(_planned_state(target, step, _by_folder(model, averages), optimizer, rest, finish))
+        checkpoints.start(_planned_state(target, step, _by_folder(model, averages), optimizers, rest, finish))
         return
     with new_folder(target, pipeline.grid.world, mark=MANIFEST) as folder:
         for name, each in _by_folder(model, averages).items():
             io_of(each).save_folder(each, folder / name)
-        if optimizer is not None:
-            save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
+        for name, boosted in optimizers.items():
+            save_optimizer(boosted, folder / name, shard=True)
         with together(pipeline.grid.world):
             if rest is not None:
                 with writes(folder / REST):
@@ -157,11 +161,33 @@ def _by_folder(model: nn.Module, averages: Sequence[nn.Module]) -> dict[str, nn.
     return {MODEL: model} | {f"average-{k}": average for k, average in enumerate(averages)}
 
 
+def by_name(name: str, given: Any) -> dict[str, Any]:
+    """The given objects (one, a sequence, or None), by their names in a training state: `name`, `name-1` and so on."""
+    every = [] if given is None else given if isinstance(given, list | tuple) else [given]
+    return {f"{name}-{k}" if k else name: each for k, each in enumerate(every)}
+
+
+def check_complete(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
+    """Raise CheckpointError, on every rank, if optimizers are given, but not one that was boosted with the model and
+    updates further parameters: after a resume, it would begin with an empty state."""
+    pipeline = boosted_model(model).pipeline
+    with together(pipeline.grid.world):
+        given = [boosted_optimizer(each) for each in by_name(OPTIMIZER, optimizer).values()]
+        updated = {name for each in given for name in each.names.values()}
+        others = [each for each in pipeline.gradients.updates.in_use().values() if each not in given]
+        left_out = [type(each.optim).__name__ for each in others if not updated.issuperset(each.names.values())]
+        if given and left_out:
+            raise CheckpointError(
+                f"the model was also boosted with {', '.join(left_out)}, whose state would be lost on resuming: pass a "
+                "list of all its optimizers (optimizer=[muon, adamw]), in the same order when saving and loading"
+            )
+
+
 def _planned_state(
     target: Path,
     step: int,
     models: dict[str, nn.Module],
-    optimizer: Optimizer | None,
+    optimizers: dict[str, Optimizer],
     rest: dict[str, Any] | None,
     finish: Callable[[], None],
 ) -> StateSave:
@@ -172,10 +198,9 @@ def _planned_state(
     with together(world):
         if first:
             make_way(target, mark=MANIFEST)
-            for folder in (MARKS, *models, *([OPTIMIZER] if optimizer is not None else [])):
+            for folder in (MARKS, *models, *optimizers):
                 (writing / folder).mkdir(parents=True)
     saves = [io_of(model).planned(model, writing / name) for name, model in models.items()]
-    part = ([], None) if optimizer is None else optimizer_part(optimizer)
     return StateSave(
         target=target,
         stage=world.rank(),
@@ -183,7 +208,7 @@ def _planned_state(
         token="",
         writing=writing,
         models=[save for save in saves if save is not None],
-        optimizer=part,
+        optimizers={name: optimizer_part(optimizer) for name, optimizer in optimizers.items()},
         rest=copy.deepcopy(rest),
         step=step,
         pipeline_stages=pipeline.num_stages,
@@ -205,8 +230,8 @@ def _keep(parent: Path, keep: int) -> None:
 def load_training_state(
     directory: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
-    lr_scheduler: LRScheduler | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     dataloader: Any = None,
     step: int | None = None,
     verify: bool = True,
@@ -215,15 +240,17 @@ def load_training_state(
     """Restore the given objects to their state at `step` (by default, the newest complete step), and return this step.
 
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
-    given are not loaded. Each rank's random generators are always restored. If the sizes of the grid have changed,
-    every rank gets the states of the first rank. With `verify`, every file is compared with its saved checksum. If a
-    file of the newest step has changed and `step` is not given, this step is renamed to `step-<step>.damaged`, and an
-    older step is loaded, with a warning.
+    given are not loaded. Several optimizers or LR schedulers are given as a list, in the saved order. Each rank's
+    random generators are always restored. If the sizes of the grid have changed, every rank gets the states of the
+    first rank. With `verify`, every file is compared with its saved checksum. If a file of the newest step has changed
+    and `step` is not given, this step is renamed to `step-<step>.damaged`, and an older step is loaded, with a warning.
 
     Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if a file of the step cannot be
-    read, if the step lacks the state of a given object, and if a saved state does not fit its object.
+    read, if the step lacks the state of a given object, if a saved state does not fit its object, and if only some of
+    the optimizers that were boosted with the model are given.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
+    check_complete(model, optimizer)
     with together(pipeline.grid.world):
         _check_loader(dataloader)
         steps = _choose(parent, step)
@@ -251,9 +278,9 @@ def load_training_state(
                 path.rename(path.with_name(f"{path.name}.damaged"))
     with together(pipeline.grid.world):
         rest = read_rest(folder / REST)
-        models = _by_folder(model, averages)
-        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader} | models
-        saved = rest | {name: folder / name for name in (OPTIMIZER, *models) if (folder / name).exists()}
+        models, optimizers = _by_folder(model, averages), by_name(OPTIMIZER, optimizer)
+        given = optimizers | by_name(SCHEDULER, lr_scheduler) | {"dataloader": dataloader} | models
+        saved = rest | {name: folder / name for name in (*optimizers, *models) if (folder / name).exists()}
         missing = [name for name in given if given[name] is not None and saved.get(name) is None]
         if missing:
             raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: do not pass these objects")
@@ -261,8 +288,8 @@ def load_training_state(
             dataloader.load_state_dict(rest["dataloader"])
     for name, each in models.items():
         io_of(each).load_model(each, str(folder / name))
-    if optimizer is not None:
-        load_optimizer(optimizer, folder / OPTIMIZER)
+    for name, boosted in optimizers.items():
+        load_optimizer(boosted, folder / name)
     with together(pipeline.grid.world):
         restore_rest(pipeline, rest, lr_scheduler)
         set_random_state(own_random_state(rest, pipeline.grid))
@@ -364,7 +391,7 @@ def _choose(parent: Path, step: int | None) -> list[int]:
     )
 
 
-def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: Any = None) -> dict[str, Any]:
+def rest_of(pipeline: Pipeline, lr_scheduler: Any, dataloader: Any = None) -> dict[str, Any]:
     """The content of training.pt: a training state without the model and the optimizer. Raises CheckpointError for a
     state that `read_rest` could not read."""
 
@@ -377,15 +404,15 @@ def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: An
         "model": pipeline.policy.replay.randomness.model,
         "random": random_state(),
         "loss_scale": None if pipeline.scaling is None else pipeline.scaling.state_dict(),
-        "lr_scheduler": state_of(lr_scheduler),
         "dataloader": state_of(dataloader),
-    }
+        SCHEDULER: None,
+    } | {name: state_of(scheduler) for name, scheduler in by_name(SCHEDULER, lr_scheduler).items()}
 
 
-def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRScheduler | None) -> None:
+def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: Any) -> None:
     """Restore the result of `rest_of`, except the dataloader and the random generators."""
-    if lr_scheduler is not None:
-        lr_scheduler.load_state_dict(rest["lr_scheduler"])
+    for name, scheduler in by_name(SCHEDULER, lr_scheduler).items():
+        scheduler.load_state_dict(rest[name])
     pipeline.steps, pipeline.forwards = rest["steps"], rest.get("forwards", 0)
     randomness = pipeline.policy.replay.randomness  # a resumed script may have boosted fewer models before this one
     randomness.model = rest.get("model", randomness.model)
@@ -404,7 +431,7 @@ def read_rest(file: Path) -> dict[str, Any]:
         for key, count in counts:
             if not isinstance(count, int) or count < 0:
                 raise ValueError(f"{key} must be a non-negative integer")
-        for key in ("lr_scheduler", "dataloader", "loss_scale"):
+        for key in ("dataloader", "loss_scale", *(key for key in rest if key.startswith(SCHEDULER))):
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")
         ranks = rest.get("ranks", [])

@@ -237,7 +237,7 @@ def test_the_reason_of_a_failed_save_is_logged(tmp_path: Path, caplog: pytest.Lo
     writing = tmp_path / ".step-1.writing"
     (writing / MARKS).mkdir(parents=True)
     rest = {"unsaved": lambda: None}  # not written by torch.save
-    save = StateSave(tmp_path / "step-1", 0, 1, "", writing, [], ([], None), rest, 1, 1, lambda: None)
+    save = StateSave(tmp_path / "step-1", 0, 1, "", writing, [], {}, rest, 1, 1, lambda: None)
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", seen.append)

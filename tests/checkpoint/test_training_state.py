@@ -810,3 +810,57 @@ def test_two_models_do_not_replace_each_others_states(pool: Pool, tmp_path: Path
     """A model and its average were saved into one directory: both then came back with the average's weights."""
     for message in pool.run(two_models, 2, tmp_path):
         assert "another model of this process has saved step 1" in message and "a separate directory" in message
+
+
+class Twice:
+    """A script with one optimizer for matrices and one for the rest, and a schedule of each."""
+
+    def __init__(self, seed: int) -> None:
+        model, self.data = zoo.build("llama", seed=seed), zoo.batch("llama")
+        plugin = PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=2, dry_run_input=self.data)
+        self.booster = Booster(plugin=plugin)
+        matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1, momentum=0.9)
+        vectors = torch.optim.AdamW([p for p in model.parameters() if p.ndim == 1], lr=0.1)
+        raw = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5 + seed / 10) for optimizer in (matrices, vectors)]
+        boosted = [self.booster.boost(model, matrices, lr_scheduler=raw[0])]
+        boosted += [self.booster.boost(boosted[0][0], vectors, lr_scheduler=raw[1])]
+        self.model, self.optimizers, self.schedules = boosted[0][0], [b[1] for b in boosted], [b[4] for b in boosted]
+
+    def step(self) -> tuple[float, list[Any]]:
+        loss = self.booster.execute_pipeline(iter([self.data]), self.model, None, self.optimizers[0])["loss"]
+        for each in (*self.optimizers, *self.schedules):
+            each.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return float(loss), [schedule.get_last_lr() for schedule in self.schedules]
+
+
+def twice(folder: Path, use_async: bool) -> list[str]:
+    """Steps of a resumed script beside an uninterrupted one, and what is said where only one optimizer is passed."""
+    first = Twice(0)
+    parts = first.model, first.optimizers, first.schedules
+    first.step()
+    save_training_state(folder, 1, *parts, use_async=use_async)
+    expected = [first.step() for _ in range(3)]
+    save_training_state(folder, 2, *parts)  # waits for the save in the background
+    second = Twice(1)
+    assert load_training_state(folder, second.model, second.optimizers, second.schedules, step=1) == 1
+    assert [second.step() for _ in range(3)] == expected
+    told = []
+    for refused in (
+        lambda: save_training_state(folder, 3, second.model, second.optimizers[1]),
+        lambda: load_training_state(folder, second.model, [second.optimizers[0]]),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            refused()
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("use_async", [False, True])
+def test_all_optimizers_of_a_model_are_saved_and_resumed(pool: Pool, tmp_path: Path, use_async: bool) -> None:
+    """Muon was saved and AdamW was not: after a resume, AdamW's moments began at 0, without an error."""
+    for told in pool.run(twice, 2, tmp_path / "state", use_async):
+        for message, name in zip(told, ("SGD", "AdamW"), strict=True):
+            assert f"also boosted with {name}," in message and "optimizer=[muon, adamw]" in message, message
