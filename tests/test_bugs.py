@@ -332,6 +332,8 @@ class Counting:
         self.accelerator: Any = SimpleNamespace(is_muted=False)
         self.callback_handler: Any = SimpleNamespace(callbacks=[])
         self.model: Any = nn.Identity()
+        self.pipeline: Any = None
+        self.autocasts = False
         self.steps = {"seen": 1}
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **beside: Any) -> Tensor:

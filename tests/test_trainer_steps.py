@@ -264,6 +264,33 @@ def test_a_tokenizer_s_batch_is_traced_without_the_labels_of_a_custom_loss(pool:
             assert differences(found, expected, 3e-6) == []
 
 
+class Contrastive(Trainer):
+    """Has a loss whose operators autocast would run in 16 bits."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        embedded = nn.functional.normalize(outputs.logits)
+        loss = nn.functional.cross_entropy(embedded @ embedded.T * 20, torch.arange(len(embedded)))
+        return (loss, outputs) if return_outputs else loss
+
+
+def contrasted(folder: str, plugin: dict[str, Any] | None) -> Any:
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["weighted"], "kind", Contrastive):
+        made = trainer("weighted", folder, plugin, max_steps=2, bf16=True)
+        made.train()
+        made.evaluate()
+        return logs(made)
+
+
+@pytest.mark.turns
+def test_a_loss_of_ones_own_is_computed_in_fp32_under_autocast(pool: Pool, tmp_path: Path) -> None:
+    """With bf16=True, the matmul of a contrastive loss ran in bf16, on bf16 outputs: accelerate's autocast ends with
+    the model's forward, and returns fp32 outputs."""
+    expected = contrasted(str(tmp_path), None)
+    for found in pool.run(contrasted, 2, str(tmp_path), {"pp_size": 2}):
+        assert differences(found, expected, 3e-6) == []
+
+
 def padded_without_labels(samples: list[Any]) -> dict[str, Tensor]:
     """A batch as long as the longest sample, without labels if the samples have none."""
     batch = padded([{"labels": sample["input_ids"], **sample} for sample in samples])

@@ -14,7 +14,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,10 +32,10 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.nodes import nodes_from
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.private import tree_tensors
+from pipeshard.private import tree_map_only, tree_tensors
 from pipeshard.replaced import replaced
 from pipeshard.trainer.kept import KeptState
-from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn, without_checkpointing
+from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn, in_fp32, without_checkpointing
 
 ITEMS = "num_items_in_batch"
 PLAIN_VALUES = (bool, int, float, str, type(None))
@@ -44,6 +44,10 @@ PLAIN_VALUES = (bool, int, float, str, type(None))
 class ComputesLoss(Protocol):
     model: nn.Module
     accelerator: PipelineAccelerator
+    pipeline: PipelinePlugin
+
+    @property
+    def autocasts(self) -> bool: ...
 
     def keeping_logs(self, logs: list[Any]) -> AbstractContextManager[None]: ...
 
@@ -232,11 +236,18 @@ class Objective:
         self.trainer.report_logs(logs)
 
     def _loss(self, outputs: Any, inputs: Mapping[str, Any], is_trial: bool = False) -> Tensor:
+        """Call compute_loss. If the forward runs under autocast, compute_loss runs outside of it, on outputs in fp32:
+        in one process, accelerate wraps only the forward."""
         trainer = self.trainer
+        outside: AbstractContextManager[object] = nullcontext()
+        if trainer.autocasts:
+            outputs = tree_map_only(Tensor, in_fp32, outputs)
+            outside = torch.autocast(trainer.pipeline.grid.device.type, enabled=False)
         answer = Answer(trainer.model, outputs, inputs, self.added, is_trial)
         left_out = {*self.added, ITEMS}
         given = {name.removeprefix(FOR_CRITERION): inputs[name] for name in inputs if name not in left_out}
-        loss = trainer.compute_loss(answer, given, num_items_in_batch=self.num_items)
+        with outside:
+            loss = trainer.compute_loss(answer, given, num_items_in_batch=self.num_items)
         if not isinstance(loss, Tensor):
             raise UsageError(f"compute_loss of {type(trainer).__name__} returned a {type(loss).__name__}, not a tensor")
         return loss

@@ -220,6 +220,11 @@ def _ones(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def in_fp32(tensor: Tensor) -> Tensor:
+    """An output of a forward under autocast as accelerate returns it: in fp32 if it has 16 bits."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def _drop(outputs: Any, inputs: Any) -> None:
     """A `return_outputs` function that requires all outputs, but keeps none."""
 
@@ -334,9 +339,8 @@ class Stages(StandIn):
 
     def _placed(self, tensor: Tensor) -> Tensor:
         pipeline = self.boosted.pipeline
-        short = pipeline.config.autocast and tensor.dtype in (torch.float16, torch.bfloat16)
         tensor = tensor.as_subclass(Tensor).to(pipeline.device)
-        return tensor.float() if short else tensor  # as accelerate does for outputs of autocast
+        return in_fp32(tensor) if pipeline.config.autocast else tensor
 
     def train(self, mode: bool = True) -> "Stages":
         self.module.train(mode)

@@ -161,9 +161,7 @@ class Loop(Trainer):
         elif objective is not None or config.dry_run_input is None:
             sample = self._as_given(sample)
         changes["dry_run_input"] = sample
-        mixed = self.accelerator.mixed_precision  # from the arguments, or otherwise from `accelerate launch`
-        if config.precision == "fp32" and mixed in ("bf16", "fp16"):
-            changes |= {"precision": mixed, "autocast": True}
+        changes |= self._precision
         if args.torch_compile and not config.compile:
             given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             changes["compile"] = {name: value for name, value in given.items() if value} or True
@@ -174,6 +172,19 @@ class Loop(Trainer):
         if folder := getattr(model, "_pretrained", None):
             io_of(boosted).load_model(boosted, folder)
         return Stages(self.pipeline, model, boosted)
+
+    @property
+    def _precision(self) -> dict[str, Any]:
+        """The plugin's precision, or otherwise that of the arguments or of `accelerate launch`, under autocast."""
+        config, mixed = self.pipeline.config, self.accelerator.mixed_precision
+        if config.precision == "fp32" and mixed in ("bf16", "fp16"):
+            return {"precision": mixed, "autocast": True}
+        return {"precision": config.precision, "autocast": config.autocast}
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether the model's forward runs under autocast."""
+        return bool(self._precision["autocast"])
 
     def _sample(self) -> Any:
         """The first samples, or None if there are no samples. Random generators are not advanced."""
