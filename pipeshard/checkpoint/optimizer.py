@@ -238,7 +238,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
 def check_savable(optimizer: Optimizer) -> None:
     """Raise CheckpointError, on every rank, if `save_optimizer` could not write the state that the optimizer has after
     a step. Call it on all ranks."""
-    _described(_boosted(optimizer))
+    _described(boosted_optimizer(optimizer))
 
 
 def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
