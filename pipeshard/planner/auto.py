@@ -13,7 +13,7 @@ from pipeshard.errors import PartitionError, PipeshardError
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.inside import Inside, inside, opened, sent
 from pipeshard.planner.memory import Part
-from pipeshard.schedule.search import Rule, Searched, Work, anneal, changed, climb, estimate, rules, scheduled
+from pipeshard.schedule.search import Rule, Searched, Work, anneal, changed, climb, estimate, of_ranks, rules, scheduled
 from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, check_streams
 from pipeshard.split.balance import balance
 from pipeshard.split.boundary import forbidden_cuts
@@ -22,10 +22,11 @@ CHUNKS = 2, 3, 4  # stages per rank, assigned to the ranks in a loop; two may al
 TIGHTNESS = 0.0, 1.25, 1.5, 2.0  # values of `tightness` for `estimate`
 ESTIMATES = 1500  # changes of cuts tried per tightness
 RETRIES = 10  # attempts to find a legal change of cuts
+PROMISING = 1.1  # a placement is searched if its first program takes at most this multiple of the fastest one's time
 PLACEMENTS = 5, 2  # number of placements searched in the first and the second round
 REFINED, SEEDS = 3, (0, 1)  # solutions that are refined inside layers, and the random numbers for each
 SLACK = 0.005  # fraction by which a step may become slower while a solution is refined
-ACTIONS, TRIES = 1_200_000, 3000  # limits: actions scheduled per round, and changes tried per placement
+ACTIONS, TRIES = 1_000_000, 3000  # limits: actions scheduled per round, and changes tried per placement
 IDLE = Part(0, has_gradients=True, is_running=False)
 Edges = tuple[int, ...]  # the first call of each stage, then the number of all calls
 Choice = tuple[Edges, Rule]
@@ -42,6 +43,7 @@ class Cutter:
         possible = sorted(places.names) if places else range(1, len(subject.costs))
         forbidden, self.places = forbidden_cuts(subject.flow), places
         self.starts = [0, *(k for k in possible if k not in forbidden), len(subject.costs)]
+        self.places_of = {start: place for place, start in enumerate(self.starts)}
         self.part, self.work = cache(self._part), lru_cache(self._work)
         self.draws = random.Random(seed)
 
@@ -56,7 +58,7 @@ class Cutter:
         return `edges` unchanged."""
         if len(edges) < 3:
             return edges
-        places = [self.starts.index(edge) for edge in edges]
+        places = [self.places_of[edge] for edge in edges]
         for _ in range(RETRIES):
             first = self.draws.randrange(1, len(places) - 1)
             last = first + 1 if self.draws.random() < 0.5 else self.draws.randrange(first, len(places) - 1) + 1
@@ -90,10 +92,9 @@ class Cutter:
             update[rank] += added
             most[rank] = max(most[rank], more)
         footprint = self.subject.footprint
-        for rank in range(len(room)) if footprint.has_tied else ():
-            again, gradients = footprint.repeated(
-                [run for run, at in zip(itertools.pairwise(edges), placement) if at == rank]
-            )
+        runs = [*itertools.pairwise(edges)]
+        for rank, stages in enumerate(of_ranks(placement, len(room)) if footprint.has_tied else ()):
+            again, gradients = footprint.repeated([runs[s] for s in stages])
             room[rank] += again
             update[rank] -= self.subject.training.update(gradients)
         room = [left - more if added <= left else -1 for left, more, added in zip(room, most, update)]
@@ -124,9 +125,10 @@ class Cutter:
         leasts = [climb(initial, value(initial), value, self.moved, ESTIMATES)[1] for value in values]
         return {edges for edges in (initial, *leasts) if self.estimate(1.0, edges)[0] < math.inf}
 
-    def start(self) -> list[Found]:
-        """A list with the fastest combination of starting cuts and starting rule. It is empty if no program fits."""
-        best, found = math.inf, list[Found]()
+    def start(self, most: float = math.inf) -> list[Found]:
+        """A list with the fastest combination of starting cuts and starting rule. It is empty if no program fits and
+        takes less than `most`."""
+        best, found = most, list[Found]()
         for edges in sorted(self.cuts()):
             for rule in rules(self.work(edges), self.m):
                 if (time := self.time((edges, rule), best)) < best:
@@ -139,8 +141,10 @@ class Cutter:
         tries = min(TRIES, actions // (3 * self.m * len(self.placement)))
         return *anneal(start, time, self.time, self.change, tries, slack), self
 
-    def estimate(self, tightness: float, edges: Edges, _: object = None) -> tuple[float, float]:
-        return estimate(self.work(edges), self.m, tightness)
+    def estimate(
+        self, tightness: float, edges: Edges, best: tuple[float, float] = (math.inf, math.inf)
+    ) -> tuple[float, float]:
+        return estimate(self.work(edges), self.m, tightness, best[0])
 
     def time(self, choice: Choice, most: float = math.inf) -> float:
         return scheduled(self.work(choice[0]), self.m, choice[1], most)[0]
@@ -165,10 +169,12 @@ def search(subject: Subject, p: int, m: int) -> tuple[Candidate, Searched] | Non
     """Search for the fastest program of m microbatches that fits in the memory of each rank. Returns the model cut for
     this program and the program's schedule, or None if no such program was found. The program is proven free of
     deadlocks."""
-    found: list[Found] = []
+    found, most = list[Found](), math.inf
     for placement in placements(p):
         with suppress(PartitionError):  # the model has too few units
-            found += Cutter(subject, m, placement).start()
+            found += Cutter(subject, m, placement).start(most)
+            most = PROMISING * min((time for time, _, _ in found), default=math.inf)
+    found = [each for each in found if each[0] <= most]
     for count in PLACEMENTS:
         found.sort(key=itemgetter(0))
         found[:count] = [cutter.search(choice, time, ACTIONS // count) for time, choice, cutter in found[:count]]

@@ -198,18 +198,20 @@ def _heaviest(
 ) -> tuple[dict[int, tuple[Part | None, int]], int]:
     """The moment at which a rank exceeds its limit the most. Returns a dict that maps each stage of this rank to the
     stage's part (None: the end of a step) and bytes, and the rank's excess in bytes (at most 0 if all ranks fit)."""
-    found = []
+    found = list[tuple[Sequence[tuple[int, Part | None]], int]]()
     for of_rank, limit in zip(moments, limits, strict=True):
-        parts: list[dict[int, Part | None]] = [dict(moment) for moment in of_rank]
-        gradients = {s: footprint.gradients(*runs[s]) for s in parts[0]}
-        repeated, again = footprint.repeated([runs[s] for s in parts[0]])
-        for moment in (*parts, dict.fromkeys(parts[0])):
-            taken = {s: (part, footprint.total(*runs[s], part)) for s, part in moment.items()}
-            absent = sum(gradients[s] for s, part in moment.items() if part and not part.has_gradients)
-            too_absent = max(0, absent - (sum(gradients.values()) - again))  # as in `Candidate._memory`
-            roots = 0 if any(moment.values()) else footprint.training.update(again)
-            found.append((taken, sum(size for _, size in taken.values()) - repeated + too_absent - roots - limit))
-    return max(found, key=itemgetter(1))
+        stages = [s for s, _ in of_rank[0]]
+        gradients = {s: footprint.gradients(*runs[s]) for s in stages}
+        repeated, again = footprint.repeated([runs[s] for s in stages])
+        present, end_of_step = sum(gradients.values()) - again, tuple((s, None) for s in stages)
+        for moment in (*of_rank, end_of_step):
+            taken = sum([footprint.total(*runs[s], part) for s, part in moment])
+            absent = sum([gradients[s] for s, part in moment if part and not part.has_gradients])
+            too_absent = max(0, absent - present)  # as in `Candidate._memory`
+            roots = footprint.training.update(again) if moment is end_of_step else 0
+            found.append((moment, taken - repeated + too_absent - roots - limit))
+    worst, excess = max(found, key=itemgetter(1))
+    return {s: (part, footprint.total(*runs[s], part)) for s, part in worst}, excess
 
 
 @dataclass(eq=False)

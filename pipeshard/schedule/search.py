@@ -38,9 +38,9 @@ class Work(NamedTuple):
     returned: tuple[float, ...]
 
 
-def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
+def estimate(work: Work, m: int, tightness: float = 1.0, most: float = math.inf) -> tuple[float, float]:
     """Estimate the time of a step of m microbatches. Returns the time of the slowest rank, and the sum of the squared
-    times of all ranks.
+    times of all ranks. If a rank takes longer than `most`, both numbers may be infinite.
 
     A rank is idle three times: until its first input arrives; after its other work, until the input of a later stage or
     the first gradient arrives; and from its last B to the end of the step. The other work and the number of
@@ -53,7 +53,7 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
     ends = list(itertools.accumulate(map(operator.add, returned, (0.0, *backward))))  # from a B's end to the step's end
     there_and_back = starts[-1] + forward[-1] + ends[-1] + backward[-1]
     times, short = [], 0.0
-    for stages, room in zip(_of_ranks(work.placement, len(rooms)), rooms, strict=True):
+    for stages, room in zip(of_ranks(work.placement, len(rooms)), rooms, strict=True):
         whole = m * sum([forward[s] + backward[s] + weight[s] for s in stages])
         life = sum([sizes[s] * (there_and_back - starts[s] - ends[s] + weight[s]) for s in stages])
         weights, held = sum([weight[s] for s in stages]), sum([sizes[s] for s in stages])
@@ -62,11 +62,13 @@ def estimate(work: Work, m: int, tightness: float = 1.0) -> tuple[float, float]:
         first, forwards, backwards, both, comes_back = starts[stages[0]], 0.0, 0.0, 0.0, 0.0
         time = first + (m * tightness * life / max(room, held) if held else 0.0)
         for s in stages:
-            time = max(time, starts[s] + whole - few * forwards, first + whole - few * (backwards + weights) + ends[s])
+            filled, drained = starts[s] + whole - few * forwards, first + whole - few * (backwards + weights) + ends[s]
             forwards, backwards, both = forwards + forward[s], backwards + backward[s], both + backward[s] + weight[s]
             comes_back = there_and_back - ends[s] - backward[s]
-            time = max(time, comes_back + m * both)
+            time = max(time, filled, drained, comes_back + m * both)
         times.append(max(time, comes_back + whole - few * forwards))
+        if times[-1] > most:
+            return math.inf, math.inf
     return (math.inf, short) if short else (max(times), sum(time * time for time in times))
 
 
@@ -90,18 +92,20 @@ class Rule(NamedTuple):
 
 def rules(work: Work, m: int) -> Iterator[Rule]:
     """Yield the rules from which a search starts. The main difference is the number of microbatches that a stage keeps
-    alive: as many as are in flight in a step without idle time, some more, or as many as fit in memory."""
+    alive: as many as fit in memory, or somewhat more than are in flight in a step without idle time. The best rules
+    come first, so that slower ones are given up early."""
     stages = range(len(work.placement))
     busy = [0.0] * len(work.room)
     for s in stages:
         busy[work.placement[s]] += work.forward[s] + work.backward[s] + work.weight[s]
     lives = [sum(work.forward[s:]) + sum(work.backward[s:]) for s in stages]
-    for slack in (1.0, 1.5, math.inf):
-        most = [m if math.isinf(slack) else math.ceil(slack * life / (max(busy) or 1.0)) + 1 for life in lives]
+    in_flight = [math.ceil(1.5 * life / (max(busy) or 1.0)) + 1 for life in lives]
+    for most in [m] * len(stages), in_flight:
         alive = tuple(min(m, count) for count in most)
-        deeps = (False, False), (True, True), (False, True)
-        for deep, alternates, (patience, reserved) in itertools.product(deeps, (False, True), ((0.0, 1), (1.0, 8))):
-            yield Rule(*deep, alternates, patience, alive, reserved)
+        for deep, alternates, (patience, reserved) in itertools.product(
+            (False, True), (False, True), ((0.0, 1), (1.0, 8))
+        ):
+            yield Rule(deep, deep, alternates, patience, alive, reserved)
 
 
 def changed(rule: Rule, m: int, draws: random.Random) -> Rule:
@@ -122,12 +126,12 @@ def changed(rule: Rule, m: int, draws: random.Random) -> Rule:
 
 
 @lru_cache
-def _of_ranks(placement: tuple[int, ...], p: int) -> list[list[int]]:
+def of_ranks(placement: tuple[int, ...], p: int) -> list[list[int]]:
     """The stages of each rank."""
-    of_ranks: list[list[int]] = [[] for _ in range(p)]
+    stages: list[list[int]] = [[] for _ in range(p)]
     for s, rank in enumerate(placement):
-        of_ranks[rank].append(s)
-    return of_ranks
+        stages[rank].append(s)
+    return stages
 
 
 def climb(start: T, best: V, value: Callable[[T, V], V], change: Callable[[T], T], tries: int) -> tuple[V, T]:
@@ -164,7 +168,7 @@ def scheduled(
     step cannot finish, or certainly takes longer than `most`, the time is infinite, and the actions are incomplete."""
     placement, forward, backward, weight, sizes, room, latency, returned = work
     stages = range(len(placement))
-    of_rank = _of_ranks(placement, len(room))
+    of_rank = of_ranks(placement, len(room))
     done: dict[Kind, list[int]] = {kind: [0 for _ in stages] for kind in (F, B, W)}
     forwards, backwards, weights = done[F], done[B], done[W]  # the number of completed microbatches of each stage
     arrives = [[math.inf] * m for _ in stages]  # when the input of each F arrives
