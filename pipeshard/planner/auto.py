@@ -26,7 +26,7 @@ PROMISING = 1.1  # a placement is searched if its first program takes at most th
 PLACEMENTS = 5, 2  # number of placements searched in the first and the second round
 REFINED, SEEDS = 3, (0, 1)  # solutions that are refined inside layers, and the random numbers for each
 SLACK = 0.005  # fraction by which a step may become slower while a solution is refined
-ACTIONS, TRIES = 1_000_000, 3000  # limits: actions scheduled per round, and changes tried per placement
+ACTIONS, TRIES = 800_000, 3000  # limits: actions scheduled per round, and changes tried per placement
 IDLE = Part(0, has_gradients=True, is_running=False)
 Edges = tuple[int, ...]  # the first call of each stage, then the number of all calls
 Choice = tuple[Edges, Rule]
