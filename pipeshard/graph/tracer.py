@@ -6,12 +6,9 @@ model's own forward runs on the values of a small batch. Each unit call returns 
 Taint propagates dependencies from these zeros. Reading reports uses of tensors that bypass torch's dispatcher.
 """
 
-import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,23 +21,21 @@ from pipeshard.batch.criterion import WHOLE_TENSOR, Criterion, sum_and_count
 from pipeshard.batch.tree import flatten_with_names
 from pipeshard.errors import PipeshardError, TraceError, explained, summary
 from pipeshard.garbage import collector_paused
-from pipeshard.graph.dataflow import Call, Dataflow, Observed, Reads
+from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
-from pipeshard.graph.places import MISSING, PathStep, is_comparable
 from pipeshard.graph.preserve import as_trained
 from pipeshard.graph.question import Recipes
+from pipeshard.graph.readers import Readers
 from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
-from pipeshard.graph.snapshot import noting_reads
 from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
 from pipeshard.graph.unit_outputs import answer, opened
 from pipeshard.graph.units import CutPoint, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten, tree_tensors
 from pipeshard.replaced import replaced
 
-OF_MODULES = frozenset(dir(nn.Module()))  # attributes that every module has
 SMALL = 4  # the maximum number of elements per sample of an input that contains sizes (of images, patches, ...)
 
 
@@ -75,7 +70,6 @@ class Tracer:
         devices = (*(parameter.device for parameter in model.parameters()), sample.device)
         self.device = next(device for device in devices if device.type != "meta")
         self.kinds = Kinds(self.units, self.device, device or self.device, meter, lent)
-        self.inner = [inner for unit in self.units.values() for inner in unit.modules()]
         self.apart = {id(module): name for name, module in modules_apart(model, self.units)}
         self.python_random = self.counts_results = False
         self.reset: Callable[[], None] = lambda: None
@@ -100,8 +94,7 @@ class Tracer:
         self.taint.modules = self.apart
         self.calls: list[Call] = []
         self.groups = CheckpointSpans()
-        self.readers = defaultdict[int, Any](partial(defaultdict, set))  # of attributes, by the id of a unit's module
-        self.in_glue = True
+        self.readers = Readers(self.units)
         self.rows = batch.rows
         self._mark_inputs(batch)
         with (
@@ -112,11 +105,11 @@ class Tracer:
             self.taint,
             Reading(self.taint),
             noting_functions(self.taint) as sealed,
-            noting_reads(self.inner, self._note),
+            self.readers.noting(),
         ):
             state, self.seed = python_state(), torch.initial_seed()
             output = self._forward(batch)
-            with replaced(self, in_glue=False):
+            with self.readers.outside_glue():
                 self.listen(None, False)
             of_forward = dict(self.taint.decisions)
             self.taint.in_criterion = self.criterion is not None
@@ -235,41 +228,15 @@ class Tracer:
             together=tuple(self.groups.spans),
             valued=frozenset(self.kinds.valued),
             counts_results=self.counts_results,
-            observed=tuple(self._observed()),
+            observed=tuple(self.readers.observed(self.calls, self.kinds.settings)),
             opaque=tuple((name, type(leaf).__name__) for name, leaf in others if tree_tensors(opened(leaf))),
         )
-
-    def _note(self, module: nn.Module, name: str) -> None:
-        if self.in_glue:
-            self.readers[id(module)][name].add(-1)
-
-    def _note_looks(self, kind: Kind, index: int) -> None:
-        """Record the attributes of other units' modules that call `index` reads."""
-        modules = self.kinds.settings[self.calls[index].unit].modules if kind.looks else {}
-        addresses = {path: address for address, (_, path) in modules.items()}
-        for path, name in kind.looks:
-            if path in addresses:
-                self.readers[addresses[path]][name].add(index)
-
-    def _observed(self) -> Iterator[Observed]:
-        """The attributes with plain values that a unit may leave and other code reads. Attributes of modules outside
-        the unit count only if the unit leaves a value there in this run."""
-        left = {(call.unit, part.source.place) for call in self.calls for part in call.parts}
-        for unit in dict.fromkeys(call.unit for call in self.calls):
-            settings = self.kinds.settings[unit]
-            for address in self.readers.keys() & settings.modules.keys():
-                module, path = settings.modules[address]
-                for name, readers in self.readers[address].items():
-                    place = (*path, PathStep("attr", name))
-                    is_plain = name not in OF_MODULES and is_comparable(inspect.getattr_static(module, name, MISSING))
-                    if (unit, place) in left or (is_plain and address in settings.own):
-                        yield Observed(unit, place, frozenset(readers))
 
     def _answer(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record one call of a unit, and return placeholders for its result."""
         if self.taint.inside is not None:  # a call by another unit belongs to that unit
             return original(*args, **kwargs)
-        with replaced(self, in_glue=False):
+        with self.readers.outside_glue():
             return self._answered(unit, original, args, kwargs)
 
     def _answered(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -302,7 +269,7 @@ class Tracer:
                 is_cut=is_cut,
             )
         )
-        self._note_looks(kind, index)
+        self.readers.note_call(index, kind, self.kinds.settings[unit])
         taint.calls, taint.of_glue = index + 1, 0
         result = [self._stand_in(leaf, Value(index, position)) for position, leaf in enumerate(kind.leaves)]
         if self.meter and kind.visit:

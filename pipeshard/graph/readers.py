@@ -1,0 +1,62 @@
+"""Readers: which code reads the attributes of the units' modules in a trace."""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from pipeshard.graph.dataflow import Call, Observed
+from pipeshard.graph.kinds import Kind, Settings
+from pipeshard.graph.places import MISSING, PathStep, is_comparable
+from pipeshard.graph.snapshot import noting_reads
+from pipeshard.replaced import replaced
+
+OF_MODULES = frozenset(dir(nn.Module()))  # attributes that every module has
+
+
+class Readers:
+    """Records the readers of attributes: the indices of calls, and -1 for glue and the criterion."""
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self.inner = [inner for unit in units.values() for inner in unit.modules()]
+        self.in_glue = True
+        self._readers = defaultdict[int, Any](partial(defaultdict, set))  # by the module's id, then by attribute
+
+    def noting(self) -> AbstractContextManager[object]:
+        """Context manager in which glue's reads are recorded."""
+
+        def note(module: nn.Module, name: str) -> None:
+            if self.in_glue:
+                self._readers[id(module)][name].add(-1)
+
+        return noting_reads(self.inner, note)
+
+    def outside_glue(self) -> AbstractContextManager[None]:
+        """Context manager in which reads are not glue's."""
+        return replaced(self, in_glue=False)
+
+    def note_call(self, index: int, kind: Kind, settings: Settings) -> None:
+        """Record the attributes of other units' modules that call `index` reads. The call's unit has `settings`."""
+        modules = settings.modules if kind.looks else {}
+        addresses = {path: address for address, (_, path) in modules.items()}
+        for path, name in kind.looks:
+            if path in addresses:
+                self._readers[addresses[path]][name].add(index)
+
+    def observed(self, calls: Sequence[Call], settings: Mapping[str, Settings]) -> Iterator[Observed]:
+        """The attributes with plain values that a unit may leave and other code reads. Attributes of modules outside
+        the unit count only if the unit leaves a value there in one of the trace's `calls`."""
+        left = {(call.unit, part.source.place) for call in calls for part in call.parts}
+        for unit in dict.fromkeys(call.unit for call in calls):
+            reached = settings[unit].modules
+            for address in self._readers.keys() & reached.keys():
+                module, path = reached[address]
+                for name, readers in self._readers[address].items():
+                    place = (*path, PathStep("attr", name))
+                    is_plain = name not in OF_MODULES and is_comparable(inspect.getattr_static(module, name, MISSING))
+                    if (unit, place) in left or (is_plain and address in settings[unit].own):
+                        yield Observed(unit, place, frozenset(readers))
