@@ -47,7 +47,7 @@ class Copies:
         Closures (hooks, lambdas) are also copied: otherwise every copy would modify the user's own captured objects.
         Raises deepcopy's error for objects that cannot be copied.
         """
-        memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _made(self.model)}
+        memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in left_by_forwards(self.model)}
         closures = hollow(memo, self.model, self.criterion, self.optimizer)
         model, criterion = copy.deepcopy((self.model, self.criterion), memo)
         for old, new in zip(self.model.parameters(), model.parameters(), strict=True):
@@ -146,7 +146,7 @@ def _hollow(function: types.FunctionType) -> types.FunctionType:
     return made
 
 
-def _made(model: nn.Module) -> Iterator[Tensor]:
+def left_by_forwards(model: nn.Module) -> Iterator[Tensor]:
     """Non-leaf tensors that forwards have left on modules, which deepcopy does not support."""
     for module in model.modules():
         yield from (leaf for leaf in contents(vars(module)) if isinstance(leaf, Tensor) and not leaf.is_leaf)
