@@ -155,6 +155,33 @@ def test_completions_that_are_grouped_by_tokens_are_refused(pool: Pool, tmp_path
     assert "does not support microbatch_tokens=64" in message and "pass num_microbatches or microbatch_size" in message
 
 
+def shown_pictures(folder: str, rows: list[dict[str, Any]]) -> str:
+    given = {"train_dataset": rollouts.datasets.Dataset.from_list(rows * 8)}
+    with mock.patch.dict(rollouts.KINDS["often"].given, given), pytest.raises(ConfigurationError) as caught:
+        run("often", folder, {"pp_size": 1})
+    return str(caught.value)
+
+
+PARTS = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": "a"}], "images": [[1]]},
+        {"prompt": [{"role": "user", "content": "a"}], "image": [1]},
+        {"prompt": [{"role": "user", "content": PARTS}]},
+    ],
+    ids=["images", "image", "messages"],
+)
+def test_prompts_with_images_are_refused_by_name(pool: Pool, tmp_path: Any, row: dict[str, Any]) -> None:
+    """GRPOTrainer with images: its compute_loss passes slices of pixel_values, so the first step raised a UsageError
+    that named the data collator, which the user had not set."""
+    rollouts.base(tmp_path)
+    [message] = pool.run(shown_pictures, 1, str(tmp_path), [row])
+    assert "PipelinedGRPOTrainer does not support images in prompts" in message and "use SFTTrainer" in message
+
+
 @pytest.mark.turns
 def test_what_ranks_cannot_do_together_is_refused_by_name(pool: Pool, tmp_path: Any) -> None:
     """GRPOConfig lets 16 completions of a prompt be, as two processes of 8 have so many, but here they are stages."""

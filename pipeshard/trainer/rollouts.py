@@ -115,6 +115,12 @@ class Rollouts:
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """TRL's inputs for a batch of prompts: newly generated or buffered completions. Call it on all ranks."""
+        if any(has_images(sample) for sample in generation_batch):
+            raise ConfigurationError(
+                f"{type(self).__name__} does not support images in prompts: its loss divides the batch's pixel values "
+                "between samples, but stages receive them as one tensor. Train on prompts without images, or use "
+                "SFTTrainer"
+            )
         stages = self._own_stages()  # type: ignore[attr-defined]
         together = self._generated_together()  # type: ignore[attr-defined]
         of_replicas = gathered_from_replicas(self.accelerator, type(self))
@@ -147,6 +153,16 @@ class Rollouts:
         """Broadcast the value of the replica's first rank, and return it on all ranks of the replica."""
         own_progress().start("the rewards, which the first rank of the replica computes")
         return share_in_turn(value, self.pipeline.grid.stages, self.pipeline.grid.slices)
+
+
+def has_images(sample: Any) -> bool:
+    """Whether a sample of TRL's data has images, in columns or among the parts of its messages."""
+    if sample.get("image") is not None or sample.get("images"):
+        return True
+    prompt = sample.get("prompt")
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return any(part.get("type") == "image" for content in contents for part in content)
 
 
 @contextmanager
