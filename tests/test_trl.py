@@ -24,7 +24,7 @@ from pipeshard.graph.tracer import Tracer
 from pipeshard.trainer import pipelined
 from pipeshard.trainer.refusals import refuse_class
 from tests import zoo
-from tests.pool import Pool
+from tests.pool import Pool, WorkerError
 from tests.trainers import launched
 
 trl = pytest.importorskip("trl")
@@ -128,6 +128,29 @@ def test_a_reference_on_meta_is_not_precomputed() -> None:
     for adapters in (None, trls.adapters()):
         with pytest.raises(ConfigurationError, match="precompute_ref_log_probs=True runs the whole reference model"):
             pipelined(trl.DPOTrainer)(model, args=args, peft_config=adapters, pipeline=PipelinePlugin(1))
+
+
+def with_template(path: Path, folder: Path, vocabulary: int) -> None:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**zoo.TINY | {"vocab_size": vocabulary}))
+    args = trl.SFTConfig(str(folder), chat_template_path=str(path), use_cpu=True, bf16=False, report_to=[])
+    rows = trls.data("packing")
+    with launched():
+        plugin = PipelinePlugin(1)
+        pipelined(trl.SFTTrainer)(model, args, train_dataset=rows, processing_class=tokenizer(), pipeline=plugin)
+
+
+def test_a_chat_template_whose_tokens_resize_a_model_on_meta_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """TRL resizes the embeddings for the tokens of another model, which failed on meta with an error of torch."""
+    other, file = tmp_path / "other", tmp_path / "chat.jinja"
+    made = tokenizer()
+    made.chat_template = "{{ messages }}"
+    made.save_pretrained(other)
+    with pytest.raises(WorkerError, match=r"would resize the embeddings from 61 to 64 tokens.*Jinja template .\.jinja"):
+        pool.run(with_template, 1, other, tmp_path, 61)
+    file.write_text("{{ messages }}")
+    pool.run(with_template, 1, file, tmp_path, 61)
+    pool.run(with_template, 1, other, tmp_path, 64)  # TRL resizes to a multiple of 64
 
 
 def test_other_trainers_are_refused_by_name() -> None:

@@ -1,6 +1,8 @@
 """Refusals: the arguments of a Trainer that a pipeline does not support, each with the alternative."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
+from pipeshard.replaced import replaced
 from pipeshard.split.adapters import is_blank
 
 _DIVIDED = "shard across replicas with PipelinePlugin(zero_stage=1) or PipelinePlugin(fsdp=True) instead"
@@ -116,6 +119,32 @@ def refuse_blank_reference(model: Any, given: Iterable[Any]) -> None:
             "weights of the reference model are on meta until the stages load them: omit precompute_ref_log_probs, so "
             "that the stages run the reference before each step, or load the model with its weights"
         )
+
+
+@contextmanager
+def refusing_resize(model: nn.Module, name: str) -> Iterator[None]:
+    """Context manager for the constructor of a Trainer called `name`, which may not resize the embeddings of a `model`
+    on meta, as TRL does to add the tokens of another model's chat template."""
+    resize = getattr(model, "resize_token_embeddings", None)
+    if resize is None:
+        yield
+        return
+
+    def same_size(new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any) -> Any:
+        before: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        multiple = pad_to_multiple_of or 1
+        after = math.ceil((new_num_tokens or before) / multiple) * multiple
+        if after != before:
+            raise ConfigurationError(
+                f"{name} would resize the embeddings from {before} to {after} tokens, but the weights of the model are "
+                "on meta until the stages load them. If chat_template_path names a model, set it to a file with a "
+                "Jinja template (.jinja), such as that model's chat_template.jinja. Or resize the embeddings of the "
+                "model that transformers' from_pretrained returns, and save it for PipelinePlugin.from_pretrained"
+            )
+        return resize(new_num_tokens, pad_to_multiple_of, **options)
+
+    with replaced(model, resize_token_embeddings=same_size):
+        yield
 
 
 OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")

@@ -58,6 +58,7 @@ from pipeshard.trainer.refusals import (
     refuse_precision,
     refuse_split,
     refuse_training,
+    refusing_resize,
 )
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
@@ -541,10 +542,15 @@ class Front:
             setattr(self, name, partial(around, getattr(self, name)))  # also for methods that a subclass overrides
         _ = pipeline.grid  # refuses GPUs that ranks share, before a Trainer's constructor uses NCCL
         refuse_blank_reference(kwargs.get("ref_model") or model, (*args, *kwargs.values()))
-        config = kwargs.get("peft_config")
         if not isinstance(model, nn.Module) or not is_blank(model):
             super().__init__(*args, **kwargs)
             return
+        with refusing_resize(model, type(self).__name__):
+            self._construct(model, args, kwargs)
+
+    def _construct(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Construct the Trainer of a model on meta, whose adapters it may add."""
+        config = kwargs.get("peft_config")
         if config is None:  # TRL may add a reference adapter to the model's adapters
             with adding(model) if is_of_peft(model, "PeftModel") else nullcontext():
                 super().__init__(*args, **kwargs)
