@@ -254,6 +254,7 @@ def _described(boosted: PipelineOptimizer) -> tuple[Content, Content]:
     rank, if a rank's content cannot be saved."""
     with together(boosted.group):
         content = optimizer_content(boosted)
+        _refuse_wrappers(content["state"])
         description = on_meta(content)
         _check_readable(description)
     return content, description
@@ -311,6 +312,18 @@ def _check_readable(description: Content) -> None:
             "options and states (GaLore keeps some), or save only the model: with booster.save_model, or in a Trainer "
             "with TrainingArguments(save_only_model=True)"
         ) from error
+
+
+def _refuse_wrappers(states: States) -> None:
+    """Raise CheckpointError for states that wrap several tensors, and that files could not contain."""
+    for (name, key), tensor in _state_tensors(states).items():
+        if hasattr(local(tensor), "__tensor_flatten__"):
+            raise CheckpointError(
+                f"{key} of {name} in the optimizer's state cannot be saved: its class {type(local(tensor)).__name__} "
+                "wraps several tensors. Instead of an 8-bit or 4-bit optimizer of torchao, use "
+                "bitsandbytes.optim.AdamW8bit (in a Trainer, TrainingArguments(optim='adamw_8bit')), or save only the "
+                "model: with booster.save_model, or in a Trainer with TrainingArguments(save_only_model=True)"
+            )
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Optimizer trial: tests whether an optimizer updates parts of a model the same way as the whole model.
 
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all parameters) would silently
-compute different updates on every stage. For the optimizers of torch and bitsandbytes, the result is known, and they
-are not run. Any other optimizer is run on tiny parameters, once on all of these parameters and once on each half, and
-the updates are compared. A collective of all ranks in this trial is refused: each rank has other parameters in a step.
+compute different updates on every stage. For the optimizers of torch, bitsandbytes and torchao, the result is known,
+and they are not run. Any other optimizer is run on tiny parameters, once on all of these parameters and once on each
+half, and the updates are compared. A collective of all ranks in this trial is refused: each rank has other parameters
+in a step.
 """
 
 import copy
@@ -34,7 +35,7 @@ FEW = 2  # the number of parameters of each group in the first trial
 SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; the tolerated gap
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # schedulers, or an earlier boost, may set these
 SLOWEST, USUAL_RATE = 1e-5, 1e-2  # the least learning rate at which updates can be compared, and its replacement
-KNOWN = "torch.optim.", "bitsandbytes.optim."  # modules whose optimizers do not couple parameters
+KNOWN = "torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam"  # modules whose optimizers do not couple parameters
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch optimizers that need whole matrices
 Place = tuple[int, int]  # of a parameter: the index of its group, and its index in the group
 Closure = Callable[[], Tensor]
@@ -97,11 +98,13 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
 
 def looks_at_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer from the KNOWN modules needs unsharded parameters. Some bitsandbytes optimizers need them:
-    with 8 bits, 256 state values share one scale; with `max_unorm`, updates depend on norms; AdEMAMix stores two states
-    in one tensor, which a checkpoint cannot divide into shards."""
+    """Whether an optimizer from the KNOWN modules needs unsharded parameters. Some optimizers of bitsandbytes and
+    torchao need them: with 8 bits or less, a block of state values (256 in bitsandbytes) shares one scale; with
+    `max_unorm`, updates depend on norms; AdEMAMix stores two states in one tensor, which a checkpoint cannot divide
+    into shards."""
     of_bitsandbytes = getattr(optimizer, "args", None)
-    in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8
+    of_torchao: float = getattr(optimizer, "block_size", math.inf)
+    in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8 or of_torchao < math.inf
     stacks = getattr(optimizer, "optimizer_name", None) == "ademamix"
     return isinstance(optimizer, WHOLE) or in_blocks or stacks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import optimizer as subject
-from pipeshard.errors import CheckpointError
+from pipeshard.config import PipelineConfig
+from pipeshard.engine.optimizer_trial import check_separable
+from pipeshard.errors import CheckpointError, ConfigurationError
 from tests import zoo
 from tests.messages import assert_told
 from tests.pool import Pool
@@ -195,6 +199,73 @@ def test_states_of_no_parameter_are_saved(pool: Pool, tmp_path: Path) -> None:
     assert ranks[0][:3] == [3, 3, False]
     assert "state 'k', which belongs to no parameter, differs between rank 1 and the ranks before it" in ranks[0][3]
     assert "the key ('step',), which is not a parameter in the optimizer's groups" in ranks[0][4]
+
+
+class Packed(Tensor):
+    """Two tensors that look like one, as the states of torchao's 8-bit optimizers."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Packed:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packed = next(arg for arg in args if isinstance(arg, Packed))
+        return Packed(packed.codes.clone(), packed.scale.clone())  # of detach, and of a copy
+
+
+class OfTorchao(optim.SGD):
+    """A stand-in for torchao's AdamW8bit."""
+
+    def __init__(self, parameters: Any, block_size: float = 256) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.block_size = block_size
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            codes = torch.zeros(parameter.shape, dtype=torch.uint8)
+            self.state[parameter].setdefault("exp_avg", Packed(codes, torch.ones(1)))
+        return super().step(closure)
+
+
+OfTorchao.__module__ = "torchao.optim.adam"
+
+
+def packed(folder: Path) -> list[str]:
+    run, problems = Run(lambda model: OfTorchao(model.parameters())), []
+    run.train(1)
+    for shard in (False, True):
+        with pytest.raises(CheckpointError) as caught:
+            run.booster.save_optimizer(run.optimizer, str(folder / f"packed-{shard}"), shard=shard)
+        problems.append(str(caught.value))
+    with pytest.raises(CheckpointError) as caught:
+        subject.check_savable(run.optimizer)
+    return [*problems, str(caught.value), *map(str, folder.iterdir())]
+
+
+def test_states_of_several_tensors_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    """torchao's AdamW8bit trained, and after hours its first checkpoint failed: files could not be read back, or there
+    was an advice to free some space on the disk. A Trainer's check after the first step noticed nothing."""
+    for problems in pool.run(packed, 2, tmp_path):
+        assert len(problems) == 3
+        assert all("its class Packed wraps several tensors" in problem for problem in problems)
+        assert all("use bitsandbytes.optim.AdamW8bit" in problem for problem in problems)
+
+
+def test_blocks_of_torchao_are_not_sliced() -> None:
+    """torchao's AdamW8bit has one scale for 256 values, which are other values in shards. The trial at boost did not
+    notice: its parameters are so small that their states are in fp32."""
+    model, config = nn.Linear(4, 4), PipelineConfig(pp_size=2, num_microbatches=2, fsdp=True)
+    grid: Any = SimpleNamespace(pp_size=2, tp_size=1, dp_size=2, first=True)
+    with pytest.raises(ConfigurationError, match=r"OfTorchao needs whole parameters.*use zero_stage=1 instead"):
+        check_separable(OfTorchao(model.parameters()), model, config, grid)
+    check_separable(OfTorchao(model.parameters(), math.inf), model, config, grid)
 
 
 def masters(split: Split) -> dict[str, Tensor]:
