@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 from transformers import Trainer, TrainerCallback
 
+from pipeshard.trainer.kept import KeptState
 from tests.pool import Pool
 from tests.trainers import TASKS, differences, launched, trainer
 
@@ -59,3 +61,47 @@ def test_what_compute_loss_logs_is_reported_once_by_the_first_rank(pool: Pool, t
     for found in pool.run(told, 2, split, {"pp_size": 2}, timeout=120):
         assert differences(found, expected, 3e-6) == []
     assert (split / "reported").read_text() == (whole / "reported").read_text()
+
+
+class Remembering(Telling):
+    """Keeps a history of its own, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.past: list[float] = []
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.past.append(float(len(self.past)))
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+
+def history(folder: Path, plugin: dict[str, Any] | None = None) -> tuple[list[float], list[int]]:
+    """The history at the end, and the sizes of what was sent after each step."""
+    sizes: list[int] = []
+
+    def sent(kept: KeptState) -> list[Any]:
+        said = TOLD(kept)
+        sizes.append(len(pickle.dumps(said)))
+        return said
+
+    with (
+        launched() if plugin else nullcontext(),
+        mock.patch.object(TASKS["causal"], "kind", Remembering),
+        mock.patch.object(KeptState, "told", sent),
+    ):
+        made = trainer("causal", folder, plugin, max_steps=8)
+        made.train()
+        return made.past, sizes
+
+
+TOLD = KeptState.told
+
+
+@pytest.mark.turns
+def test_a_history_is_not_sent_in_each_step(pool: Pool, tmp_path: Path) -> None:
+    """After each step, the last stage sent all that compute_loss had ever logged: what 10,000 steps sent grew with
+    their square."""
+    past, _ = history(tmp_path)
+    (first, _), (last, sizes) = pool.run(history, 2, tmp_path, {"pp_size": 2}, timeout=120)
+    assert past == first == last and len(sizes) == 8
+    assert max(sizes) < 1.1 * sizes[0]

@@ -34,6 +34,7 @@ from pipeshard.graph.places import (
     content_of,
     format_path,
     is_object,
+    is_same,
     put,
     put_content,
     resolve,
@@ -145,6 +146,9 @@ class KeptState(Snapshot):
             where = _place_name(change.path)
             if change.before is change.now:
                 said.append(("write", writer.place(change.path, where), writer.of(change.now, "", anew=True)))
+            elif added := _added(change):
+                content = [writer.of(entry, where) for entry in added]
+                said.append(("added", writer.place(change.path, where), content))
             elif change.is_of_list:
                 content = [writer.of(entry, where) for entry in change.now]
                 said.append(("content", writer.place(change.path, where), content))
@@ -177,7 +181,7 @@ class KeptState(Snapshot):
         # found before anything is changed: for `put`, the parent of the path's last step
         found = [reader.at(path[:-1] if how == "put" else path) for how, path, _ in said]
         values = [
-            [reader.of(entry) for entry in content] if how == "content" else reader.of(content)
+            [reader.of(entry) for entry in content] if how in ("content", "added") else reader.of(content)
             for how, _, content in said
         ]
         for (how, path, _), holder, value in zip(said, found, values, strict=True):
@@ -185,6 +189,8 @@ class KeptState(Snapshot):
                 put(holder, path[-1][0], path[-1][1], value)
             elif how == "content":
                 put_content(holder, value)
+            elif how == "added":
+                holder.extend(value)
             elif isinstance(holder, np.ndarray):
                 holder[...] = value
             else:
@@ -396,6 +402,15 @@ def _reaches(value: Any, ids: Collection[int], trainer: Any, depth: int = 3) -> 
     if not depth or value is trainer or isinstance(value, nn.Module) or not is_object(value) or _is_apart(value):
         return False
     return any(_reaches(each, ids, trainer, depth - 1) for each in content_of(value, "attr").values())
+
+
+def _added(change: Change) -> list[Any]:
+    """The entries that were appended to a list, if nothing else has changed in it. Only these are sent, so that a
+    history of all steps is not sent in each step."""
+    if not isinstance(change.holder, list) or len(change.now) <= len(change.before):
+        return []
+    is_longer = all(map(is_same, change.before, change.now))
+    return list(change.now[len(change.before) :]) if is_longer else []
 
 
 def _mark(tensor: Tensor, copies: bool) -> Any:
