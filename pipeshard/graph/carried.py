@@ -147,8 +147,8 @@ class _Record:
             self.kind = "settled"
 
     def carried(self) -> Carried:
-        readers, end, kind = self.readers, self.until, self.kind
-        is_lasting = isinstance(self.held.value, Tensor) and (kind == "tensor" or self.name in self.uses.kept)
+        readers, end = self.readers, self.until
+        is_lasting = isinstance(self.held.value, Tensor) and (self.kind == "tensor" or self.name in self.uses.kept)
         if -1 in self.writers and is_lasting and not readers:
             readers = {-1}  # the user may read or save the tensor
         is_alone = readers <= self.writers if len(self.writers) == 1 else not readers
@@ -156,8 +156,6 @@ class _Record:
             end = -1  # no other reader needs the state
         if self.is_late and not self.is_read_early and self.place.has(self.held):
             end = -1  # set once, and read only on the last stage
-        if end == -1 and not any(tensor.is_floating_point() for tensor in self.held.tensors):
-            kind = kind.replace("tensor", "")  # no backward needs earlier integer values
         return Carried(
             name=self.name,
             path=self.place.path,
@@ -165,7 +163,7 @@ class _Record:
             until=end,
             uses=replace(self.uses, parameters=self.uses.parameters - {self.name}),
             readers=frozenset(readers),
-            kind=kind,
+            kind=self.kind,
         )
 
     def _take(self) -> None:

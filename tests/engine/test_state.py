@@ -294,6 +294,33 @@ class Assigns(Momentum):
         return x
 
 
+class Numbers(Block):
+    """A layer that counts its calls in an integer buffer, scales by this buffer, and returns it."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        self.calls += 1
+        return super().forward(x) * self.calls, self.calls
+
+
+class Numbered(Net):
+    """What the first layer returns is saved for backward there and on the last stage. A later microbatch changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Numbers()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x, number = self.layers[0](self.embed(ids))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        x = self.head(x * number)
+        return {"loss": nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())}
+
+
 SHARED = torch.Generator().manual_seed(3)
 
 
@@ -381,6 +408,12 @@ def wrong(
         if not (tensor - unsplit.state_dict()[name]).abs().max() <= 1e-5:
             found.append(f"{name} {tensor}, unsplit {unsplit.state_dict()[name]}")
     return found
+
+
+@pytest.mark.parametrize(("p", "options"), [(1, SCHEDULES[1]), *((2, options) for options in SCHEDULES)])
+def test_a_buffer_of_integers_is_saved_as_it_was(pool: Pool, p: int, options: dict[str, Any]) -> None:
+    """Backward passes raised an error: a later microbatch had changed the buffer of integers, also that of messages."""
+    assert pool.run(wrong, p, Numbered, timeout=200.0, **options) == [[]] * p
 
 
 def all_wrong(makes: list[type[nn.Module]], **arguments: Any) -> dict[str, list[str]]:
