@@ -4,11 +4,12 @@ No message has a header: sender and receiver compute the size of a message from 
 on shapes alone is traced with values. The values of a parameter that another stage holds are zeros. If a shape or a
 number that the unit returns depends on such values, ranks find different ways. So ranks compare a number that
 identifies their ways at the beginning of every step. If the numbers differ, ranks send each other the small tensors of
-the units that were traced with values, trace again, and compare the values that cross cuts, line by line.
+the units that were traced with values, trace again, and compare the values that cross cuts, line by line. The same
+holds for a number that the unit leaves in an attribute.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -19,20 +20,21 @@ from torch import Tensor, nn
 from pipeshard.distributed.collectives import CPU, gather_objects
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Call, Dataflow, Wanted
-from pipeshard.graph.places import PLAIN
+from pipeshard.graph.places import PLAIN, format_path
 from pipeshard.graph.shapes import Count, TensorSpec, blank_state, has_values
 from pipeshard.split.boundary import boundaries
 from pipeshard.split.policy import Policy
+from pipeshard.split.route import observed_far
 
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and the differences of a batch's sizes from the traced sizes
 Lent = Mapping[str, Mapping[str, Tensor]]  # values of tensors that other ranks hold, by unit and by name in the unit
 SMALL_TENSOR = 2**16  # tensors with at most this many elements are lent: sizes, ratios, thresholds, counts
 ROUNDS = 8  # of lending: with lent tensors, units may take a different path, and need additional tensors
 WAYS_REMEDY = (
-    "A size, or a number that a unit returns, depends on the values of the unit's parameters or buffers, which only "
-    "one stage has. Make the size or number depend on an attribute or the config (self.keep = 4), return a tensor of a "
-    "fixed size and a mask, or cut elsewhere (partition=...), so that one stage has the unit and all readers of its "
-    "result"
+    "A size, or a number that a unit returns or leaves in an attribute, depends on the values of the unit's parameters "
+    "or buffers, which only one stage has. Make the size or number depend on an attribute or the config "
+    "(self.keep = 4), return a tensor of a fixed size and a mask, or cut elsewhere (partition=...), so that one stage "
+    "has the unit and all readers of its result"
 )
 
 OF_GRADIENTS = (
@@ -51,6 +53,7 @@ def fingerprint(flow: Dataflow) -> str:
             [sorted(values) for values in call.differentiated],
             [(x.shape, str(x.dtype), x.requires_grad, x.slopes) for x in call.leaves if isinstance(x, TensorSpec)],
             constants(call),
+            _constants_at(call, [k for part, numbers in call.answered if part.source.place for k in numbers]),
         )
         for call in flow.calls
     ]
@@ -62,9 +65,15 @@ def fingerprint(flow: Dataflow) -> str:
 
 def constants(call: Call) -> list[tuple[int, Any]]:
     """The constants that a call returns and that can be compared between processes, as (leaf index, constant)."""
-    of_result = call.leaves[: call.parts[0].tree.num_leaves]
-    plain_kinds = (*PLAIN, Count)
-    return [(k, x) for k, x in enumerate(of_result) if isinstance(x, plain_kinds) and not isinstance(x, torch.device)]
+    return _constants_at(call, range(call.parts[0].tree.num_leaves))
+
+
+def _constants_at(call: Call, numbers: Iterable[int]) -> list[tuple[int, Any]]:
+    return [(k, call.leaves[k]) for k in numbers if _is_constant(call.leaves[k])]
+
+
+def _is_constant(leaf: Any) -> bool:
+    return isinstance(leaf, (*PLAIN, Count)) and not isinstance(leaf, torch.device)
 
 
 def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
@@ -87,14 +96,17 @@ def _small(unit: nn.Module) -> dict[str, Tensor]:
 
 
 class Line(NamedTuple):
-    """One property of a microbatch that must be the same in the traces of all stages."""
+    """One property of a microbatch that must be the same in the traces of all stages. An optional one may be missing in
+    some of the traces: a unit leaves no value at a place that already has this value."""
 
     what: str
     value: str
+    is_optional: bool = False
 
 
 def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
-    """A Line for each value that crosses a cut, in order, and for each number or other constant that a unit returns."""
+    """A Line for each value that crosses a cut, in order, for each number or other constant that a unit returns, and
+    for each that code on other stages reads from an attribute of the unit."""
     flow, deltas = way
     stages = policy.partition.of_calls(flow)
     crossing = boundaries(flow, stages, len(policy.placement), outputs)
@@ -108,27 +120,40 @@ def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
             )
             gradient = "with" if value in returning else "without"
             lines.append(Line(what, f"is {tuple(spec.at(deltas))} {spec.dtype}, {gradient} a gradient"))
-    return lines + list(_numbers_of(way))
+    return lines + list(_numbers_of(way)) + sorted(_attributes_of(way, stages))
 
 
 def _numbers_of(way: Way) -> Iterator[Line]:
     flow, deltas = way
     for index, call in enumerate(flow.calls):
         for k, leaf in constants(call):
-            value = leaf.at(deltas) if isinstance(leaf, Count) else leaf
-            yield Line(f"result {k} of unit {call.unit} (call {index})", f"is {value!r:.80}")
+            yield Line(f"result {k} of unit {call.unit} (call {index})", _is_value(leaf, deltas))
 
 
-def plain(lines: Sequence[Line]) -> list[tuple[str, str]]:
+def _attributes_of(way: Way, stages: Sequence[int]) -> Iterator[Line]:
+    flow, deltas = way
+    for index, call in enumerate(flow.calls):
+        for place, numbers in observed_far(flow, index, stages):
+            if values := [_is_value(leaf, deltas) for _, leaf in _constants_at(call, numbers or ())]:
+                what = f"{format_path(place[1:])}, which unit {call.unit} (call {index}) leaves,"
+                yield Line(what, ", ".join(values), is_optional=True)
+
+
+def _is_value(constant: Any, deltas: tuple[int, ...]) -> str:
+    value = constant.at(deltas) if isinstance(constant, Count) else constant
+    return f"is {value!r:.80}"
+
+
+def plain(lines: Sequence[Line]) -> list[tuple[str, str, bool]]:
     """Lines in their serialized form."""
-    return [(line.what, line.value) for line in lines]
+    return [(line.what, line.value, line.is_optional) for line in lines]
 
 
 class Said(NamedTuple):
     """A rank's report on its ways: their `numbers` and the `lines` of each way, or the message of a `failure`."""
 
     numbers: list[int]
-    lines: list[list[tuple[str, str]]]
+    lines: list[list[tuple[str, str, bool]]]
     failure: str
 
 
@@ -151,13 +176,18 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
     first = ranks[0]
     for i, lines in enumerate(every[first].lines):
         for rank in ranks[1:]:
-            others = every[rank].lines[i]
-            pair = next((pair for pair in zip_longest(lines, others) if pair[0] != pair[1]), None)
-            if pair is not None:
-                mine, theirs = (Line(*line) if line else None for line in pair)
+            mine, theirs = _first_difference([Line(*line) for line in lines], [Line(*o) for o in every[rank].lines[i]])
+            if mine != theirs:
                 remedy = OF_GRADIENTS if _differ_by_gradient(mine, theirs) else WAYS_REMEDY
                 return f"{_told(mine, theirs, named(first), named(rank))}, in microbatch {i}. {remedy}"
     return ""
+
+
+def _first_difference(mine: Sequence[Line], theirs: Sequence[Line]) -> tuple[Line | None, Line | None]:
+    """The first two lines that differ, or (None, None)."""
+    known = {line.what for line in mine} & {line.what for line in theirs}
+    first, second = ([one for one in each if not one.is_optional or one.what in known] for each in (mine, theirs))
+    return next(((a, b) for a, b in zip_longest(first, second) if a != b), (None, None))
 
 
 def _differ_by_gradient(mine: Line | None, theirs: Line | None) -> bool:

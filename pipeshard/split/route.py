@@ -330,11 +330,11 @@ def _held_step(
         again=again,
         alone=alone,
         tensors=_result_tensors(call),
-        observed=() if alone else tuple(_observed(flow, index, stages)),
+        observed=() if alone else tuple(observed_far(flow, index, stages)),
     )
 
 
-def _observed(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[tuple[Path, range | None]]:
+def observed_far(flow: Dataflow, index: int, stages: Sequence[int]) -> Iterator[tuple[Path, range | None]]:
     """The places in reach of this call's unit that code on other stages reads, each with the range of the plain values
     that the call leaves there, or None."""
     call = flow.calls[index]

@@ -17,6 +17,7 @@ from pipeshard.distributed import collectives
 from pipeshard.engine.traces import Traces
 from pipeshard.graph.dataflow import Reads
 from pipeshard.graph.tracer import Tracer
+from tests.engine.test_state import Marking, batch
 from tests.hunt import nets, values
 from tests.hunt.nets import data
 from tests.pool import Pool
@@ -76,6 +77,22 @@ def test_other_numbers_of_a_unit_are_an_error_on_all_ranks(pool: Pool) -> None:
     """A unit returned 3, which it read off a frozen parameter, and 0 on the stages that do not have it."""
     first, second = pool.run(other_numbers, 2)
     assert first == second and "is 3 in the trace on rank 0 (stage 0), but is 0 on rank 1 (stage 1)" in first
+
+
+def other_attributes() -> str:
+    made = engine(Marking, dry_run_input=batch(0))
+    made.execute_pipeline(iter([batch(0)]))
+    made.model.unwrap().use = True  # so that it is traced again
+    with mock.patch("pipeshard.engine.traces.lend", lambda units, asked, *_: {}):
+        return said(lambda: made.execute_pipeline(iter([batch(1)])), made)
+
+
+@pytest.mark.turns
+def test_other_numbers_in_attributes_are_an_error_on_all_ranks(pool: Pool) -> None:
+    """A layer left 2 in an attribute, as its weights are not zero, and 1 on the stages that do not have them."""
+    first, second = pool.run(other_attributes, 2)
+    assert first == second
+    assert "mark, which unit layers.0 (call 1) leaves, is 2 in the trace on rank 0 (stage 0), but is 1 on" in first
 
 
 def collectives_of_steps(make: Callable[[], torch.nn.Module]) -> tuple[list[int], list[int]]:

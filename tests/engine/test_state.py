@@ -321,6 +321,39 @@ class Numbered(Net):
         return {"loss": nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())}
 
 
+class Marks(Block):
+    """A layer that leaves a number that it computes from its weights, in an attribute and in a dict."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mark = self.marks["more"] = 2 if self.a.weight.abs().max() > 0 else 1
+        return super().forward(x)
+
+
+class Marking(Net):
+    """Reads the numbers on the last stage, which has no weights of the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Marks()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        first: Any = self.layers[0]
+        first.mark, first.marks = 0, {}
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.head(x * self.scale(first))
+        return {"loss": nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())}
+
+    def scale(self, first: Any) -> int:
+        return int(first.mark)
+
+
+class MarkingInDict(Marking):
+    def scale(self, first: Any) -> int:
+        return int(first.marks["more"])
+
+
 SHARED = torch.Generator().manual_seed(3)
 
 
@@ -414,6 +447,13 @@ def wrong(
 def test_a_buffer_of_integers_is_saved_as_it_was(pool: Pool, p: int, options: dict[str, Any]) -> None:
     """Backward passes raised an error: a later microbatch had changed the buffer of integers, also that of messages."""
     assert pool.run(wrong, p, Numbered, timeout=200.0, **options) == [[]] * p
+
+
+@pytest.mark.parametrize("make", [Marking, MarkingInDict])
+def test_numbers_that_units_leave_are_the_same_on_all_stages(pool: Pool, make: type[nn.Module]) -> None:
+    """The first evaluation traced the model again, with zeros for the weights of other stages: there, the number that a
+    layer computes from its weights and leaves in an attribute was another one, and so was the loss."""
+    assert pool.run(wrong, 2, make, timeout=200.0) == [[], []]
 
 
 def all_wrong(makes: list[type[nn.Module]], **arguments: Any) -> dict[str, list[str]]:
