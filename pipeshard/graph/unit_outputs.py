@@ -18,7 +18,17 @@ from typing import Any, NamedTuple
 from torch import Size, Tensor, nn
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.places import MISSING, Path, content_of, format_path, is_object, put, put_content, resolve
+from pipeshard.graph.places import (
+    MISSING,
+    Path,
+    content_of,
+    format_path,
+    is_comparable,
+    is_object,
+    put,
+    put_content,
+    resolve,
+)
 from pipeshard.graph.snapshot import Change, Snapshot
 from pipeshard.private import (
     SUPPORTED_NODES,
@@ -169,7 +179,8 @@ def _grows(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 
 def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
-    before = {id(entry): k for k, entry in enumerate(change.before)}
+    # Two equal numbers may be one object, so a number is left as a value.
+    before = {id(entry): k for k, entry in enumerate(change.before) if not is_comparable(entry)}
     return [OldEntry(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
 
 

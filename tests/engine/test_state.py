@@ -354,6 +354,31 @@ class MarkingInDict(Marking):
         return int(first.marks["more"])
 
 
+class Lists(Block):
+    """A layer that replaces the entries of a list by a number that the list may contain already."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.marks = [0, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.marks[:] = [2 if self.a.weight.abs().max() > 0 else 1]
+        return super().forward(x)
+
+
+class MarkingInList(Marking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Lists()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.head(x * self.layers[0].marks[0])  # type: ignore[index, operator]
+        return {"loss": nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())}
+
+
 SHARED = torch.Generator().manual_seed(3)
 
 
@@ -449,10 +474,11 @@ def test_a_buffer_of_integers_is_saved_as_it_was(pool: Pool, p: int, options: di
     assert pool.run(wrong, p, Numbered, timeout=200.0, **options) == [[]] * p
 
 
-@pytest.mark.parametrize("make", [Marking, MarkingInDict])
+@pytest.mark.parametrize("make", [Marking, MarkingInDict, MarkingInList])
 def test_numbers_that_units_leave_are_the_same_on_all_stages(pool: Pool, make: type[nn.Module]) -> None:
     """The first evaluation traced the model again, with zeros for the weights of other stages: there, the number that a
-    layer computes from its weights and leaves in an attribute was another one, and so was the loss."""
+    layer computes from its weights and leaves in an attribute was another one, and so was the loss. A number in a list
+    was taken for the list's earlier entry, which is the same object: IndexError."""
     assert pool.run(wrong, 2, make, timeout=200.0) == [[], []]
 
 
