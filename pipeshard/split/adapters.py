@@ -27,6 +27,7 @@ OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # the keys are values o
     "olora": lambda layer, adapter: layer.olora_init(adapter),
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`, or prefixes of values
+READS_BASE = ("FROD", "OSF", "PSOFT")  # peft computes tensors of these from the weights, and does not save them
 OF_SHAPES = (True, False, "gaussian", "orthogonal")
 BEGINNING = "pipeshard_begins"  # the attribute that lists the adapters to initialize once the weights are loaded
 AFTER_BOOST = (
@@ -191,8 +192,7 @@ def _has_other_values(parameter: nn.Parameter, stand_in: Tensor) -> bool:
 def refuse_far(config: Any) -> None:
     """Raise ConfigurationError for adapters whose initial values need several layers, data, or rows of the
     embedding."""
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    how = getattr(config, "init_lora_weights", True)
+    kind, how = _kind(config), getattr(config, "init_lora_weights", True)
     is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
     if kind not in KINDS:
         raise ConfigurationError(
@@ -209,10 +209,20 @@ def refuse_far(config: Any) -> None:
         )
 
 
+def _kind(config: Any) -> str:
+    """The kind of the adapters, such as "LORA"."""
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
 def refuse_changed_base(config: Any) -> None:
-    """Raise ConfigurationError for saved adapters whose initialization changes the weights of their layer: peft repeats
-    this change when it loads the adapters."""
-    how = str(getattr(config, "init_lora_weights", True)).lower()
+    """Raise ConfigurationError for saved adapters whose initialization changes the weights of their layer, or computes
+    tensors from them that peft does not save: peft repeats this when it loads the adapters."""
+    kind, how = _kind(config), str(getattr(config, "init_lora_weights", True)).lower()
+    if kind in READS_BASE:
+        raise ConfigurationError(
+            f"peft computes a part of saved {kind} adapters from the weights when it loads them, but the model is on "
+            f"meta. {WITH_WEIGHTS}"
+        )
     if how.startswith(CHANGES_BASE):
         raise ConfigurationError(
             f"these adapters were initialized with init_lora_weights={how!r}, so the adapted layers need weights other "

@@ -21,9 +21,11 @@ from peft import (
     PeftModel,
     PrefixTuningConfig,
     PromptEncoderConfig,
+    PromptLearningConfig,
     PromptTuningConfig,
     get_peft_model,
 )
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -829,6 +831,54 @@ def test_saved_adapters_that_change_the_base_are_refused_on_meta(tmp_path: Path,
         model = zoo.build("llama")
     with pytest.raises(ConfigurationError, match=f"init_lora_weights='{how}'.*Load the model with its weights before"):
         enable_lora(model, str(tmp_path), None, None)
+
+
+SMALL: dict[str, Any] = {  # what a config of peft needs to fit the tiny llama, if it has such a field
+    "target_modules": ["q_proj", "o_proj", "down_proj"],
+    "r": 4,
+    "block_size": 4,
+    "group_size": 4,
+    "vector_length": 4,
+    "n_frequency": 8,
+    "total_step": 10,
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "BOFT": {"boft_block_size": 4},
+    "IA3": {"feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "OFT": {"r": 0, "oft_block_size": 4},
+    "SHIRA": {"r": 2},
+}
+OTHERS = ("ADAMSS", "ADAPTION_PROMPT", "TRAINABLE_TOKENS", "XLORA")  # with more packages, or not on these layers
+
+
+def compared_on_meta(kind: str, made: Any, folder: Path) -> list[str]:
+    """The tensors that differ where saved adapters of this kind are loaded on a model on meta."""
+    fields = {name: value for name, value in SMALL.items() if name in made.__dataclass_fields__}
+    fields |= NEEDED.get(kind, {})
+    get_peft_model(zoo.build("llama"), made(task_type="CAUSAL_LM", **fields)).save_pretrained(folder)
+    loaded: Any = enable_lora(zoo.build("llama"), str(folder), None, None)
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    zoo.build("llama")  # which seeds the generator, as above
+    blank: Any = enable_lora(model, str(folder), None, None)
+    expected = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+    found = {**dict(blank.named_parameters()), **dict(blank.named_buffers())}
+    return [name for name, value in expected.items() if not (found[name].is_meta or torch.equal(found[name], value))]
+
+
+def test_saved_adapters_that_read_the_base_are_refused_on_meta(tmp_path: Path) -> None:
+    """PSOFT, FRoD and OSF save trained tensors only: the rest was computed from zeros, without an error."""
+    refused = set[str]()
+    for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        if issubclass(made, PromptLearningConfig) or kind.value in OTHERS:
+            continue
+        try:
+            assert compared_on_meta(kind.value, made, tmp_path / kind.value) == [], kind
+        except ConfigurationError as error:
+            assert f"a part of saved {kind.value} adapters from the weights" in str(error)
+            refused.add(kind.value)
+    assert refused == {kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING} & {"FROD", "OSF", "PSOFT"}
 
 
 def test_more_adapters_of_a_model_on_meta() -> None:
