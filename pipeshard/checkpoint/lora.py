@@ -18,7 +18,7 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
 from pipeshard.hf import is_of_peft
-from pipeshard.split.adapters import is_blank, put_adapters, refuse_changed_base, stand_ins
+from pipeshard.split.adapters import adding_saved, is_blank, put_adapters, refuse_changed_base
 from pipeshard.split.ties import first_names
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
             check_adapter(path, model)
         if is_blank(model):
             refuse_changed_base(PeftConfig.from_pretrained(str(path)))
-        with warnings.catch_warnings(), stand_ins(model):
+        with warnings.catch_warnings(), adding_saved(model):
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(path), is_trainable=True, torch_device="cpu")
 

@@ -134,6 +134,32 @@ def adding(model: nn.Module, begins_later: bool = False) -> Iterator[None]:
             )
 
 
+@contextmanager
+def adding_saved(model: nn.Module) -> Iterator[None]:
+    """Context manager in which peft may load saved adapters into a model on meta. The base weights that peft saves with
+    the adapters of an embedding or a head are no longer on meta on exit, as if the script had set them."""
+    blank = {parameter for parameter in model.parameters() if parameter.is_meta}
+    saved: dict[nn.Parameter, Tensor] = {}
+
+    def take(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        """Take the values that torch could not copy into stand-ins. It names those of another shape in its error."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for full in base_names(model):
+            parameter, value = parameters.get(full), state.get(prefix + full)
+            if parameter in blank and value is not None and value.shape == parameter.shape:
+                saved[parameter] = state.pop(prefix + full)
+
+    handle = model.register_load_state_dict_pre_hook(take)
+    try:
+        with stand_ins(model):
+            yield
+    finally:
+        handle.remove()
+    with without_weakrefs(model):
+        for parameter, value in saved.items():
+            give(parameter, value.to(parameter.dtype))
+
+
 def _is_nan(parameter: nn.Parameter) -> bool:
     """Whether the first element, which represents all elements of a stand-in, is NaN."""
     return not parameter.is_meta and parameter.numel() > 0 and bool(parameter[(0,) * parameter.ndim].float().isnan())

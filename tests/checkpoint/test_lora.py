@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "only the first layer": ("llama-tied", {"target_modules": ATTENTION, "layers_to_transform": [0]}),
     "only the last layer": ("llama-tied", {"target_modules": ATTENTION, "layers_to_transform": [3]}),
     "embedding": ("llama-tied", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "both embeddings": ("llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
     "copied head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     "copied embedding": ("llama-tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     "copied tie": (
@@ -770,9 +771,9 @@ def test_a_new_head_is_drawn_once(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(new_head, 2, tmp_path) == [True, True]
 
 
-def saved_adapters(folder: Path) -> list[str]:
+def saved_adapters(folder: Path, name: str) -> list[str]:
     """What differs from one process where a model on meta gets adapters that were saved."""
-    unsplit = Unsplit(PeftModel.from_pretrained(zoo.build("llama"), folder / "adapters", is_trainable=True))
+    unsplit = Unsplit(PeftModel.from_pretrained(zoo.build(name), folder / "adapters", is_trainable=True))
     model: Any = PipelinePlugin.from_pretrained(transformers.LlamaForCausalLM, folder / "whole").train()
     model = booster().enable_lora(model, pretrained_dir=str(folder / "adapters"))
     split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
@@ -780,11 +781,15 @@ def saved_adapters(folder: Path) -> list[str]:
 
 
 @pytest.mark.turns
-def test_saved_adapters_on_a_model_on_meta(pool: Pool, tmp_path: Path) -> None:
-    model = zoo.build("llama")
+@pytest.mark.parametrize("case", ["dora", "embedding", "both embeddings"])
+def test_saved_adapters_on_a_model_on_meta(pool: Pool, tmp_path: Path, case: str) -> None:
+    """peft saves adapted embeddings with their base weights; the folder was refused as one without adapters."""
+    model: Any = zoo.build(CASES[case][0])
     model.save_pretrained(tmp_path / "whole")
-    get_peft_model(model, config("dora")).save_pretrained(tmp_path / "adapters")
-    assert pool.run(saved_adapters, 2, tmp_path) == [[], []]
+    if case == "both embeddings":
+        model.lm_head.weight.data.mul_(2)  # as in one process, the values beside the adapters are those that count
+    get_peft_model(model, config(case)).save_pretrained(tmp_path / "adapters")
+    assert pool.run(saved_adapters, 2, tmp_path, CASES[case][0]) == [[], []]
 
 
 def trained_copies(folder: Path, case: str) -> list[str]:
