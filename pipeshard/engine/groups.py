@@ -16,6 +16,19 @@ def keep(group: dict[str, Any], places: Sequence[int]) -> None:
         values[:] = [values[k] for k in places]  # in place: the optimizer may have another reference to the list
 
 
+def options_per_parameter(optim: Optimizer) -> set[str]:
+    """The options that are lists with one value for each parameter of their group, which `keep` leaves whole. An option
+    with a default, such as betas in a list, is not such a list, whatever its length."""
+    return {
+        key
+        for group in optim.param_groups
+        for key, value in group.items()
+        if key not in (*UNCOMPARED, *optim.defaults)
+        and isinstance(value, (list, tuple))
+        and len(value) == len(group["params"]) > 1
+    }
+
+
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Replace parameters in the optimizer's groups (`became` maps old to new), and discard the state of the old
     parameters. If a new parameter replaces several old parameters, it stays only in the first group that contains

@@ -24,7 +24,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
-from pipeshard.engine.groups import keep
+from pipeshard.engine.groups import keep, options_per_parameter
 from pipeshard.engine.step_guard import contents
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.rng import seeded
@@ -53,6 +53,13 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             f"{name} computes its update direction from the gradients of all parameters together, but each rank has "
             "only some of the gradients: use another optimizer, or pp_size=1 without tp_size, ep_size, zero_stage and "
             "fsdp"
+        )
+    if aligned := sorted(options_per_parameter(optimizer)):
+        raise ConfigurationError(
+            f"a parameter group of {name} has the option {aligned[0]!r} with one value for each parameter, but each "
+            "rank has only some of the parameters, so the values would be those of other parameters: put parameters "
+            "with different values into different groups, use another optimizer, or use pp_size=1 without tp_size, "
+            "ep_size, zero_stage and fsdp"
         )
     known, lone = type(optimizer).__module__.startswith(KNOWN), Lone()
 

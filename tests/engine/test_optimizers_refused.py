@@ -56,6 +56,21 @@ class Clipping(SGD):
         return super().step(closure)
 
 
+class Scaled(torch.optim.Optimizer):
+    """As peft's LoRA-FA, whose groups list the names and scales of their parameters: a stage paired its parameters with
+    those of the first stage. The tiny parameters of a trial have the first scales, too."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"betas": [0.9, 0.999]})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p, scale in zip(group["params"], group["scales"], strict=False):
+                if p.grad is not None:
+                    p.sub_(scale * p.grad)
+
+
 class Signed(torch.optim.Optimizer):
     """One of a user's that each stage may run for itself; it keeps a model of its own, which no trial may copy."""
 
@@ -173,6 +188,7 @@ def refused(kind: str) -> None:
         "lbfgs": lambda m: torch.optim.LBFGS(m.parameters()),
         "sam": lambda m: Sam(m.parameters(), lr=0.1),
         "clipping": lambda m: Clipping(m.parameters(), lr=0.1),
+        "lists": lambda m: Scaled([{"params": [*m.parameters()], "scales": [1.0] * len([*m.parameters()])}]),
         "foreign": lambda m: SGD([*m.parameters(), *criterion.parameters()], lr=0.1),
     }
     boosted(makers[kind])
@@ -184,6 +200,7 @@ def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
         ("lbfgs", "LBFGS computes its update direction from the gradients of all parameters together"),
         ("sam", "Sam couples parameters: the update of a parameter depends on other parameters"),
         ("clipping", "max_norm clips by the norm of the whole model"),
+        ("lists", "a parameter group of Scaled has the option 'scales' with one value for each parameter"),
         ("foreign", "group 0 of the optimizer contains a parameter of shape (2, 2) that is not in the model"),
     ):
         for told in pool.run_expecting(ConfigurationError, refused, 2, kind):
