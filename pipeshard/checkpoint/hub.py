@@ -3,7 +3,7 @@
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from pipeshard.checkpoint.safetensors_files import FILES, files_of
@@ -56,3 +56,10 @@ def cached_folder(name: str, gguf_file: str | None = None, inner: str = "", **on
                 return None
             return folder
     return None
+
+
+def hub_name(folder: str) -> str:
+    """The name on the Hub of the model whose folder in a cache of the Hub this is. Returns other paths unchanged."""
+    kind, *name = (Path(folder).parts[-3:-2] or ("",))[0].split(constants.REPO_ID_SEPARATOR)
+    is_cached = kind == "models" and name and Path(folder).parent.name == "snapshots"
+    return "/".join(name) if is_cached else folder

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.checkpoint.files import existing, new_folder, together
+from pipeshard.checkpoint.hub import hub_name
 from pipeshard.checkpoint.untrusted import check_adapter
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
-from pipeshard.hf import is_of_peft
+from pipeshard.hf import ADAPTER_CONFIG, is_of_peft
 from pipeshard.split.adapters import adding_saved, is_blank, put_adapters, refuse_changed_base
 from pipeshard.split.ties import first_names
 
@@ -120,6 +121,17 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
                         if (card := Path(checkpoint) / "README.md").is_file():  # peft adds to an existing model card
                             shutil.copy(card, folder)
                         module.save_pretrained(str(folder), state_dict=state)
+                        _name_base(module, folder)
+
+
+def _name_base(module: PeftModel, folder: Path) -> None:
+    """In the files that peft has written, replace the base model's folder in this machine's cache of the Hub with the
+    name on the Hub, which any machine can load. peft itself needs the folder, whose config it compares."""
+    paths = {config.base_model_name_or_path for config in module.peft_config.values()}
+    paths |= {getattr(module.get_base_model(), "name_or_path", None)}
+    for file in (*folder.rglob(ADAPTER_CONFIG), folder / "README.md"):
+        for path in filter(None, paths):
+            file.write_text(file.read_text("utf-8").replace(path, hub_name(path)), "utf-8")
 
 
 def load_lora(model: PipelineModel, folder: Path) -> None:

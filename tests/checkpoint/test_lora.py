@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeshard import PipelinePlugin, Policy, load_training_state, register_policy, save_training_state, to_sequential
+from pipeshard.checkpoint.hub import hub_name
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.distributed.collectives import whole
@@ -369,6 +370,31 @@ def saved(case: str, folder: Path) -> None:
 @pytest.mark.parametrize("case", SAVED)
 def test_saved_adapters_are_what_peft_would_save(pool: Pool, case: str, tmp_path: Path) -> None:
     pool.run(saved, 3, case, tmp_path)
+
+
+def of_the_hub(cache: Path, folder: Path) -> None:
+    model: Any = PipelinePlugin.from_pretrained(transformers.LlamaForCausalLM, "owner/name", cache_dir=cache).train()
+    model = booster().enable_lora(model, lora_config=config("llama"))
+    with adding(model):
+        model.add_adapter("second", config("llama"))
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    split.booster.save_lora_as_pretrained(split.model, str(folder))
+
+
+def test_saved_adapters_of_a_model_of_the_hub_have_its_name(pool: Pool, tmp_path: Path) -> None:
+    """Their base model was a path in this machine's cache, which no other machine, nor the Hub, could read."""
+    cache = tmp_path / "models--owner--name"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0" * 40)
+    zoo.build("llama").save_pretrained(cache / "snapshots" / ("0" * 40))
+    pool.run(of_the_hub, 2, tmp_path, tmp_path / "adapters")
+    files = [*(tmp_path / "adapters").rglob("adapter_config.json")]
+    assert {json.loads(file.read_text())["base_model_name_or_path"] for file in files} == {"owner/name"}
+    card = (tmp_path / "adapters" / "README.md").read_text()
+    assert len(files) == 2 and "base_model: owner/name" in card and str(tmp_path) not in card
+    assert hub_name("some/folder") == "some/folder" and hub_name("models--a--b") == "models--a--b"
+    assert hub_name(f"{cache}/snapshots/0/inner") == f"{cache}/snapshots/0/inner" and hub_name("/") == "/"
+    assert hub_name("x/models--gpt2/snapshots/0") == "gpt2"
 
 
 def saved_shards(folder: Path) -> list[str]:
