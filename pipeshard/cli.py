@@ -112,6 +112,7 @@ def main() -> None:
 @click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass.")
 @click.option("--offload", help="What to keep on the host: activations (except of 2 microbatches) | optimizer | both.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="Train only LoRA adapters of this rank.")
+@click.option("--lora-targets", metavar="NAMES", help="The layers of --lora: q_proj,v_proj  [default: all linear]")
 @click.option("--quantize", help="Quantize the base weights (requires --lora): nf4 | fp4 | int8.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices); uses 1F1B without --schedule.")
 @click.option("--tflops", type=float, help="Sustained speed of a device in 10^12 operations/s: shows times in seconds.")
@@ -135,6 +136,7 @@ def plan(
     zero: bool,
     recompute: bool,
     lora: int | None,
+    lora_targets: str | None,
     quantize: str | None,
     slices: bool,
     link: tuple[str, ...],
@@ -160,7 +162,7 @@ def plan(
 
         if slices:
             refuse_unsliced(schedule or "1f1b")
-        built = build(model, fields, dtype, recompute, lora or 0, quantize)
+        built = build(model, fields, dtype, recompute, lora or 0, quantize, lora_targets)
     with progress("planning"):
         made = make_plan(
             built,

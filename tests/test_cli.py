@@ -104,6 +104,17 @@ def test_experts_are_divided() -> None:
     assert "error: ep_size=2: LlamaForCausalLM comes without an ep_plan" in invoke(*MODEL, *SIZES, "--ep", "2").output
 
 
+def test_adapters_beside_divided_experts_are_planned() -> None:
+    """peft's "all-linear" includes the experts of these models, so no plan had both options."""
+    both = ["qwen3_moe", "num_hidden_layers=4", "vocab_size=64", "num_experts=8", *SIZES, "--ep", "2", "--lora", "2"]
+    refused = invoke(*both).output
+    assert "has adapters that cannot be sliced. Use LoRA on other layers, such as target_modules=" in refused
+    named = [[*both, "--lora-targets", names] for names in ("q_proj,v_proj", "q_proj")]
+    whole, part = (json.loads(invoke(*arguments, "--json", "-").output) for arguments in named)
+    for one, two in zip(whole["stages"], part["stages"], strict=True):
+        assert one["memory"]["optimizer"] > two["memory"]["optimizer"] > 0
+
+
 def test_numbers_of_slices_are_compared() -> None:
     output = invoke(*MODEL, *SIZES, "--slices").output
     assert "Slices of 1f1b" in output
@@ -238,6 +249,8 @@ def test_a_field_that_only_the_code_reads_is_accepted() -> None:
             [*MODEL, *SIZES, "--quantize", "nf4"],
             "error: quantize='nf4' freezes the base weights, so there is nothing to train: add adapters with --lora",
         ),
+        ([*MODEL, *SIZES, "--lora-targets", "q_proj"], "error: lora_targets='q_proj' has no effect without adapters"),
+        ([*MODEL, *SIZES, "--lora", "2", "--lora-targets", "query"], "error: peft cannot add adapters to LlamaFor"),
         ([*MODEL, *SIZES, "--optimizer", "adam_8bit"], "error: optimizer='adam_8bit' is unknown: did you mean adamw_8"),
     ],
 )

@@ -41,14 +41,15 @@ def build(
     recompute: bool = False,
     lora: int = 0,
     quantize: str | None = None,
+    lora_targets: str | None = None,
 ) -> nn.Module:
     """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
 
     `fields` are config fields as `key=value`, with values in JSON or plain text. `dtype` is "bf16", "fp16" or "fp32".
-    The default is the config's dtype or, if the config has none, bf16. A positive `lora` is the rank of adapters on all
-    linear layers; only the adapters are then trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are
-    quantized as with the `quantization_config` of `from_pretrained`. Raises ConfigurationError for a missing or unknown
-    model, and for invalid arguments.
+    The default is the config's dtype or, if the config has none, bf16. A positive `lora` is the rank of adapters on the
+    layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers; only the adapters are then
+    trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the `quantization_config` of
+    `from_pretrained`. Raises ConfigurationError for a missing or unknown model, and for invalid arguments.
     """
     config = _config(source, dict(map(_field, fields)))
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -60,6 +61,8 @@ def build(
             f"quantize={quantize!r} freezes the base weights, so there is nothing to train: add adapters with "
             "--lora RANK"
         )
+    if lora_targets and not lora:
+        raise ConfigurationError(f"lora_targets={lora_targets!r} has no effect without adapters: add --lora RANK")
     chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"), _quiet():
         model: Any = _class_of(config)._from_config(config, dtype=chosen)
@@ -70,16 +73,17 @@ def build(
         if quantize:
             quantize_blank(model, BitsAndBytesConfig(**QUANTIZATIONS[quantize]))
         if lora:
-            model = _adapted(model, lora)
+            model = _adapted(model, lora, lora_targets)
     trained: nn.Module = model.train()
     return trained
 
 
-def _adapted(model: Any, rank: int) -> nn.Module:
+def _adapted(model: Any, rank: int, names: str | None) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # takes a second to import
 
+    targets = names.split(",") if names else "all-linear"
     try:
-        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
     except ValueError as error:
         raise ConfigurationError(f"peft cannot add adapters to {type(model).__name__}: {error}") from error
 

@@ -166,9 +166,11 @@ def _of_adapters(path: str, layer: Any, style: str, by: str, size: int) -> dict[
     drops = adapters and style == "rowwise" and any(getattr(one, "p", 0.0) for one in layer.lora_dropout.values())
     if not adapters or variants or drops:
         what = "lora_dropout, which would differ between slices" if drops else "adapters that cannot be sliced"
+        remedy = "without variants or dropout on colwise and rowwise layers, other target_modules,"
+        if style == DISPATCH:  # for these models, peft's "all-linear" includes the experts
+            remedy = 'on other layers, such as target_modules=["q_proj", "v_proj"] (--lora-targets q_proj,v_proj),'
         raise ConfigurationError(
-            f"{by}_size={size}: {path} ({style} in the {by}_plan) has {what}. Use LoRA without variants or dropout on "
-            f"colwise and rowwise layers, other target_modules, or {by}_size=1"
+            f"{by}_size={size}: {path} ({style} in the {by}_plan) has {what}. Use LoRA {remedy} or {by}_size=1"
         )
     return {f"{path}.base_layer": style} | {f"{path}.{matrix}.{name}": style for name in adapters}
 
