@@ -53,4 +53,16 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
         if state.SCB is None:
             state.SCB = torch.ones(len(self.weight), device=self.weight.device)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return bitsandbytes.matmul(x, self.weight, bias=bias, state=state)
+        y = bitsandbytes.matmul(x, self.weight, bias=bias, state=state)
+        if y.grad_fn is not None and x.numel():
+            _forget_input(y.grad_fn)
+        return y
+
+
+def _forget_input(node: Any) -> None:
+    """Remove the input from a product's autograd node. bitsandbytes keeps it for the gradient of the weight, which is
+    frozen, and as an attribute, which `offload="activations"` cannot move to the host."""
+    if hasattr(node, "tensors"):  # MatMul8bitLt
+        node.tensors, node.tensor_states = (None, None, None), (None, None)
+    else:  # MatMul8bitFp, on CPUs
+        node.A = None

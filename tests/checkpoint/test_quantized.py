@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -373,6 +374,33 @@ def test_packing_in_parts_gives_the_bits_of_bitsandbytes(tmp_path: Path, kind: s
 
 
 @pytest.mark.turns
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+@pytest.mark.parametrize("trains", [True, False])
+def test_products_in_8_bits_keep_no_input(trains: bool, threshold: float) -> None:
+    """bitsandbytes keeps the input for the gradient of the frozen weight: in every microbatch in flight, on the GPU
+    despite `offload`, and beyond the memory that was planned."""
+    torch.manual_seed(0)
+    how = {"bias": False, "has_fp16_weights": False, "threshold": threshold, "device": "meta"}
+    layer = bitsandbytes.nn.Linear8bitLt(16, 8, **how)
+    linear8bit.Linear8bit.take_over(layer, torch.float32)
+    layer = layer.like(torch.nn.Linear(16, 8, bias=False)).train(trains)
+    start = torch.randn(2, 3, 16, requires_grad=True)
+    x, kept = start + 7, start.detach() + 7
+    alive, y = weakref.ref(x), layer(x)
+    del x
+    assert alive() is None
+    expected = bitsandbytes.matmul(kept.requires_grad_(), layer.weight, state=state_of(layer))
+    for one in (y, expected):
+        one.square().sum().backward()
+    assert torch.equal(start.grad, kept.grad) and start.grad.any()
+
+
+def state_of(layer: Any) -> Any:
+    state = copy.copy(layer.state)
+    state.CB, state.is_training = layer.weight.data, layer.training
+    return state
+
+
 @pytest.mark.parametrize("kind", ["double", "int8"])
 def test_packing_takes_little_memory(tmp_path: Path, kind: str) -> None:
     """A matrix was read as a whole to be packed, and a rank that holds 150 MB took up to 434 MB while loading."""
