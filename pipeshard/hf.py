@@ -22,6 +22,9 @@ from torch import Tensor, nn
 IDS, MASK, LABELS, PIXELS, POSITIONS = "input_ids", "attention_mask", "labels", "pixel_values", "position_ids"
 IGNORED = -100  # the label that losses ignore
 
+# Leaves with the boundaries of the documents in a packed row: kernels read them instead of `position_ids`.
+BOUNDARIES = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+
 # Words in the names of each media kind's inputs; the first kind that matches applies.
 MEDIA = {
     "video": ("video", "per_grid"),

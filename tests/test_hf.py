@@ -92,6 +92,11 @@ def test_leaves_with_a_row_of_sizes_for_each_image() -> None:
         assert leaf in parameters(name) and leaf.endswith(hf.SIZES)
 
 
+def test_boundaries_of_documents_are_arguments_of_flash_attention() -> None:
+    flash = transformers.modeling_flash_attention_utils._flash_attention_forward
+    assert set(hf.BOUNDARIES) <= inspect.signature(flash).parameters.keys()
+
+
 def test_what_the_output_is_compared_with() -> None:
     assert {"mask_labels", "class_labels"} <= parameters("Mask2FormerForUniversalSegmentation").keys()
     named = ["input_ids", "mask_labels", "class_labels", "targets"]

@@ -83,17 +83,18 @@ def test_a_reference_with_its_adapters_on_is_seen(pool: Pool, tmp_path: Path) ->
     assert all(abs(entry.get("rewards/margins", 0.0)) < 1e-6 for entry in found) and expected[3]["rewards/margins"]
 
 
-def traces(folder: str, steps: int) -> int:
+def traces(kind: str, folder: str, steps: int) -> int:
     with mock.patch.object(Tracer, "run", autospec=True, side_effect=Tracer.run) as ran:
-        run("dpo-lora", folder, {"pp_size": 2}, gradient_checkpointing=True, max_steps=steps, eval_steps=steps)
+        run(kind, folder, {"pp_size": 2}, gradient_checkpointing=True, max_steps=steps, eval_steps=steps)
     return ran.call_count
 
 
 @pytest.mark.turns
-def test_a_reference_needs_no_trace_per_step(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dpo-lora", "packing"])
+def test_neither_a_reference_nor_packing_needs_a_trace_per_step(pool: Pool, tmp_path: Path, kind: str) -> None:
     """By default, TRL turns checkpointing off and on for each batch of the reference, by new functions and hooks: DPO
-    traced the model five times per step."""
-    few, many = (pool.run(traces, 2, str(tmp_path), steps, timeout=120) for steps in (2, 4))
+    traced the model five times per step. With packing, every batch has the boundaries of its own documents."""
+    few, many = (pool.run(traces, 2, kind, str(tmp_path), steps, timeout=120) for steps in (2, 4))
     assert few == many
 
 

@@ -117,6 +117,12 @@ def batch(name: str, rows: int = 8, length: int = 12, seed: int = 0, dtype: torc
     return {"input_ids": ids, "attention_mask": mask, "labels": uneven(targets)}
 
 
+def packed(*lengths: int) -> Any:
+    """Documents of these lengths as one row, with their boundaries."""
+    flatten = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    return flatten([{"input_ids": list(range(1, length + 1))} for length in lengths])
+
+
 def part(data: Any, replica: int, rows: list[int]) -> Any:
     """The samples of one replica, which has `rows[replica]` of them."""
     first = sum(rows[:replica])

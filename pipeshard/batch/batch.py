@@ -145,6 +145,11 @@ class Batch:
         rows = (leaf.shape[dim] for leaf, dim in counting if dim is not None and isinstance(leaf, Tensor))
         return replace(self, leaves=leaves, rows=next(rows, self.rows))
 
+    def without(self, paths: Collection[str]) -> Self:
+        """This batch with None instead of the leaves at these paths."""
+        leaves = tuple(None if path in paths else leaf for path, leaf in zip(self.paths, self.leaves, strict=True))
+        return replace(self, leaves=leaves)
+
     def counted(self, dims: BatchDims) -> Self:
         """This batch with the row dimensions of some leaves replaced by `dims` (by path; None: no row dimension)."""
         pairs = zip(self.paths, self.row_dims, strict=True)

@@ -18,6 +18,8 @@ from pipeshard.batch.batch import Batch
 from pipeshard.graph.shapes import Count, is_count
 from pipeshard.private import TreeSpec, tree_flatten, tree_unflatten
 
+FEW = 4  # larger sizes of a traced batch are lengths
+
 
 @dataclass(frozen=True)
 class _Slot:
@@ -180,11 +182,12 @@ class Recipes:
 
 
 def _products(batch: Batch, real: Batch) -> dict[int, int]:
-    """Map the sizes of `batch` (except 1), and the products of two such sizes, to the corresponding sizes and products
-    of `real`."""
+    """Map the sizes of `batch` (except 1), the products of two such sizes, and the neighbors of lengths (slices of a
+    difference end there) to the corresponding numbers of `real`."""
     sizes = {size: of for path, leaf in batch.tensors.items() for size, of in zip(leaf.shape, real.tensors[path].shape)}
     sizes = {size: of for size, of in sizes.items() if size > 1}
-    return {a * b: sizes[a] * sizes[b] for a, b in combinations(sizes, 2)} | sizes
+    beside = {size + k: of + k for size, of in sizes.items() if size > FEW for k in (-1, 1)}
+    return beside | {a * b: sizes[a] * sizes[b] for a, b in combinations(sizes, 2)} | sizes
 
 
 def general_questions(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeshard.batch.batch import Batch
-from pipeshard.hf import is_mask, is_of_decoder
+from pipeshard.batch.tree import text
+from pipeshard.hf import BOUNDARIES, is_mask, is_of_decoder
 
 Group = tuple[tuple[str, int], ...]  # axes of the same size: (path of the tensor, dimension)
 
@@ -117,7 +118,8 @@ class Axes:
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
         """The differences of the groups' sizes from the traced sizes, or None if the structure, a pinned size or a
-        non-tensor leaf of `batch` differs."""
+        non-tensor leaf of `batch` differs. Boundaries of documents may differ if the traced batch has none."""
+        batch = batch.without([path for path, leaf in self.others if path in BOUNDARIES and leaf == text(None)])
         tensors = batch.tensors
         if len(tensors) != len(self.tensors) or len(batch.leaves) != len(self.tensors) + len(self.others):
             return None

@@ -23,7 +23,7 @@ from pipeshard.graph.question import Question, general_questions
 from pipeshard.graph.shapes import Axes, Count, TensorSpec, is_count
 from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
-from pipeshard.hf import is_encoder_decoder
+from pipeshard.hf import BOUNDARIES, is_encoder_decoder
 from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
@@ -86,8 +86,9 @@ def _traced(tracer_of: Callable[[Batch], Tracer], sample: Batch, exact: bool) ->
 
 
 def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
-    """The Dataflow for batches of any size, traced on two samples."""
-    real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows)
+    """The Dataflow for batches of any size, traced on two samples, without the boundaries of documents: a kernel would
+    access memory up to the last boundary, beyond the shortened rows."""
+    real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows).without(BOUNDARIES)
     tracer = tracer_of(sample)
     short = _axes(tracer, sample).shortened(sample, LENGTH)
     with preserving(tracer.model, tracer.criterion) as before:

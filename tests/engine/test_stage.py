@@ -230,6 +230,24 @@ def test_a_new_sequence_length_is_not_traced(pool: Pool) -> None:
     assert pool.run(new_lengths, 2) == [0, 0]
 
 
+def new_documents() -> tuple[list[str], int]:
+    model = zoo.build("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), zoo.packed(21, 7, 8), num_microbatches=1)
+    found = differences(split, unsplit, zoo.packed(21, 7, 8), num_microbatches=1)
+    with mock.patch.object(Tracer, "run", autospec=True, side_effect=Tracer.run) as run:
+        for lengths in ((25, 11), (4, 20, 12), (15, 5, 7, 9, 4)):
+            found += differences(split, unsplit, zoo.packed(*lengths), num_microbatches=1)
+    return found, run.call_count
+
+
+@pytest.mark.turns
+def test_other_documents_in_a_packed_row_are_not_traced(pool: Pool) -> None:
+    """TRL tells kernels where the documents of a row begin and how long the longest is, in every batch: the model was
+    traced again for nearly every microbatch."""
+    assert pool.run(new_documents, 2) == [([], 0), ([], 0)]
+
+
 def test_every_kind_of_action_is_known_to_the_interpreter() -> None:
     interpreter = Interpreter((0,), None, torch.device("cpu"))
     interpreter.run({0: NoStage()}, [Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)])

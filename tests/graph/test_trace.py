@@ -443,6 +443,25 @@ def test_such_a_unit_runs_on_the_plugin_s_device(monkeypatch: pytest.MonkeyPatch
     assert set(devices) == {torch.device("meta"), elsewhere}
 
 
+def test_kernels_get_no_boundaries_of_documents_beyond_a_traced_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that runs on a device, as under autocast, got 8 positions of a packed row with the boundaries of all its
+    documents: flash attention would have read and written beyond its tensors."""
+    sizes, functions = [], transformers.AttentionInterface._global_mapping
+    usual = functions["sdpa"]
+
+    def noted(module: nn.Module, query: Tensor, *args: Any, cu_seq_lens_q: Tensor | None = None, **kwargs: Any) -> Any:
+        if not query.is_meta and cu_seq_lens_q is not None:
+            sizes.append((int(cu_seq_lens_q[-1]), query.shape[0] * query.shape[2]))
+        return usual(module, query, *args, **kwargs)
+
+    model = zoo.build("llama")
+    monkeypatch.setitem(functions, "sdpa", noted)
+    with torch.autocast("cpu", torch.bfloat16):
+        flow = trace(model, zoo.packed(9, 11, 12))
+    assert all(last <= rows for last, rows in sizes)
+    assert flow.axes.deltas(read_batch(model, zoo.packed(8, 10, 11, 4))) is not None
+
+
 class Noted(nn.Linear):
     """A layer with a dict in which its name stands, as peft's layers have one; `read` says how its forward reads it."""
 
