@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, TypeGuard
@@ -53,6 +53,7 @@ LAYER_CACHES = "past_key_values", "cache_params", "cache"  # the last since tran
 CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
 TIME = "max_time"
+LAYER_CLASS = "layer_class_to_replicate"  # in a cache without a config: the class of the entries that it creates
 COMPILED_CALL = "get_compiled_call"  # the method with which `generate` gets a model's compiled `__call__`
 
 # RoPE types whose frequencies depend on the greatest position in the batch if it exceeds a limit, and the config fields
@@ -191,6 +192,20 @@ def enable_caches(configs: Iterable[Any]) -> None:
 def is_cache(value: Any) -> bool:
     """Whether this is a transformers cache, with the keys and values (or other states) of each layer."""
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
+
+
+def complete_cache(cache: Any, config: Any) -> None:
+    """Append the entries that an empty cache creates only when layers run, if it was created without a config: one for
+    each layer that `config` defines."""
+    from transformers import DynamicCache
+
+    for inside in vars(cache).values():
+        if is_cache(inside):
+            complete_cache(inside, config)
+    kind = getattr(cache, LAYER_CLASS, None)
+    if kind is not None and config is not None and not cache.layers:
+        with suppress(AttributeError):  # the config defines no layers
+            cache.layers.extend(kind() for _ in DynamicCache(config=config).layers)
 
 
 def stops_by_clock(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import (
     CompileConfig,
     DynamicCache,
+    EncoderDecoderCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -195,6 +196,43 @@ def test_the_cache_is_freed_after_generate(pool: Pool, num_microbatches: int | N
     """A GRPO run generated and then trained: on several stages, each rank kept the last cache, gigabytes of it, through
     all training steps until the next generate."""
     assert pool.run(cache_afterwards, 2, num_microbatches) == [True, True]
+
+
+def empty_cache(name: str) -> Any:
+    """A cache that knows no config: it creates its entries when layers run."""
+    return EncoderDecoderCache(DynamicCache(), DynamicCache()) if name == "t5" else DynamicCache()
+
+
+def filling(name: str, options: dict[str, Any], num_microbatches: int | None) -> list[str]:
+    """The modes in which a stage generates other tokens, or sees another length, with such a cache."""
+    model, found = zoo.build(name), []
+    alone = copy.deepcopy(model).eval()
+    split = boosted(model, name, **({"pp_size": 2} | options))
+    for mode, asked in (("greedy", GREEDY), ("beams", MODES["beams"]), ("chunks", GREEDY | {"prefill_chunk_size": 3})):
+        own, cache = empty_cache(name), empty_cache(name)
+        expected = generated(alone, name, past_key_values=own, **asked)
+        made = generated(split, name, past_key_values=cache, num_microbatches=num_microbatches, **asked)
+        if not torch.equal(made, expected) or cache.get_seq_length() != own.get_seq_length():
+            found.append(mode)
+    return found
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("name", "p", "options", "num_microbatches"),
+    [
+        ("llama-tied", 2, {}, None),
+        ("llama-tied", 3, {"pp_size": 3}, 2),
+        ("llama-tied", 2, {"schedule": "interleaved", "num_model_chunks": 2}, None),
+        ("t5", 2, {}, None),
+    ],
+)
+def test_a_cache_without_a_config_is_filled(
+    pool: Pool, name: str, p: int, options: dict[str, Any], num_microbatches: int | None
+) -> None:
+    """A later stage also created the entries of earlier layers, which stayed empty there: its masks had other lengths,
+    and padded prompts gave wrong tokens without an error."""
+    assert pool.run(filling, p, name, options, num_microbatches) == [[]] * p
 
 
 def continued(model: Any) -> list[Any]:

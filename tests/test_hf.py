@@ -175,6 +175,18 @@ def test_caches_are_turned_off_and_on() -> None:
     assert model(ids).past_key_values is not None
 
 
+def test_a_cache_without_a_config_gets_an_entry_for_each_layer() -> None:
+    caches = [transformers.DynamicCache() for _ in range(3)]
+    assert hasattr(caches[0], hf.LAYER_CLASS)
+    hf.complete_cache(caches[0], llama().config)
+    hf.complete_cache(transformers.EncoderDecoderCache(*caches[1:]), t5().config)
+    assert [len(cache.layers) for cache in caches] == [TINY["num_hidden_layers"], 1, 1]
+    empty = transformers.DynamicCache()
+    hf.complete_cache(empty, transformers.PretrainedConfig())
+    hf.complete_cache(empty, None)
+    assert not empty.layers
+
+
 def test_the_argument_that_is_a_cache() -> None:
     """transformers 5.24 renamed past_key_values and cache_params: its caches were kept as inputs, and no model
     generated."""

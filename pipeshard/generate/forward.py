@@ -29,7 +29,7 @@ from pipeshard.generate.described import describe, dtype_of, restore, spec_of
 from pipeshard.generate.entry import by_name, entry_of, key_of, twin
 from pipeshard.generate.rows import CacheParts, joined
 from pipeshard.graph.taint import Value
-from pipeshard.hf import CACHES, LOGITS, disable_caches, enable_caches, is_cache, is_ids
+from pipeshard.hf import CACHES, LOGITS, complete_cache, config_of, disable_caches, enable_caches, is_cache, is_ids
 from pipeshard.private import tree_tensors
 from pipeshard.replaced import replaced
 from pipeshard.split.route import Route
@@ -78,6 +78,7 @@ class Forward:
         entry = pipeline.precision.of_batch(entry).to(pipeline.device)
         self._refuse_other_tokens(path, {name: value for name, value in arguments.items() if name not in CACHES})
         self._used, self._parts = {}, {}
+        self._complete(path, entry.data)
         self._meet((), entry.data)
         batches, ways = self._planned(path, entry, forward)
         return self._share(self._run(batches, ways), entry, list(self._used.values()))
@@ -141,6 +142,14 @@ class Forward:
             replace(batch, leaves=tuple(_part_of(leaf, cut, i) for leaf in batch.leaves))
             for i, batch in enumerate(batches)
         ]
+
+    def _complete(self, path: str, arguments: Mapping[str, Any]) -> None:
+        """Complete the caches among the arguments of a call of the module `path`. When its layers run, a rank would
+        also create the entries of earlier stages' layers, and count these as its own."""
+        config = config_of(self.pipeline.model.get_submodule(path))
+        for value in arguments.values():
+            if is_cache(value):
+                complete_cache(value, config)
 
     def _meet(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Register the caches among the arguments of a call, since glue may have created new caches."""

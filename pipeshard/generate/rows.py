@@ -81,8 +81,9 @@ class CacheParts:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether the value is a cache, or a cache's entry for one layer."""
-    return is_cache(value) or (hasattr(value, "get_seq_length") or hasattr(value, "reorder_cache"))
+    """Whether the value is a cache, or a cache's entry for one layer, rather than the class of such entries."""
+    is_entry = hasattr(value, "get_seq_length") or hasattr(value, "reorder_cache")
+    return is_cache(value) or (is_entry and not isinstance(value, type))
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int], whole: dict[int, Any] | None = None) -> Any:
