@@ -242,6 +242,7 @@ def refuse_large(choices: Sequence[Sequence[int]], limits: Sequence[int]) -> Non
 
 def blank(settings: Namespace) -> Any:
     """The model on meta, built from its config, with quantized weights and adapters if the settings request them."""
+    import torch
     from peft import get_peft_model
 
     from pipeshard.planner.models import DTYPE_NAMES, build
@@ -256,8 +257,14 @@ def blank(settings: Namespace) -> Any:
         quantize_blank(model, packing)
     fuse_head(model)
     adapters = trl().get_peft_config(given)
+    if adapters is None:
+        return model
     put = partial(get_peft_model, low_cpu_mem_usage=True)  # adapters on meta: a plan does not need their values
-    return model if adapters is None else put_adapters(model, adapters, put)
+    adapted = put_adapters(model, adapters, put)
+    for parameter in adapted.parameters() if packing is not None else ():
+        if parameter.requires_grad:  # TRL trains the adapters of a quantized base in bf16
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return adapted
 
 
 def fuse_head(model: Any) -> None:

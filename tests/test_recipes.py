@@ -719,6 +719,17 @@ def test_a_recipe_has_a_plan(name: str) -> None:
     shows_a_plan(name, *([f"--model_config={smaller[name]} num_hidden_layers=8"] if name in smaller else []))
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_adapters_are_planned_in_the_dtype_that_is_trained(is_packed: bool) -> None:
+    """TRL casts the adapters of a base in 4 bits to bf16: the plan was that of fp32."""
+    pytest.importorskip("bitsandbytes")
+    small = f"--model_config=llama {' '.join(f'{key}={value}' for key, value in zoo.TINY.items())}"
+    read = recipe.read("sft", ["--model_name_or_path=owner/name", small, "--dtype=bfloat16", "--use_peft"])
+    read.load_in_4bit = is_packed
+    trained = {parameter.dtype for parameter in tuning.blank(read).parameters() if parameter.requires_grad}
+    assert trained == {torch.bfloat16 if is_packed else torch.float32}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-70b-qlora", "qwen3-30b-a3b"])
 def test_a_large_recipe_has_a_plan(name: str) -> None:
