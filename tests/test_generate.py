@@ -34,6 +34,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from pipeshard import PipelinePlugin, initialize
+from pipeshard.batch.read import read_batch
 from pipeshard.engine.coupling import Watching
 from pipeshard.engine.traces import Traces
 from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, TraceError, UsageError
@@ -43,8 +44,9 @@ from pipeshard.generate.generate import Generation
 from pipeshard.hf import LAYER_CACHES
 from pipeshard.private import modes_entered
 from tests import zoo
+from tests.parity.build import batch, build
 from tests.parity.entries import find
-from tests.parity.generating import PAGE, check_generation
+from tests.parity.generating import PAGE, check_generation, with_caches
 from tests.parity.report import Row
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
@@ -486,18 +488,54 @@ def test_generation_with_slices(pool: Pool) -> None:
     assert all(pool.run(with_options, 4, {"tp_size": 2}))
 
 
-def adapted() -> bool:
-    base = zoo.build("llama-tied")
+def adapted(name: str, targets: list[str], options: dict[str, Any]) -> bool:
     torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(base, config)
-    expected = generated(copy.deepcopy(model).eval(), "llama-tied", **GREEDY)
-    return is_same(generated(boosted(model, "llama-tied"), "llama-tied", **GREEDY), expected)
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(zoo.build(name), config)
+    expected = generated(copy.deepcopy(model).eval(), name, **GREEDY, **options)
+    return is_same(generated(boosted(model, name), name, **GREEDY, **options), expected)
+
+
+STARTED = {"decoder_input_ids": torch.tensor([[0, 0, 0, 5], [0, 0, 7, 8], [0, 3, 4, 5]])}
+STARTED["decoder_attention_mask"] = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
 
 
 @pytest.mark.turns
-def test_generation_with_adapters(pool: Pool) -> None:
-    assert pool.run(adapted, 2) == [True, True]
+@pytest.mark.parametrize(
+    ("name", "targets", "options"),
+    [("llama-tied", ["q_proj", "v_proj"], {}), ("t5", ["q", "v"], STARTED)],
+    ids=["decoder", "encoder-decoder"],
+)
+def test_generation_with_adapters(pool: Pool, name: str, targets: list[str], options: dict[str, Any]) -> None:
+    assert pool.run(adapted, 2, name, targets, options) == [True, True]
+
+
+def seeing(name: str, num_microbatches: int | None = None, with_adapters: bool = False) -> bool:
+    """Whether prompts with images, all of one size, are answered as in one process."""
+    (entry,) = find(name)
+    model: Any = build(entry).eval()
+    with_caches(model)
+    sample = read_batch(model, batch(entry, model)).take(torch.tensor([0, 2, 3])).data  # 1 has a larger image
+    prompt = {name: value for name, value in sample.items() if "labels" not in name}
+    if with_adapters:
+        torch.manual_seed(1)
+        adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, adapters).eval()
+    expected = model.generate(**prompt, max_new_tokens=NEW, **GREEDY)
+    engine = initialize(model.train(), pp_size=2, num_microbatches=1, dry_run_input=sample, verify=False)
+    assert engine.model is not None
+    split = engine.model.eval()
+    return torch.equal(
+        split.generate(**prompt, max_new_tokens=NEW, num_microbatches=num_microbatches, **GREEDY), expected
+    )
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", ["image-text-to-text/qwen2_5_vl", "image-text-to-text/llava"])
+def test_adapters_of_a_model_that_sees(pool: Pool, name: str) -> None:
+    """Of a PeftModel, the base model generates: the list of its images' embeddings was refused as ambiguous, with an
+    advice for training."""
+    assert pool.run(seeing, 2, name, with_adapters=True) == [True, True]
 
 
 def with_own_generate() -> bool:

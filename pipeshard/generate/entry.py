@@ -24,7 +24,9 @@ def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch
 
     Raises BatchError if the arguments contain no tensor.
     """
-    return replace(Batch.of(arguments) if path else read_batch(model, arguments, lists=_Opened()), entry=path)
+    module = model.get_submodule(path)
+    batch = read_batch(module, arguments, lists=_Opened()) if _generates(module) else Batch.of(arguments)
+    return replace(batch, entry=path)
 
 
 class _Opened(dict[str, bool]):
@@ -65,7 +67,8 @@ def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Cal
     kept = {name: value for name, value in arguments.items() if name not in CACHES}
     if USES_CACHE in inspect.signature(forward).parameters or USES_CACHE in kept:
         kept[USES_CACHE] = False
-    is_decoder = is_encoder_decoder(model) and not path
+    module = model.get_submodule(path)
+    is_decoder = is_encoder_decoder(module) and _generates(module)
     new = next((value.shape[1] for name, value in kept.items() if is_new(name, value, is_decoder)), None)
     if new is None or len(kept) == len(arguments):  # no cache of earlier positions
         return kept
@@ -73,6 +76,11 @@ def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Cal
         name: _newest(value, new) if name == (DECODER_MASK if is_decoder else MASK) else value
         for name, value in kept.items()
     }
+
+
+def _generates(module: nn.Module) -> bool:
+    """Whether this is a model that generates: the whole model or, inside adapters or a wrapper, the base model."""
+    return hasattr(module, "generate")
 
 
 def _newest(mask: Any, new: int) -> Any:
