@@ -515,7 +515,7 @@ def seeing(name: str, num_microbatches: int | None = None, with_adapters: bool =
     (entry,) = find(name)
     model: Any = build(entry).eval()
     with_caches(model)
-    sample = read_batch(model, batch(entry, model)).take(torch.tensor([0, 2, 3])).data  # 1 has a larger image
+    sample = read_batch(model, batch(entry, model)).take(torch.tensor([0, 2, 3, 0])).data  # 1 has a larger image
     prompt = {name: value for name, value in sample.items() if "labels" not in name}
     if with_adapters:
         torch.manual_seed(1)
@@ -536,6 +536,14 @@ def test_adapters_of_a_model_that_sees(pool: Pool, name: str) -> None:
     """Of a PeftModel, the base model generates: the list of its images' embeddings was refused as ambiguous, with an
     advice for training."""
     assert pool.run(seeing, 2, name, with_adapters=True) == [True, True]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", ["image-text-to-text/qwen2_5_vl", "image-text-to-text/llava"])
+def test_prompts_with_images_in_several_microbatches(pool: Pool, name: str) -> None:
+    """Patches of the vision tower were split like samples, an error about something else, and so were embeddings if an
+    image had as many as there are prompts: wrong tokens without an error."""
+    assert pool.run(seeing, 2, name, num_microbatches=2) == [True, True]
 
 
 def with_own_generate() -> bool:

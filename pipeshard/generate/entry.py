@@ -6,6 +6,7 @@ positions. The twin is traced like a training batch.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import UsageError
-from pipeshard.hf import CACHES, DECODER_MASK, MASK, USES_CACHE, is_encoder_decoder, is_new
+from pipeshard.hf import CACHES, DECODER_MASK, MASK, USES_CACHE, is_encoder_decoder, is_new, media_kind
 
 
 def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch:
@@ -25,8 +26,12 @@ def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch
     Raises BatchError if the arguments contain no tensor.
     """
     module = model.get_submodule(path)
-    batch = read_batch(module, arguments, lists=_Opened()) if _generates(module) else Batch.of(arguments)
-    return replace(batch, entry=path)
+    if not _generates(module):
+        return replace(Batch.of(arguments), entry=path)
+    batch = read_batch(module, arguments, lists=_Opened())
+    # In a list of an encoder, each entry is an image: its rows never count samples, even if there are as many.
+    images = {name: () for name in batch.tensors if media_kind(name) and re.search(r"\[\d+\]", name)}
+    return replace(batch.owned({**batch.owners, **images}), entry=path)
 
 
 class _Opened(dict[str, bool]):
@@ -43,6 +48,13 @@ def key_of(entry: Batch) -> tuple[Any, ...]:
     """A key of the structure and the sizes of a call."""
     tensors = ((path, leaf.shape, leaf.dtype) for path, leaf in entry.tensors.items())
     return (entry.entry, *tensors, *entry.others)
+
+
+def counts_samples(model: nn.Module, entry: Batch) -> bool:
+    """Whether the rows of a call are samples: the module generates or, as an encoder does, takes only tensors with these
+    rows. The rows of a vision tower may be patches; other tensors then count images."""
+    dims = [dim for leaf, dim in zip(entry.leaves, entry.row_dims, strict=True) if isinstance(leaf, Tensor)]
+    return _generates(model.get_submodule(entry.entry)) or None not in dims
 
 
 def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from pipeshard.engine.traces import FoundWays
 from pipeshard.errors import BatchError, TraceError, UsageError, of_all, summary
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
-from pipeshard.generate.entry import by_name, entry_of, key_of, twin
+from pipeshard.generate.entry import by_name, counts_samples, entry_of, key_of, twin
 from pipeshard.generate.rows import CacheParts, joined
 from pipeshard.graph.taint import Value
 from pipeshard.hf import CACHES, LOGITS, complete_cache, config_of, disable_caches, enable_caches, is_cache, is_ids
@@ -125,16 +125,14 @@ class Forward:
 
     def _microbatches(self, entry: Batch) -> list[Batch]:
         """The call split into microbatches, each with its own part of every cache, or the call itself as the only
-        microbatch."""
+        microbatch. Patches and embeddings of images do not show which samples they belong to."""
         tokens = max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
         asked = min(self.num_microbatches or tokens // TOKENS, entry.rows)
-        if asked <= 1 or len(self.pipeline.stages.whole) > 1:
+        if asked <= 1 or len(self.pipeline.stages.whole) > 1 or not counts_samples(self.pipeline.model, entry):
             return [entry]
         try:
             batches = entry.split(asked)
         except BatchError:
-            if self.num_microbatches:
-                raise
             return [entry]
         cut = [CacheParts(entries.cache, [batch.rows for batch in batches]) for entries in self._used.values()]
         self._parts = {id(part): parts for parts in cut for part in parts.parts}
