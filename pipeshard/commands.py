@@ -84,7 +84,9 @@ def _memory(plan: Plan) -> Table:
     for stage in plan.stages:
         sizes = {name: _in(getattr(stage.memory, (parts | rest)[name]), size) for name in kept}
         row = [str(stage.stage), str(stage.rank), *(sizes[name] for name in before)]
-        row += [f"{stage.alive}×{_in(stage.kept, size)}", *(sizes[name] for name in after)]
+        recomputed = stage.memory.activations - stage.alive * stage.kept  # if the peak is between a B and its W
+        more = f"+{_in(recomputed, size)}" if recomputed > 0 else ""
+        row += [f"{stage.alive}×{_in(stage.kept, size)}{more}", *(sizes[name] for name in after)]
         table.add_row(*row, _in(stage.memory.total, size), *([_in(stage.memory.host, size)] if hosts else []))
     return table
 

@@ -115,6 +115,19 @@ def test_adapters_beside_divided_experts_are_planned() -> None:
         assert one["memory"]["optimizer"] > two["memory"]["optimizer"] > 0
 
 
+def test_the_columns_of_the_memory_add_up() -> None:
+    """At the peak of stage 1, recomputed activations wait for a W: the total had them, but no column did."""
+    sizes = ["--pp", "4", "--microbatches", "8", "--seq-len", "64", "--schedule", "1f1b", "--recompute", "--lora", "2"]
+    table = invoke(*MODEL, "num_hidden_layers=24", *sizes).output.partition("stage rank")[2].splitlines()
+    columns, rows = table[0].split(), [line.split()[2:] for line in table[1:5]]
+    place = columns.index("activations")
+    assert any("+" in row[place] for row in rows)
+    for row in rows:
+        count, _, kept = row[place].partition("×")
+        parts = [*row[:place], *row[place + 1 : -1], *kept.split("+")[1:], int(count) * float(kept.split("+")[0])]
+        assert sum(map(float, parts)) == pytest.approx(float(row[-1]), rel=0.02)
+
+
 def test_numbers_of_slices_are_compared() -> None:
     output = invoke(*MODEL, *SIZES, "--slices").output
     assert "Slices of 1f1b" in output
