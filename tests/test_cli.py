@@ -104,9 +104,18 @@ def test_experts_are_divided() -> None:
     assert "error: ep_size=2: LlamaForCausalLM comes without an ep_plan" in invoke(*MODEL, *SIZES, "--ep", "2").output
 
 
+@pytest.mark.turns
 def test_adapters_beside_divided_experts_are_planned() -> None:
     """peft's "all-linear" includes the experts of these models, so no plan had both options."""
-    both = ["qwen3_moe", "num_hidden_layers=4", "vocab_size=64", "num_experts=8", *SIZES, "--ep", "2", "--lora", "2"]
+    small = [
+        "qwen3_moe",
+        *MODEL[1:],
+        "moe_intermediate_size=32",
+        "num_key_value_heads=2",
+        "head_dim=8",
+        "num_experts=8",
+    ]
+    both = [*small, *SIZES, "--ep", "2", "--lora", "2"]
     refused = invoke(*both).output
     assert "has adapters that cannot be sliced. Use LoRA on other layers, such as target_modules=" in refused
     named = [[*both, "--lora-targets", names] for names in ("q_proj,v_proj", "q_proj")]
@@ -115,9 +124,10 @@ def test_adapters_beside_divided_experts_are_planned() -> None:
         assert one["memory"]["optimizer"] > two["memory"]["optimizer"] > 0
 
 
+@pytest.mark.turns
 def test_the_columns_of_the_memory_add_up() -> None:
     """At the peak of stage 1, recomputed activations wait for a W: the total had them, but no column did."""
-    sizes = ["--pp", "4", "--microbatches", "8", "--seq-len", "64", "--schedule", "1f1b", "--recompute", "--lora", "2"]
+    sizes = ["--pp", "4", "--microbatches", "8", "--seq-len", "64", "--schedule", "zb-h1", "--recompute"]
     table = invoke(*MODEL, "num_hidden_layers=24", *sizes).output.partition("stage rank")[2].splitlines()
     columns, rows = table[0].split(), [line.split()[2:] for line in table[1:5]]
     place = columns.index("activations")

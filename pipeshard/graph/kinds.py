@@ -315,7 +315,7 @@ class Kinds:
         with disable_current_modes():
             args, kwargs = arguments = tree_unflatten(inputs, call.tree)
             with unrecomputed(module), _called_on(module, arguments, state) as before:
-                with meter.visit(module, inputs) as visit:
+                with meter, meter.visit(module, inputs) as visit:
                     result = call.forward(*args, **kwargs)
                 contents = [opened(result, before.paths), *(content for _, content in changed(before, but=inputs))]
         meter.end_plain(visit, tree_leaves(contents), state.values())

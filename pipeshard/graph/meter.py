@@ -78,6 +78,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._grouped_mm: _grouped_flops,
 }
+PRODUCTS = {aten.mm, aten.addmm}  # of linear layers: W computes the gradients of their weights
 BY_ROWS = {aten.embedding_dense_backward}  # a stage updates only the rows that were read
 NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # their results alias their inputs
 Run = Callable[[Any, Any, Any], Any]  # run(operator, args, kwargs) -> the result
@@ -138,7 +139,8 @@ class Work:
     for the backward, except parameters and leaves of the batch, to their bytes. The key of a tensor is the `Value` of a
     unit's result, or another key that is the same for all calls that save the tensor. A call's intermediate tensors
     share one key. `temporary` is the peak of the bytes that the backward allocates, including the gradients of the
-    results, minus the bytes of `kept` that the backward has freed.
+    results, minus the bytes of `kept` that the backward has freed. `waiting` is the bytes that W needs after its B: the
+    inputs of matrix products with trained parameters, and the gradients of these products.
     """
 
     flops: int
@@ -146,6 +148,7 @@ class Work:
     by_parameter: Mapping[str, int]
     kept: Mapping[Hashable, int]
     temporary: int = 0
+    waiting: int = 0
 
 
 class _Kept:
@@ -166,8 +169,10 @@ class Visit:
 
     `own` contains the bytes of the unit's saved intermediate tensors, by storage. `inputs` and `results` are the
     positions of saved inputs and results. `passed` maps each result that is an unchanged input to that input. `given`
-    maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters. If the unit
-    recomputes its activations, `plain` is a visit without recomputation, in which `own` includes the saved results.
+    maps storages to the positions of inputs, and `parameters` maps storages to the names of parameters. `factors` maps
+    the storages of the inputs of matrix products with `trained` parameters to their bytes, and `gradients` is the bytes
+    of the gradients of these products. If the unit recomputes its activations, `plain` is a visit without
+    recomputation, in which `own` includes the saved results.
     """
 
     flops: int = 0
@@ -179,6 +184,9 @@ class Visit:
     passed: dict[int, int] = field(default_factory=dict)
     given: dict[int, int] = field(default_factory=dict)
     parameters: dict[int, str] = field(default_factory=dict)
+    trained: set[int] = field(default_factory=set)
+    factors: dict[int, int] = field(default_factory=dict)
+    gradients: int = 0
     graph: WeakSet[_Kept] = field(default_factory=WeakSet)
     temporary: int = 0
     plain: Visit | None = None
@@ -228,6 +236,7 @@ class Meter(DispatchMode):
         pass the results to `end`."""
         self.visiting = visit = Visit()
         visit.parameters = {storage_of(t): name for name, t in module.named_parameters()}
+        visit.trained = {storage_of(t) for t in module.parameters() if t.requires_grad}
         visit.given = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
         own = {*visit.parameters, *map(storage_of, module.buffers())}
         kept = visit.graph
@@ -309,7 +318,8 @@ class Meter(DispatchMode):
         for tensor in tensors:
             if storage_of(tensor) not in self.persistent:
                 kept[self._key(storage_of(tensor))] = tensor.untyped_storage().nbytes()
-        return Work(visit.flops, visit.elements, visit.by_parameter, kept, visit.temporary)
+        waiting = sum(visit.factors.values()) + visit.gradients
+        return Work(visit.flops, visit.elements, visit.by_parameter, kept, visit.temporary, waiting)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -347,6 +357,10 @@ class Meter(DispatchMode):
             if read:
                 name = visit.parameters[storage_of(max(read, key=Tensor.numel))]
                 visit.by_parameter[name] = visit.by_parameter.get(name, 0) + flops
+            if func._overloadpacket in PRODUCTS and any(storage_of(tensor) in visit.trained for tensor in read):
+                factors = [x for x in tree_tensors((args, kwargs)) if storage_of(x) not in visit.parameters]
+                visit.factors |= {storage_of(x): x.untyped_storage().nbytes() for x in factors}
+                visit.gradients += sum(x.nbytes for x in tree_tensors(result))
 
     def _of_glue(self, kept: WeakSet[_Kept]) -> dict[Hashable, int]:
         return {self._key(k.key): k.size for k in kept if k.key not in self.persistent}

@@ -4,6 +4,7 @@ import bisect
 import copy
 import itertools
 import math
+import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
@@ -194,7 +195,9 @@ class Training:
             counts, pending = (Counter(stage for _, stage in each) for each in (here, begun & here))
             running = action.stage if action.kind is Kind.B else None
             if action.kind is not Kind.F:
-                found[tuple((s, Part(counts[s], s in trained, s == running, pending[s])) for s in stages)] = None
+                splits = running is not None and last[action[1:]] is not action
+                parts = (Part(counts[s], s in trained, s == running, pending[s], splits) for s in stages)
+                found[tuple(zip(stages, parts, strict=True))] = None
                 begun.add((action.microbatch, action.stage))
             if last[action[1:]] is action:
                 trained.add(action.stage)
@@ -268,12 +271,13 @@ def pinned(size: int) -> int:
 
 class Part(NamedTuple):
     """A stage's part of a moment: the number of microbatches that the stage keeps `alive`, whether its gradients exist,
-    whether its B is running, and the number of its microbatches that wait for W."""
+    whether its B is running, the number of its microbatches that wait for W, and whether the running B has a W."""
 
     alive: int
     has_gradients: bool
     is_running: bool
     pending: int = 0
+    splits: bool = False
 
 
 Moment = tuple[tuple[int, Part], ...]  # a rank's stages, each with its part
@@ -313,9 +317,14 @@ class Footprint:
         works = [[*each, meter.tail] for each in (meter.plain, meter.works)]
         whole, left = ([sum(work.kept.values()) for work in each] for each in works)
         trained = [any(map(is_trainable, model.get_submodule(call.unit).parameters())) for call in flow.calls]
-        self._waiting = [
-            is_trained * a - b for is_trained, a, b in zip([*trained, trained[-1]], whole, left, strict=True)
+        recomputes = [a > b for a, b in zip(whole, left, strict=True)]
+        of_w = [
+            work.waiting if again else is_trained * a
+            for work, again, is_trained, a in zip(works[0], recomputes, [*trained, trained[-1]], whole, strict=True)
         ]
+        self._waiting = [a - b for a, b in zip(of_w, left, strict=True)]
+        # before each call, what W needs of recomputed activations
+        self._needed = [*itertools.accumulate(map(operator.mul, of_w, recomputes), initial=0)]
         self._temporary = [w.temporary + a - b for w, a, b in zip(works[0], whole, left, strict=True)]
 
     def entered(self, entering: Sequence[Mapping[Hashable, int]]) -> "Footprint":
@@ -338,7 +347,7 @@ class Footprint:
         self._twice = defaultdict[tuple[int, ...], Counter[str]](Counter)
         for name, calls in self._tied.items():
             self._twice[*calls].update(always=each[name].always, gradients=each[name].gradients)
-        self._peaks = dict[tuple[int, bool], list[int]]()
+        self._peaks = dict[tuple[int, bool, bool], list[int]]()
         self._totals = dict[tuple[int, int, Part | None], int]()
 
     def total(self, start: int, end: int, part: Part | None) -> int:
@@ -367,7 +376,7 @@ class Footprint:
         """The memory of a stage during `part` in addition to its permanent memory."""
         return Memory(
             activations=part.alive * self.activations(start, end) + part.pending * self.waiting(start, end),
-            temporary=self.temporary(start, end, not part.has_gradients) if part.is_running else 0,
+            temporary=self.temporary(start, end, not part.has_gradients, part.splits) if part.is_running else 0,
             absent=0 if part.has_gradients else self.gradients(start, end),
         )
 
@@ -390,18 +399,20 @@ class Footprint:
         because B recomputes the inputs of trained weights, and frees the activations of frozen units."""
         return sum(self._waiting[start : self._end(end)])
 
-    def temporary(self, start: int, end: int, first: bool = False) -> int:
+    def temporary(self, start: int, end: int, first: bool = False, splits: bool = False) -> int:
         """The peak, during a backward of this stage, of the bytes that the backward has allocated minus the activations
-        that it has freed. The `first` backward also allocates the gradients."""
-        end = self._end(end)
-        if (start, first) not in self._peaks:
+        that it has freed. The `first` backward also allocates the gradients. If W follows (`splits`), the backward
+        keeps what W needs of recomputed activations."""
+        end, kept, gradients = self._end(end), self._kept.total, self._gradients.total
+        needed = self._needed if splits else [0] * len(self._needed)
+        if (start, first, splits) not in self._peaks:
             made = (
-                extra + self._kept.total(start, call + 1) - (self._gradients.total(start, call + 1) if first else 0)
+                extra + kept(start, call + 1) - (gradients(start, call + 1) if first else 0) - needed[call + 1]
                 for call, extra in enumerate(self._temporary[start:], start)
             )
-            self._peaks[start, first] = list(itertools.accumulate(made, max))
-        later = self._gradients.total(start, end) if first else 0
-        return max(0, self._peaks[start, first][end - start - 1] - self._kept.total(start, end) + later)
+            self._peaks[start, first, splits] = list(itertools.accumulate(made, max))
+        later = (gradients(start, end) if first else 0) + needed[end]
+        return max(0, self._peaks[start, first, splits][end - start - 1] - kept(start, end) + later)
 
     def _end(self, end: int) -> int:
         return end + 1 if end == self.last else end

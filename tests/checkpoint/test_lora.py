@@ -381,6 +381,7 @@ def of_the_hub(cache: Path, folder: Path) -> None:
     split.booster.save_lora_as_pretrained(split.model, str(folder))
 
 
+@pytest.mark.turns
 def test_saved_adapters_of_a_model_of_the_hub_have_its_name(pool: Pool, tmp_path: Path) -> None:
     """Their base model was a path in this machine's cache, which no other machine, nor the Hub, could read."""
     cache = tmp_path / "models--owner--name"
@@ -898,6 +899,7 @@ def compared_on_meta(kind: str, made: Any, folder: Path) -> list[str]:
     return [name for name, value in expected.items() if not (found[name].is_meta or torch.equal(found[name], value))]
 
 
+@pytest.mark.turns
 def test_saved_adapters_that_read_the_base_are_refused_on_meta(tmp_path: Path) -> None:
     """PSOFT, FRoD and OSF save trained tensors only: the rest was computed from zeros, without an error."""
     refused = set[str]()

@@ -249,6 +249,7 @@ def packed(folder: Path) -> list[str]:
     return [*problems, str(caught.value), *map(str, folder.iterdir())]
 
 
+@pytest.mark.turns
 def test_states_of_several_tensors_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     """torchao's AdamW8bit trained, and after hours its first checkpoint failed: files could not be read back, or there
     was an advice to free some space on the disk. A Trainer's check after the first step noticed nothing."""

@@ -61,8 +61,8 @@ def exact(
 @pytest.mark.parametrize(
     ("names", "pp", "dp", "kernel", "options"),
     [
-        (NAMES, 1, 1, "grouped_mm", {"recompute": True}),
-        (NAMES, 2, 1, "batched_mm", {"schedule": "zb-h1"}),
+        *(((name,), 1, 1, "grouped_mm", {"recompute": True}) for name in NAMES),
+        *(((name,), 2, 1, "batched_mm", {"schedule": "zb-h1"}) for name in NAMES),
         (NAMES[::3], 1, 2, "batched_mm", {"zero_stage": 1}),
         (NAMES[1::3], 1, 2, "batched_mm", {"fsdp": True}),
     ],

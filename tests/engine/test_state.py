@@ -468,12 +468,14 @@ def wrong(
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("p", "options"), [(1, SCHEDULES[1]), *((2, options) for options in SCHEDULES)])
 def test_a_buffer_of_integers_is_saved_as_it_was(pool: Pool, p: int, options: dict[str, Any]) -> None:
     """Backward passes raised an error: a later microbatch had changed the buffer of integers, also that of messages."""
     assert pool.run(wrong, p, Numbered, timeout=200.0, **options) == [[]] * p
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("make", [Marking, MarkingInDict, MarkingInList])
 def test_numbers_that_units_leave_are_the_same_on_all_stages(pool: Pool, make: type[nn.Module]) -> None:
     """The first evaluation traced the model again, with zeros for the weights of other stages: there, the number that a

@@ -34,6 +34,8 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (3, {"recompute": True, "optimizer": "adamw_fused", "length": 8}),
     (3, {"schedule": "zb-h1", "recompute": True}),
     (3, {"schedule": "zb-h1", "lora": True}),
+    (3, {"recompute": True, "lora": True}),
+    (3, {"schedule": "zb-h1", "recompute": True, "lora": True}),
     (4, {"dp_size": 2, "zero_stage": 1}),
 ]
 KINDS: dict[str, dict[str, Any]] = {"adamw": {"foreach": True}, "adamw_fused": {"fused": True}}
