@@ -34,7 +34,7 @@ from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import storage_of
 from pipeshard.graph.unit_outputs import changed
 from pipeshard.split import materialize
-from pipeshard.split.replay import _added
+from pipeshard.split.differences import added
 from pipeshard.trainer.objective import Objective
 from pipeshard.trainer.stand_ins import PipelineAccelerator
 from pipeshard.trainer.trainer import Loop
@@ -262,9 +262,9 @@ def test_attributes_of_a_compiler_are_its_own() -> None:
     """A unit that the user had compiled for all lengths was refused: dynamo marks what it returns."""
     result = torch.ones(2)
     result._dynamo_dynamic_indices = {0}  # type: ignore[attr-defined]
-    assert _added(result) == []
+    assert added(result) == []
     result.gain = 2.0  # type: ignore[attr-defined]
-    assert _added(result) == ["gain"]
+    assert added(result) == ["gain"]
 
 
 class Wide(nn.Linear):

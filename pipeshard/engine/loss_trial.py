@@ -30,8 +30,8 @@ from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import find_units, handled
 from pipeshard.hf import MASK, is_target, special_tokens
 from pipeshard.private import reparametrized
+from pipeshard.split.differences import END, other_way
 from pipeshard.split.materialize import is_released
-from pipeshard.split.replay import END, other_way
 
 logger = logging.getLogger("pipeshard")
 ROWS, LENGTH = 4, 8  # samples and positions in a trial

@@ -251,10 +251,16 @@ def _only_requires_gradient(hook: Callable[..., Any]) -> bool:
     return getattr(getattr(hook, "__code__", None), "co_names", ()) == ("requires_grad_",)
 
 
-def _at(source: Source, unit: nn.Module, arguments: Any) -> Any:
+def value_at(path: Path, unit: nn.Module, arguments: Any = None) -> Any:
+    """The value at a place of `unit` or of the `arguments` of its call, or MISSING."""
     with suppress(AttributeError, KeyError, IndexError, TypeError):
-        return resolve_from(source.place, unit, arguments)
-    return () if source.how in LISTS else MISSING
+        return resolve_from(path, unit, arguments)
+    return MISSING
+
+
+def _at(source: Source, unit: nn.Module, arguments: Any) -> Any:
+    value = value_at(source.place, unit, arguments)
+    return () if value is MISSING and source.how in LISTS else value
 
 
 def _left(source: Source, before: list[Any] | None, unit: nn.Module, arguments: Any) -> Any:

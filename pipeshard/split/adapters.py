@@ -142,7 +142,8 @@ def adding_saved(model: nn.Module) -> Iterator[None]:
     saved: dict[nn.Parameter, Tensor] = {}
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        """Take the values that torch could not copy into stand-ins. It names those of another shape in its error."""
+        """Take the values that torch could not copy into stand-ins. Values of another shape remain: torch's error names
+        them."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for full in base_names(model):
             parameter, value = parameters.get(full), state.get(prefix + full)

@@ -7,7 +7,7 @@ shapes and types that other stages receive.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import TraceError, UsageError
-from pipeshard.graph.places import MISSING, Path, format_path, is_comparable, resolve
+from pipeshard.graph.places import format_path, is_comparable
 from pipeshard.graph.rng import Randomness, Repeat, Repeats
 from pipeshard.graph.shapes import TensorSpec
 from pipeshard.graph.snapshot import Snapshot, is_mentioned
@@ -33,40 +33,36 @@ from pipeshard.graph.unit_outputs import (
     opened,
     resolve_from,
     run_collecting,
+    value_at,
 )
 from pipeshard.graph.units import Handler
 from pipeshard.hf import is_cache
-from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves, tree_tensors
+from pipeshard.private import disable_current_modes, tree_leaves, tree_tensors
 from pipeshard.slices.cut import SliceCall
+from pipeshard.split.differences import (
+    CONSTANT,
+    END,
+    OF_A_LEAF,
+    PLACE,
+    PLAIN_TENSOR,
+    SHAPES,
+    UNFROZEN,
+    WITH_CACHE,
+    WRITES,
+    WRITTEN,
+    added,
+    constant_text,
+    described,
+    differ,
+    has_more,
+    is_as,
+    is_like,
+    other_way,
+    tree_text,
+)
 from pipeshard.split.route import Blank, Route, Save, Step, recomputes_itself, run_again
 from pipeshard.split.zeros import Zeros
 
-UNFROZEN = (
-    "Freeze or unfreeze parameters only between steps, turn activation recomputation on before booster.boost, and "
-    "detach a layer's result either always or never"
-)
-SHAPES = (
-    "Shapes and dtypes must depend only on the batch's sizes, not on values of activations, or of parameters and "
-    "buffers that training changes (nonzero, unique, boolean masks, int(parameter)): return a tensor of a fixed size "
-    "and a mask, or cut before the unit (partition=[...]) to run it on the last stage, which supports any sizes. If "
-    "the shapes and dtypes depend only on sizes, pass dry_run_input=<a batch like this one>, and remove any hook or "
-    "autocast context around execute_pipeline that changes them"
-)
-PLACE = "Other stages would see a stale value. Return the value as a tensor, or update it identically in every forward"
-PLAIN_TENSOR = "Other stages receive only its values: return other data as a tensor, or cut elsewhere (partition=[...])"
-CONSTANT = (
-    "Other stages take the non-tensor results of a unit from the trace, so these results must not depend "
-    "on the values of tensors: return a tensor (x.max(), not x.max().item()), or cut before the unit "
-    "(partition=[...]) to run it on the last stage, where Python may branch on values"
-)
-
-
-WRITES, OF_A_LEAF = "changes an argument in place", "a leaf Variable that requires grad"
-WRITTEN = (
-    "Other stages and other readers of the tensor do not see the change: modify a copy in the unit (x = x.clone()), "
-    "or modify the argument in every forward, regardless of its values"
-)
-WITH_CACHE = "The unit returns a different structure with a cache: generate without a cache (use_cache=False)"
 Listener = Callable[[Any, Any], None]
 ZEROS = -2  # in Route.proven: zeros have been tracked
 
@@ -242,8 +238,11 @@ class Replay:
         arguments = args, kwargs
         if self._zeros is not None:
             self._zeros.refuse(arguments, f"unit {step.unit}")
-        with self._observing(step, run), self._proving(step, run, arguments):
+        before = self._observed(step, run)
+        with self._proving(step, run, arguments):
             result, asides = self._called(step, run, forward, arguments)
+        if before:
+            self._refuse_observed(step, run, before)
         leaves = self._checked(step, result, run, arguments)
         if step.keeps:
             self._keep(step, leaves, asides, run)
@@ -269,21 +268,23 @@ class Replay:
         finally:
             run.inside = False
 
-    @contextmanager
-    def _observing(self, step: Step, run: Run) -> Iterator[None]:
-        """Context manager for every run of a unit: checks that the unit leaves the same plain values as in the trace at
-        places that code on other stages reads."""
-        unit, observed = self.units[step.unit], step.observed if self.proves and run.listener is None else ()
-        before = [_value_at(place, unit) for place, _ in observed]
-        yield
-        expected = self._expected(step, run) if observed else []
-        for (place, numbers), value in zip(observed, before):
-            now = _value_at(place, unit)
+    def _observed(self, step: Step, run: Run) -> list[Any]:
+        """The values at the places that code on other stages reads, before a unit runs."""
+        if not self.proves or run.listener is not None:
+            return []
+        return [value_at(place, self.units[step.unit]) for place, _ in step.observed]
+
+    def _refuse_observed(self, step: Step, run: Run, before: Sequence[Any]) -> None:
+        """Raise TraceError unless a unit leaves the same plain values as in the trace at the places that code on other
+        stages reads."""
+        unit, expected = self.units[step.unit], self._expected(step, run)
+        for (place, numbers), value in zip(step.observed, before):
+            now = value_at(place, unit)
             seen = [value] if numbers is None else expected[numbers.start : numbers.stop]
             leaves = [now] if numbers is None else tree_leaves(opened(now))
-            if _differ(leaves, seen) and not listened(unit):  # `answer` repeats the calls of hooks inside
-                what = f"leaves {_constant(now)} in {format_path(place[1:])}"
-                raise self._differs(step, run, what, ", ".join(map(_constant, seen)), None, PLACE)
+            if differ(leaves, seen) and not listened(unit):  # `answer` repeats the calls of hooks inside
+                what = f"leaves {constant_text(now)} in {format_path(place[1:])}"
+                raise self._differs(step, run, what, ", ".join(map(constant_text, seen)), None, PLACE)
 
     def _expected(self, step: Step, run: Run) -> list[Any]:
         """The leaves of the current call in the trace, with the counts that are computed from the batch's sizes."""
@@ -321,7 +322,7 @@ class Replay:
                 differs, is_other = any(isinstance(leaf, Tensor) for leaf in leaves), any(map(is_comparable, leaves))
             else:
                 differs = len(leaves) != len(seen)
-                is_other = any(is_comparable(leaf) and not _is_as(leaf, then) for leaf, then in zip(leaves, seen))
+                is_other = any(is_comparable(leaf) and not is_as(leaf, then) for leaf, then in zip(leaves, seen))
             is_other = is_other and not source.by_hook
             if differs or (is_other and is_mentioned(source.place[1:], unit, self.model, self.criterion)):
                 place = f"changes {format_path(source.place[1:]) or 'its arguments'}"
@@ -333,7 +334,7 @@ class Replay:
         tree = step.parts[0].tree
         if step.tensors:  # the most frequent case
             leaves = [result] if tree.is_leaf() else list(result) if type(result) is tuple else []
-            if len(leaves) == len(step.tensors) and all(map(_is_like, leaves, step.tensors)):
+            if len(leaves) == len(step.tensors) and all(map(is_like, leaves, step.tensors)):
                 return leaves
         if tree.is_leaf() and isinstance(result, Tensor):
             leaves = [result]
@@ -345,16 +346,15 @@ class Replay:
             leaves, structure = flattened(result, known)
             if structure != tree:
                 remedy = WITH_CACHE if run.listener is not None else ""
-                raise self._differs(step, run, f"returns {_tree_text(structure)}", _tree_text(tree), remedy=remedy)
-        sizes = run.sizes[run.next - 1]
-        for k, (leaf, seen) in enumerate(zip(leaves, step.leaves)):
+                raise self._differs(step, run, f"returns {tree_text(structure)}", tree_text(tree), remedy=remedy)
+        for k, (leaf, seen, expected) in enumerate(zip(leaves, step.leaves, self._expected(step, run))):
             if isinstance(seen, TensorSpec):
                 if not isinstance(leaf, Tensor) or leaf.dtype != seen.dtype:
-                    raise self._differs(step, run, f"is {_described(leaf)}", f"{seen.dtype}", k)
+                    raise self._differs(step, run, f"is {described(leaf)}", f"{seen.dtype}", k)
                 if leaf.requires_grad and not seen.requires_grad:
                     raise self._differs(step, run, "requires a gradient", "none", k, UNFROZEN)
-            elif not step.alone and run.listener is None and not _is_as(leaf, seen if sizes[k] is None else sizes[k]):
-                raise self._differs(step, run, f"is {_constant(leaf)}", _constant(seen), k, CONSTANT)
+            elif not step.alone and run.listener is None and not is_as(leaf, expected):
+                raise self._differs(step, run, f"is {constant_text(leaf)}", constant_text(seen), k, CONSTANT)
         return leaves
 
     def _differs(
@@ -404,12 +404,12 @@ class Replay:
         """Raise TraceError if a value's type, dtype or shape differs from the trace: the next stage would misread the
         value, or fail to receive it."""
         shape = run.sizes[value.call][value.leaf]
-        if isinstance(tensor, Tensor) and (type(tensor) not in (Tensor, nn.Parameter) or _has_more(tensor)):
-            more = ", ".join(_added(tensor)) or type(tensor).__name__
+        if isinstance(tensor, Tensor) and (type(tensor) not in (Tensor, nn.Parameter) or has_more(tensor)):
+            more = ", ".join(added(tensor)) or type(tensor).__name__
             raise self._differs(step, run, f"has {more}", "a plain tensor", value.leaf, PLAIN_TENSOR)
         is_like = isinstance(tensor, Tensor) and tensor.dtype == spec.dtype and tensor.ndim == len(shape)
         if not is_like or (tensor.shape != shape and run.listener is None):
-            raise self._differs(step, run, f"is {_described(tensor)}", f"{shape} {spec.dtype}", value.leaf, SHAPES)
+            raise self._differs(step, run, f"is {described(tensor)}", f"{shape} {spec.dtype}", value.leaf, SHAPES)
 
     def _lost(self, run: Run, what: str) -> TraceError:
         steps = run.route.steps
@@ -417,68 +417,5 @@ class Replay:
         return other_way(what, f"{expected} (unit call {run.next}, stage {run.route.stage})")
 
 
-END = "the end"
-
-
-def other_way(what: str, expected: str) -> TraceError:
-    """The error for a forward that takes a different path than its trace."""
-    return TraceError(
-        f"{what}, but the trace recorded {expected}: the code between units took a different path, either at random "
-        "(LayerDrop), because of a counter (a depth that grows with each forward), or because of the batch. "
-        "Turn LayerDrop off, set a depth in an attribute of the model between steps, or pass dry_run_input=<a batch "
-        "of this kind>"
-    )
-
-
-def _is_like(leaf: Any, seen: TensorSpec) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.dtype is not seen.dtype:
-        return False
-    return seen.requires_grad or not leaf.requires_grad
-
-
 def _versions(arguments: Any) -> dict[Tensor, int]:
     return {tensor: tensor._version for tensor in tree_tensors(arguments) if not tensor.is_inference()}
-
-
-def _has_more(tensor: Tensor) -> bool:
-    """Whether a tensor that is not a parameter has additional attributes."""
-    return bool(vars(tensor)) and not isinstance(tensor, nn.Parameter) and bool(_added(tensor))
-
-
-def _added(tensor: Tensor) -> list[str]:
-    return [name for name in vars(tensor) if not name.startswith((OF_COMPILER, "pipeshard_"))]
-
-
-def _described(leaf: Any) -> str:
-    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
-
-
-def _constant(leaf: Any) -> str:
-    return _described(leaf) if isinstance(leaf, Tensor) else f"{leaf!r:.80}"
-
-
-def _is_as(leaf: Any, seen: Any) -> bool:
-    """Whether a constant equals the traced constant or, if the two cannot be compared, has the same type."""
-    if isinstance(seen, Known):
-        return True
-    if not is_comparable(seen):
-        return type(leaf) is type(seen)
-    return type(leaf) is type(seen) and (leaf == seen or leaf != leaf)
-
-
-def _differ(leaves: Sequence[Any], seen: Sequence[Any]) -> bool:
-    """Whether a constant differs from the one in `seen`."""
-    if len(leaves) != len(seen):
-        return True
-    return any(is_comparable(then) and not _is_as(leaf, then) for leaf, then in zip(leaves, seen))
-
-
-def _value_at(place: Path, unit: nn.Module) -> Any:
-    with suppress(AttributeError, KeyError, IndexError):
-        return resolve(unit, place[1:])
-    return MISSING
-
-
-def _tree_text(tree: Any) -> str:
-    """A short description of a tree."""
-    return str(tree).removeprefix("TreeSpec(").removesuffix(")")[:120]

@@ -50,6 +50,8 @@ QUICK: dict[str, Work] = {"quick": (32, 2, 8, 2, 1)}
 GUARDS: list[tuple[Any, str]] = [
     (Replay, "_checked"),
     (Replay, "_prove"),
+    (Replay, "_observed"),
+    (Replay, "_refuse_observed"),
     (Stage, "_refuse_lost"),
     (Stage, "_note_reached"),
     (Stage, "_refuse_none"),
