@@ -134,7 +134,7 @@ class Kind:
         return not (self.met or common or lists or opaque)
 
     @cached_property
-    def looks(self) -> tuple[Place, ...]:
+    def reads_outside(self) -> tuple[Place, ...]:
         """The attributes of modules outside the unit that the visited call read."""
         outside = {path for address, (_, path) in self.settings.modules.items() if address not in self.settings.own}
         return tuple(place for place in self.read if place[0] in outside)

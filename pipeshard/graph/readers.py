@@ -41,9 +41,9 @@ class Readers:
 
     def note_call(self, index: int, kind: Kind, settings: Settings) -> None:
         """Record the attributes of other units' modules that call `index` reads. The call's unit has `settings`."""
-        modules = settings.modules if kind.looks else {}
+        modules = settings.modules if kind.reads_outside else {}
         addresses = {path: address for address, (_, path) in modules.items()}
-        for path, name in kind.looks:
+        for path, name in kind.reads_outside:
             if path in addresses:
                 self._readers[addresses[path]][name].add(index)
 

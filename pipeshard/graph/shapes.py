@@ -119,7 +119,8 @@ class Axes:
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
         """The differences of the groups' sizes from the traced sizes, or None if the structure, a pinned size or a
         non-tensor leaf of `batch` differs. Boundaries of documents may differ if the traced batch has none."""
-        batch = batch.without([path for path, leaf in self.others if path in BOUNDARIES and leaf == text(None)])
+        if absent := [path for path, leaf in self.others if path in BOUNDARIES and leaf == text(None)]:
+            batch = batch.without(absent)
         tensors = batch.tensors
         if len(tensors) != len(self.tensors) or len(batch.leaves) != len(self.tensors) + len(self.others):
             return None

@@ -323,8 +323,8 @@ class Footprint:
             for work, again, is_trained, a in zip(works[0], recomputes, [*trained, trained[-1]], whole, strict=True)
         ]
         self._waiting = [a - b for a, b in zip(of_w, left, strict=True)]
-        # before each call, what W needs of recomputed activations
-        self._needed = [*itertools.accumulate(map(operator.mul, of_w, recomputes), initial=0)]
+        needed = [*itertools.accumulate(map(operator.mul, of_w, recomputes), initial=0)]
+        self._needed = {True: needed, False: [0] * len(needed)}  # by a W, of the recomputed activations before a call
         self._temporary = [w.temporary + a - b for w, a, b in zip(works[0], whole, left, strict=True)]
 
     def entered(self, entering: Sequence[Mapping[Hashable, int]]) -> "Footprint":
@@ -404,7 +404,7 @@ class Footprint:
         that it has freed. The `first` backward also allocates the gradients. If W follows (`splits`), the backward
         keeps what W needs of recomputed activations."""
         end, kept, gradients = self._end(end), self._kept.total, self._gradients.total
-        needed = self._needed if splits else [0] * len(self._needed)
+        needed = self._needed[splits]
         if (start, first, splits) not in self._peaks:
             made = (
                 extra + kept(start, call + 1) - (gradients(start, call + 1) if first else 0) - needed[call + 1]

@@ -47,7 +47,7 @@ class Copies:
         Closures (hooks, lambdas) are also copied: otherwise every copy would modify the user's own captured objects.
         Raises deepcopy's error for objects that cannot be copied.
         """
-        memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in left_by_forwards(self.model)}
+        memo = copies_of_kept(self.model)
         closures = hollow(memo, self.model, self.criterion, self.optimizer)
         model, criterion = copy.deepcopy((self.model, self.criterion), memo)
         for old, new in zip(self.model.parameters(), model.parameters(), strict=True):
@@ -146,10 +146,11 @@ def _hollow(function: types.FunctionType) -> types.FunctionType:
     return made
 
 
-def left_by_forwards(model: nn.Module) -> Iterator[Tensor]:
-    """Non-leaf tensors that forwards have left on modules, which deepcopy does not support."""
-    for module in model.modules():
-        yield from (leaf for leaf in contents(vars(module)) if isinstance(leaf, Tensor) and not leaf.is_leaf)
+def copies_of_kept(model: nn.Module) -> dict[int, Any]:
+    """A memo for deepcopy with copies of the non-leaf tensors that forwards have left on modules, which deepcopy does
+    not support."""
+    kept = (leaf for module in model.modules() for leaf in contents(vars(module)) if isinstance(leaf, Tensor))
+    return {id(tensor): tensor.detach().clone() for tensor in kept if not tensor.is_leaf}
 
 
 def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:

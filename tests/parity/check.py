@@ -17,7 +17,7 @@ from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PipeshardError, VerificationError
 from pipeshard.graph.indices import checking_indices
 from pipeshard.private import BatchNorm
-from pipeshard.verify.reference import left_by_forwards
+from pipeshard.verify.reference import copies_of_kept
 from tests.parity.build import batch, build
 from tests.parity.chains import chain_of
 from tests.parity.entries import Entry
@@ -290,8 +290,7 @@ def missed(
     model: nn.Module, data: dict[str, Any], parts: Sequence[Batch], shares: Sequence[Sequence[float]], evaluate: bool
 ) -> list[tuple[float, int]]:
     """How far the microbatches' losses, weighted by each row of `shares`, are from the whole batch's, and its index."""
-    kept = {id(tensor): tensor.detach().clone() for tensor in left_by_forwards(model)}
-    trial = copy.deepcopy(model, kept)  # some models keep what they saw
+    trial = copy.deepcopy(model, copies_of_kept(model))  # some models keep what they saw
     if any(parameter.itemsize == 2 for parameter in trial.parameters()):  # the batch is in fp32
         trial.float()
     trial.train(not evaluate and model.training)
