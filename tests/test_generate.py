@@ -533,8 +533,8 @@ def seeing(name: str, num_microbatches: int | None = None, with_adapters: bool =
 @pytest.mark.turns
 @pytest.mark.parametrize("name", ["image-text-to-text/qwen2_5_vl", "image-text-to-text/llava"])
 def test_adapters_of_a_model_that_sees(pool: Pool, name: str) -> None:
-    """Of a PeftModel, the base model generates: the list of its images' embeddings was refused as ambiguous, with an
-    advice for training."""
+    """In a PeftModel, the base model generates: the list of its images' embeddings was refused as ambiguous, and the
+    error's remedy was for training."""
     assert pool.run(seeing, 2, name, with_adapters=True) == [True, True]
 
 

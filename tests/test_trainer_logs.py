@@ -99,8 +99,8 @@ TOLD = KeptState.told
 
 @pytest.mark.turns
 def test_a_history_is_not_sent_in_each_step(pool: Pool, tmp_path: Path) -> None:
-    """After each step, the last stage sent all that compute_loss had ever logged: what 10,000 steps sent grew with
-    their square."""
+    """After each step, the last stage sent the whole history that compute_loss had logged: the bytes of 10,000 steps
+    grew with their square."""
     past, _ = history(tmp_path)
     (first, _), (last, sizes) = pool.run(history, 2, tmp_path, {"pp_size": 2}, timeout=120)
     assert past == first == last and len(sizes) == 8

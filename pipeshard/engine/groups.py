@@ -17,8 +17,8 @@ def keep(group: dict[str, Any], places: Sequence[int]) -> None:
 
 
 def options_per_parameter(optim: Optimizer) -> set[str]:
-    """The options that are lists with one value for each parameter of their group, which `keep` leaves whole. An option
-    with a default, such as betas in a list, is not such a list, whatever its length."""
+    """The options that are lists with one value for each parameter of their group, which `keep` leaves whole. Options
+    that have a default, such as betas in a list, are omitted, whatever their length."""
     return {
         key
         for group in optim.param_groups

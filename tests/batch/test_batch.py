@@ -176,7 +176,7 @@ def test_what_lists_of_entries_hold_is_part_of_what_a_trace_is_for() -> None:
 
 
 def test_arrays_are_cut_like_lists() -> None:
-    """Every microbatch got the whole array. The repr of an array, of which a digest was made, leaves elements out."""
+    """Every microbatch received the whole array. A digest was computed from an array's repr, which omits elements."""
     arrays = {
         "scales": np.arange(4.0),
         "names": np.array(["a", None, {}, "d"], dtype=object),

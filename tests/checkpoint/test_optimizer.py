@@ -251,8 +251,8 @@ def packed(folder: Path) -> list[str]:
 
 @pytest.mark.turns
 def test_states_of_several_tensors_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
-    """torchao's AdamW8bit trained, and after hours its first checkpoint failed: files could not be read back, or there
-    was an advice to free some space on the disk. A Trainer's check after the first step noticed nothing."""
+    """torchao's AdamW8bit trained, and after hours its first checkpoint failed: files could not be read back, or the
+    error advised freeing disk space. A Trainer's check after the first step noticed nothing."""
     for problems in pool.run(packed, 2, tmp_path):
         assert len(problems) == 3
         assert all("its class Packed wraps several tensors" in problem for problem in problems)

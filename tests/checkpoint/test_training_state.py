@@ -836,7 +836,7 @@ class Twice:
 
 
 def twice(folder: Path, use_async: bool) -> list[str]:
-    """Steps of a resumed script beside an uninterrupted one, and what is said where only one optimizer is passed."""
+    """Steps of a resumed script beside an uninterrupted one, and the error if only one optimizer is passed."""
     first = Twice(0)
     parts = first.model, first.optimizers, first.schedules
     first.step()

@@ -64,12 +64,17 @@ def test_other_sizes_at_both_ends_are_an_error_on_all_ranks(pool: Pool) -> None:
     assert "a tensor of a fixed size and a mask" in first
 
 
-def other_numbers() -> str:
-    made = engine(values.ByNumber, partition=[2, 4])
-    made.execute_pipeline(iter([data()]))
+def not_lent(make: Callable[[], torch.nn.Module], batches: list[Any], **options: Any) -> str:
+    """The error of a step in which the model is traced again, with zeros for the weights of other stages."""
+    made = engine(make, **options)
+    made.execute_pipeline(iter(batches[:1]))
     made.model.unwrap().use = True  # so that it is traced again
     with mock.patch("pipeshard.engine.traces.lend", lambda units, asked, *_: {}):
-        return said(lambda: made.execute_pipeline(iter([data(1)])), made)
+        return said(lambda: made.execute_pipeline(iter(batches[1:])), made)
+
+
+def other_numbers() -> str:
+    return not_lent(values.ByNumber, [data(), data(1)], partition=[2, 4])
 
 
 @pytest.mark.turns
@@ -80,11 +85,7 @@ def test_other_numbers_of_a_unit_are_an_error_on_all_ranks(pool: Pool) -> None:
 
 
 def other_attributes() -> str:
-    made = engine(Marking, dry_run_input=batch(0))
-    made.execute_pipeline(iter([batch(0)]))
-    made.model.unwrap().use = True  # so that it is traced again
-    with mock.patch("pipeshard.engine.traces.lend", lambda units, asked, *_: {}):
-        return said(lambda: made.execute_pipeline(iter([batch(1)])), made)
+    return not_lent(Marking, [batch(0), batch(1)], dry_run_input=batch(0))
 
 
 @pytest.mark.turns

@@ -243,8 +243,8 @@ def new_documents() -> tuple[list[str], int]:
 
 @pytest.mark.turns
 def test_other_documents_in_a_packed_row_are_not_traced(pool: Pool) -> None:
-    """TRL tells kernels where the documents of a row begin and how long the longest is, in every batch: the model was
-    traced again for nearly every microbatch."""
+    """In every batch, TRL passes kernels the boundaries of a row's documents and the length of the longest: the model
+    was traced again for nearly every microbatch."""
     assert pool.run(new_documents, 2) == [([], 0), ([], 0)]
 
 

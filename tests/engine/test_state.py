@@ -338,12 +338,15 @@ class Marking(Net):
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         first: Any = self.layers[0]
-        first.mark, first.marks = 0, {}
+        self.begin(first)
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
         x = self.head(x * self.scale(first))
         return {"loss": nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())}
+
+    def begin(self, first: Any) -> None:
+        first.mark, first.marks = 0, {}
 
     def scale(self, first: Any) -> int:
         return int(first.mark)
@@ -371,12 +374,11 @@ class MarkingInList(Marking):
         super().__init__()
         self.layers[0] = Lists()
 
-    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        x = self.head(x * self.layers[0].marks[0])  # type: ignore[index, operator]
-        return {"loss": nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())}
+    def begin(self, first: Any) -> None:
+        pass
+
+    def scale(self, first: Any) -> int:
+        return int(first.marks[0])
 
 
 SHARED = torch.Generator().manual_seed(3)

@@ -214,7 +214,7 @@ CASES = {
     ),
     "flags later": Case(
         nets.FlagsPadded,
-        "The same where the layer sets its flag for the first time.",
+        "The same if the layer sets its flag for the first time.",
         [unpadded(), unpadded(3)],
         {"num_microbatches": 2},
         refused="leaves True in is_set, but the trace recorded False",
