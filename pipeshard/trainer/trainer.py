@@ -9,11 +9,10 @@ Methods that the user's class overrides are therefore called as usual, and its `
 loop, callbacks, logs, schedules and files are still Trainer's. A gradient accumulation window is one pipeline step.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import denumpify_detensorize
 
 from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.optimizer import check_savable
 from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
 from pipeshard.data.seeded import share_generators
-from pipeshard.distributed.collectives import share_value, together_in
+from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.watching import watch_world
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
@@ -49,7 +46,8 @@ from pipeshard.trainer.checkpoint import (
     save_state,
     save_weights,
 )
-from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
+from pipeshard.trainer.evaluation import Evaluation
+from pipeshard.trainer.objective import ITEMS, Objective, Preferences
 from pipeshard.trainer.refusals import (
     cut,
     refuse,
@@ -61,7 +59,7 @@ from pipeshard.trainer.refusals import (
     refusing_resize,
 )
 from pipeshard.trainer.rollouts import Rollouts
-from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
+from pipeshard.trainer.stand_ins import PipelineAccelerator, Stages
 from pipeshard.trainer.written import Written
 
 # The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. All other
@@ -78,15 +76,11 @@ PRIVATE = (
 )
 
 
-class Loop(Trainer):
+class Loop(Evaluation):
     """The methods of a Trainer that are overridden to run on stages."""
 
-    pipeline: PipelinePlugin
-    accelerator: PipelineAccelerator
     control: TrainerControl
-    _stages: Stages | None = None
     _objective: Objective | None = None
-    _loader: Any = None  # the latest dataloader, whose samples are used for the trace
     _random: dict[str, Any] | None = None  # a checkpoint's random state, until the loop reaches the checkpoint's step
     _held: tuple[dict[str, Any], ...] = ()  # the batches of an incomplete window
     _num_items: Any = None  # the number of items in the latest window
@@ -99,7 +93,6 @@ class Loop(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         handler = self.callback_handler
-        setattr(handler, "on_evaluate", partial(self._agreed, handler.on_evaluate))  # noqa: B010
         setattr(handler, "on_log", partial(self._logged, handler.on_log))  # noqa: B010
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -143,21 +136,12 @@ class Loop(Trainer):
             self._stages = self._boosted(self.model, self._objective)
         return self._stages
 
-    def _makes_loss(self) -> bool:
-        """Whether the loss is computed by anything other than the model itself."""
-        return self._overrides_loss or self.label_smoother is not None or self.compute_loss_func is not None
-
-    @property
-    def _overrides_loss(self) -> bool:
-        own = getattr(self.compute_loss, "__wrapped__", self.compute_loss)
-        return getattr(own, "__func__", None) is not Trainer.compute_loss
-
     def _boosted(self, model: nn.Module, objective: Objective | None) -> Stages:
         refuse_split(model, type(self).__name__)
         config, args = self.pipeline.config, self.args
         changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
         sample = self._sample() if config.dry_run_input is None else config.dry_run_input
-        if objective is not None and self._is_predicted(sample):
+        if objective is not None and self.is_predicted(sample):
             objective = None  # traced in the first step of training, if any
         elif objective is not None or config.dry_run_input is None:
             sample = self._as_given(sample)
@@ -192,15 +176,6 @@ class Loop(Trainer):
         with Draws.from_here(self.pipeline.grid.device):
             return None if self._loader is None else first_samples(self._loader)
 
-    def _is_predicted(self, sample: Any) -> bool:
-        """Whether transformers' prediction_step passes the sample to the model itself, without compute_loss, because
-        labels are missing."""
-        if self.is_in_train or not isinstance(sample, Mapping):
-            return False
-        steps = (kind for kind in type(self).__mro__ if kind is not Loop and "prediction_step" in vars(kind))
-        is_known = next(steps).__module__.startswith("transformers.")
-        return is_known and any(sample.get(name) is None for name in self.label_names)
-
     def _as_given(self, sample: Any) -> Any:
         """A batch of the collator in the form in which the training loop will pass it to the model."""
         if not isinstance(sample, Mapping):
@@ -222,14 +197,6 @@ class Loop(Trainer):
         return made
 
     # data
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        with self.accelerator.alone():
-            return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        with self.accelerator.alone():
-            return super().get_test_dataloader(test_dataset)
 
     def share_generators(self, loader: Any) -> None:
         """Let the dataset and the collator generate the same random numbers on all stages of a replica."""
@@ -374,109 +341,8 @@ class Loop(Trainer):
         for each in logs:
             self.control = self.callback_handler.on_log(self.args, self.state, self.control, each)
 
-    # evaluation
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate all data on every replica, batch by batch, as a single process does."""
-        if getattr(dataloader, REPLICAS, 1) != 1:
-            raise UsageError(
-                "this dataloader distributes its batches over replicas, but every replica must evaluate all batches: "
-                "create it with get_eval_dataloader(dataset), or inside `with self.accelerator.alone():`"
-            )
-        self.share_generators(dataloader)
-        self._loader = dataloader if self._loader is None else self._loader
-        start, is_first = time.time(), self._stages is None
-        self._own_stages()
-        if is_first:
-            self.model_preparation_time = round(time.time() - start, 4)
-        with self.accelerator.alone(), self._evaluated_together(), self._generated_together(), self._counted():
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-
-    def _generated_together(self) -> AbstractContextManager[None]:
-        """Context manager in which the model's own `generate` uses the stages, since a Seq2SeqTrainer calls this
-        method."""
-        stages = self._own_stages()
-        if not hasattr(stages.module, "generate"):
-            return nullcontext()
-        stages.boosted.generation.find_own()
-        return replaced(stages.module, generate=stages.boosted.generation)
-
-    def _evaluated_together(self) -> AbstractContextManager[None]:
-        """Context manager in which every rank calls compute_loss. If it, or the user's compute_loss_func, reads
-        parameters that some ranks lack, all ranks use the result of the last stage, which holds all parameters that the
-        loss reads."""
-        is_own = self._overrides_loss or self.compute_loss_func is not None
-        if self.pipeline.grid.world.size() == 1 or not is_own:
-            return nullcontext()
-        compute_loss: Callable[..., Any] = self.compute_loss
-
-        @wraps(compute_loss)
-        def together(*args: Any, **kwargs: Any) -> Any:
-            return evaluated_together(self, self._own_stages().boosted.pipeline, partial(compute_loss, *args, **kwargs))
-
-        return replaced(self, compute_loss=together)
-
-    def _counted(self) -> AbstractContextManager[None]:
-        """Context manager in which the samples of a stream's last batch are counted before each prediction_step, also
-        before one that the user's class overrides."""
-        predict: Callable[..., Any] = self.prediction_step
-
-        def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self._count_last(inputs)
-            return predict(model, inputs, *args, **kwargs)
-
-        return replaced(self, prediction_step=counted)
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        stages = self._own_stages()
-        loss_only = prediction_loss_only and not self._makes_loss() and self._has_loss(inputs)
-        with replaced(stages, loss_only=loss_only):
-            return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
-
-    def _agreed(
-        self, evaluated: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any
-    ) -> Any:
-        """Call the callbacks of an evaluation after replacing the numbers in every rank's metrics with those of rank 0.
-
-        Ranks stop, save and choose a checkpoint by these numbers, but the user's class may compute some of them on the
-        main process only, and others differ between ranks (times).
-        """
-        if (world := self.pipeline.grid.world).size() > 1:
-            found = denumpify_detensorize(metrics)
-            numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
-            with together_in("trainer.evaluate"):
-                metrics.update(share_value(numbers, 0, world))
-        return evaluated(args, state, control, metrics, **kwargs)
-
-    def _has_loss(self, inputs: Any) -> bool:
-        """Whether transformers' prediction_step computes a loss of these inputs: from labels, or with `return_loss`
-        if the model has none, such as CLIP."""
-        if self.label_names:
-            return all(inputs.get(name) is not None for name in self.label_names)
-        asked = inputs.get("return_loss")
-        return bool(self.can_return_loss if asked is None else asked)
-
-    def _count_last(self, inputs: Any) -> None:
-        """Set accelerate's `remainder` to the number of samples in the last batch of a stream.
-
-        Trainer repeats each batch's loss eval_batch_size times. For the last batch, accelerate truncates the repetition
-        to `remainder`. accelerate derives `remainder` from the dataset's length, but a stream has no length.
-        """
-        loader = self.accelerator.gradient_state.active_dataloader
-        if loader is None or not getattr(loader, "end_of_dataloader", False) or loader.remainder != -1:
-            return
-        rows = find_batch_size(inputs) or 0
-        loader.remainder = rows if rows < self.args.eval_batch_size else 0
-
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError("a pipeline does not support hyperparameter_search: start one run per trial")
-
-    def generate(self, **inputs: Any) -> Tensor:
-        """Generate tokens with all stages, with the arguments of the model's own `generate`. Call it on every rank."""
-        with self._generated_together():
-            generate: Any = self._own_stages().eval().module.generate
-            tokens: Tensor = generate(**inputs)
-        return tokens
 
     # files
 
