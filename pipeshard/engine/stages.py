@@ -35,7 +35,7 @@ class Stages:
         device: torch.device,
     ) -> None:
         self.config, self.policy, self.precision, self.held = config, policy, precision, held
-        self.deferral = Deferral(module for unit in policy.get_held_layers() for module in unit.modules())
+        self.deferral = Deferral(policy.get_held_layers())
         self.carry = Carry(policy.model)
         transfer = transfer_of(device) if config.offloads("activations") else None
         self.offload = None if transfer is None else Offload(transfer, device)

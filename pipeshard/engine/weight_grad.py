@@ -23,11 +23,13 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from pipeshard.engine.grad_sync import grad_dtype, has_hooks
+from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.units import Interception
 from pipeshard.private import functorch_is_active, will_execute
 from pipeshard.replaced import replaced
 
 LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
+FEW = 1 / 8  # a unit that trains a smaller part of its elements, as with adapters, defers no products
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +82,19 @@ Gradients = tuple[nn.Parameter, Term]
 
 
 class Deferral:
-    """Makes the layers among `modules` omit dW in a backward pass, and computes dW on demand.
+    """Makes the layers of `units` omit dW in a backward pass, and computes dW on demand.
 
     While `installed`, a layer whose class has the forward of `nn.Linear`, `nn.Embedding` or transformers' `Conv1D`
     appends the inputs of dW to the list of the current backward pass. `finish` computes and accumulates dW. The
     gradients of all other parameters, and of weights with hooks, are computed in the backward pass itself (the split of
     Qi et al. 2023, arXiv:2401.10241, by layer). A backward pass defers no gradients if it does not run between `begin`
     and `end`, or if it runs inside another pass (a hook or a custom backward may call autograd, and read the result).
-    If a forward runs while `whole` is true, only the gradients of large embeddings are deferred.
+    If a forward runs while `whole` is true, or its unit trains few parameters (`defers`), only the gradients of large
+    embeddings are deferred.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.layers = {module: kind for module in modules if (kind := deferring_function(module)) is not None}
+    def __init__(self, units: Iterable[nn.Module]) -> None:
+        self.layers = {layer: unit for unit in units for layer in unit.modules() if deferring_function(layer)}
         self.whole = False
         self._pending: list[Gradients] | None = None
         self._within: Node | None = None  # a node executed only by the backward pass that fills the list
@@ -102,8 +105,10 @@ class Deferral:
         they defer dW, and restores the forwards on exit."""
         with ExitStack() as stack:
             stack.callback(self.end)
-            for module, kind in self.layers.items():
-                if lookups and not _is_large_lookup(kind, module):
+            deferring = set() if lookups else {unit for unit in set(self.layers.values()) if defers(unit)}
+            for module, unit in self.layers.items():
+                kind = deferring_function(module)
+                if unit not in deferring and not _is_large_lookup(kind, module):
                     continue
                 forward = module.__dict__.get("forward")
                 owner: Any = forward if isinstance(forward, Interception) else module
@@ -304,3 +309,11 @@ def deferring_function(module: nn.Module) -> Any:
     """The autograd Function that defers dW of this layer, or None if the layer cannot defer dW."""
     special = [getattr(module, option, None) for option in ("max_norm", "sparse", "scale_grad_by_freq")]
     return None if any(special) else _KINDS.get(type(module).forward)
+
+
+def defers(unit: nn.Module) -> bool:
+    """Whether this unit defers dW of its linear layers. dW of few parameters takes little time, but its inputs (in each
+    adapted layer, the input and the gradient of the result) would take memory until W."""
+    parameters = set(unit.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if is_trainable(parameter))
+    return trained > 0 and trained >= FEW * sum(map(Tensor.numel, parameters))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.engine.weight_grad import deferring_function
+from pipeshard.engine.weight_grad import deferring_function, defers
 from pipeshard.errors import PartitionError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter, Visit, Work
@@ -103,6 +103,7 @@ def copied_argument(leaf: Any) -> Any:
 def unit_cost(unit: nn.Module, work: Work) -> Cost:
     """The relative times of F, B and W of one call of `unit` with this Work."""
     layers = {path: layer for path, layer in unit.named_modules() if deferring_function(layer) is not None}
+    layers = layers if defers(unit) else {}
     waiting = {
         f"{path}.{name}".lstrip("."): parameter
         for path, layer in layers.items()

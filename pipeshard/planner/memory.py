@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.grad_sync import BUCKET
+from pipeshard.engine.weight_grad import defers
 from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter
@@ -316,11 +317,11 @@ class Footprint:
         ]
         works = [[*each, meter.tail] for each in (meter.plain, meter.works)]
         whole, left = ([sum(work.kept.values()) for work in each] for each in works)
-        trained = [any(map(is_trainable, model.get_submodule(call.unit).parameters())) for call in flow.calls]
+        deferring = [defers(model.get_submodule(call.unit)) for call in flow.calls]
         recomputes = [a > b for a, b in zip(whole, left, strict=True)]
         of_w = [
-            work.waiting if again else is_trained * a
-            for work, again, is_trained, a in zip(works[0], recomputes, [*trained, trained[-1]], whole, strict=True)
+            has_w * (work.waiting if again else a)
+            for work, again, has_w, a in zip(works[0], recomputes, [*deferring, deferring[-1]], whole, strict=True)
         ]
         self._waiting = [a - b for a, b in zip(of_w, left, strict=True)]
         needed = [*itertools.accumulate(map(operator.mul, of_w, recomputes), initial=0)]

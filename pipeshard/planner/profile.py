@@ -57,7 +57,7 @@ class Stopwatch:
                 state[name].grad_dtype = torch.float32
         arguments = [self._placed(leaf, k in self.capture.made_up) for k, leaf in enumerate(self.capture.leaves)]
         self.cold = torch.empty(COLD, dtype=torch.uint8, device=self.device)
-        deferral = Deferral(self.unit.modules())
+        deferral = Deferral([self.unit])
         with reparametrized(self.unit, state), deferral.installed(), torch.enable_grad():
             runs = [self._run(arguments, deferral) for _ in range(WARM_UPS + repeats)]
         return _median(runs[WARM_UPS:])

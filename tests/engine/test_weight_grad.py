@@ -54,7 +54,7 @@ def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | No
 
 def test_two_microbatches_bitwise() -> None:
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     assert set(deferral.layers) == {model.embed, model.first, model.conv, model.last}
     with deferral.installed():
         losses = [model(ids(seed)) for seed in range(2)]
@@ -72,10 +72,24 @@ def test_two_microbatches_bitwise() -> None:
     assert "forward" not in model.first.__dict__
 
 
+def test_a_unit_with_few_trained_elements_defers_nothing() -> None:
+    """Between B and W, the inputs and output gradients of all adapters took more memory than anything else, for almost
+    no work in W."""
+    frozen, adapter = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 2, bias=False), nn.Linear(2, 64, bias=False))
+    unit = nn.ModuleList([frozen.requires_grad_(False), adapter])
+    deferral, x = Deferral([unit]), torch.randn(3, 64)
+    for is_trained in (False, True):  # as a curriculum unfreezes the base weights between two steps
+        frozen.weight.requires_grad_(is_trained)
+        with deferral.installed():
+            pending = deferral.begin()
+            (frozen(x) + adapter(x)).sum().backward()
+        assert len(pending) == (3 if is_trained else 0)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_layers_defer_too(reentrant: bool) -> None:
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         hidden = model.embed(ids(0))
         pending = deferral.begin()
@@ -119,7 +133,7 @@ def test_what_cannot_be_put_off_is_done_at_once(special: Any) -> None:
     model, plain = layers(), layers()
     special(model)
     special(plain)
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         loss, pending = model(ids(0)), deferral.begin()
         loss.backward()
@@ -130,7 +144,7 @@ def test_what_cannot_be_put_off_is_done_at_once(special: Any) -> None:
 
 def test_under_autocast_and_without_gradients_layers_are_plain() -> None:
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed(), torch.autocast("cpu", torch.bfloat16):
         loss, pending = model(ids(0)), deferral.begin()
         loss.backward()
@@ -146,7 +160,7 @@ def test_under_autocast_and_without_gradients_layers_are_plain() -> None:
 def test_layers_of_what_the_user_has_compiled_are_plain() -> None:
     model, plain = layers(), layers()
     model.compile(backend="eager", fullgraph=True)
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         loss, pending = model(ids(0)), deferral.begin()
         loss.backward()
@@ -157,7 +171,7 @@ def test_layers_of_what_the_user_has_compiled_are_plain() -> None:
 
 def test_layers_may_be_called_by_keyword() -> None:
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         hidden = model.conv(x=model.first(input=model.embed(input=ids(0))))
         pending = deferral.begin()
@@ -176,7 +190,7 @@ def test_what_layers_return_may_be_written_to() -> None:
         return model.last(model.conv(hidden).mul_(2)).add_(1).square().mean()
 
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         loss, pending = through(model), deferral.begin()
         loss.backward()
@@ -194,7 +208,7 @@ def test_layers_that_come_twice_and_inputs_with_gaps_bitwise() -> None:
         return model.last(once + again).square().mean() + model.embed(ids(seed + 5)).square().mean()
 
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         for seed in range(3):
             loss, pending = through(model, seed), deferral.begin()
@@ -214,7 +228,7 @@ def test_a_gradient_may_be_differentiated_again() -> None:
         return made + gradient.square().sum()
 
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         loss, pending = penalty(model), deferral.begin()
         loss.backward()
@@ -229,7 +243,7 @@ def test_layers_under_a_transform_are_plain() -> None:
         return model.last(model.conv(model.first(x))).square().sum()
 
     model, x = layers(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         found = torch.func.vmap(torch.func.grad(lambda row: loss(model, row)))(x)
     leaf = x.clone().requires_grad_()
@@ -239,7 +253,7 @@ def test_layers_under_a_transform_are_plain() -> None:
 
 def test_a_weight_that_was_written_to_since_is_refused() -> None:
     model = layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         loss = model(ids(0))
         deferral.begin()
@@ -255,7 +269,7 @@ def test_a_weight_of_a_class_of_its_own_is_not_put_off() -> None:
 
     model = layers()
     model.first.weight = nn.Parameter(model.first.weight.detach().as_subclass(Doubled))
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         loss, pending = model(ids(0)), deferral.begin()
         loss.backward()
@@ -265,7 +279,7 @@ def test_a_weight_of_a_class_of_its_own_is_not_put_off() -> None:
 
 def test_while_passes_are_whole_large_embeddings_alone_are_put_off() -> None:
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with mock.patch.object(module, "LARGE", model.embed.weight.numel()), deferral.installed():
         for whole, layers_put_off in ((True, 1), (False, 4)):
             deferral.whole = whole
@@ -282,7 +296,7 @@ def test_while_passes_are_whole_large_embeddings_alone_are_put_off() -> None:
 
 def test_a_list_gives_its_memory_back() -> None:
     model = layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with deferral.installed():
         loss, pending = model(ids(0)), deferral.begin()
         loss.backward()
@@ -293,7 +307,7 @@ def test_a_list_gives_its_memory_back() -> None:
 
 def added_up(model: Layers, seeds: range) -> None:
     """One backward pass for each seed, with every weight taken for a large one."""
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with mock.patch.object(module, "LARGE", 0), deferral.installed():
         for seed in seeds:
             loss, pending = model(ids(seed)), deferral.begin()
@@ -340,7 +354,7 @@ def test_a_lookup_is_added_up_in_the_dtype_of_the_sum() -> None:
 
 def test_embeddings_alone_are_deferred_where_only_lookups_are() -> None:
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     with mock.patch.object(module, "LARGE", model.embed.weight.numel()), deferral.installed(lookups=True):
         loss, pending = model(ids(0)), deferral.begin()
         loss.backward()
@@ -354,7 +368,7 @@ def test_embeddings_alone_are_deferred_where_only_lookups_are() -> None:
 
 def test_a_backward_pass_of_the_models_own_puts_nothing_off() -> None:
     model, plain = layers(), layers()
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     expected = torch.autograd.grad(plain(ids(0)), list(plain.parameters()))
     with deferral.installed():
         found = torch.autograd.grad(model(ids(0)), list(model.parameters()))

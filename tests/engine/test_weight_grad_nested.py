@@ -80,7 +80,7 @@ def assert_exact(inner: nn.Module, put_off: int, prepare: Callable[[nn.Module], 
     model = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 4))
     plain = copy.deepcopy(model)
     kept = [prepare(each) for each in (model, plain)]
-    deferral = Deferral(model.modules())
+    deferral = Deferral([model])
     for _ in range(2):
         x = torch.randn(5, 6)
         with deferral.installed():
