@@ -14,7 +14,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.read import argument_names, dummy_inputs, read_batch, taken_by
 from pipeshard.config import PipelineHints
-from pipeshard.engine.refusals import refuse_recomputed
+from pipeshard.engine.refusals import refuse_blank_adapters, refuse_recomputed
 from pipeshard.engine.running_state import Carry
 from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.traces import Traces
@@ -26,6 +26,7 @@ from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.graph.writes import is_written, note
 from pipeshard.private import tree_tensors
+from pipeshard.split.adapters import refuse_blank
 from pipeshard.split.boundary import Boundary, boundaries
 from pipeshard.split.materialize import shard
 from pipeshard.split.partition import named_modules_of
@@ -296,11 +297,15 @@ def build(
         device: the device of the stages' tensors.
         options: the arguments of the target (see `pipeshard.interop`).
 
-    Raises ConfigurationError for an invalid argument or an unknown target or option, PartitionError for impossible
-    cuts, and TraceError for a model that cannot be split.
+    Raises ConfigurationError for an invalid argument, an unknown target or option, or a model of
+    PipelinePlugin.from_pretrained whose folder the target does not load; PartitionError for impossible cuts; and
+    TraceError for a model that cannot be split.
     """
     chosen = find_target(target, options)
     criterion = _hints(model).criterion if criterion is None else criterion
+    if not chosen.shards_itself:
+        refuse_blank_adapters(model)
+        refuse_blank(model)
     became = tie_on_meta(model)
     sample = read_batch(model, dummy_inputs(model) if batch is None else batch)
     flow, policy = partition(model, cuts, sample, criterion, chosen, torch.device(device))

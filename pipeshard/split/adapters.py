@@ -72,6 +72,18 @@ def refuse_unloaded_blank(model: nn.Module) -> None:
         )
 
 
+def refuse_blank(model: nn.Module) -> None:
+    """Raise ConfigurationError for parameters of a model of PipelinePlugin.from_pretrained, if nothing loads its
+    folder."""
+    if noted := _noted(model):
+        raise ConfigurationError(
+            f"parameters belong to a model of PipelinePlugin.from_pretrained: {listed([*noted], 3)}. Only boost loads "
+            "the folder's weights; this target would train random weights instead. Load the model with the "
+            "from_pretrained of its own class, which reads all weights in every process, or build it with "
+            "target='colossalai'"
+        )
+
+
 def _noted(model: nn.Module) -> dict[str, tuple[nn.Parameter, Noted]]:
     """The parameters on meta of models of PipelinePlugin.from_pretrained, by their full names."""
     return {full: (p, vars(p)[NOTED]) for full, p in model.named_parameters() if p.is_meta and NOTED in vars(p)}

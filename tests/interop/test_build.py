@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
 
 import pipeshard
-from pipeshard import LayerSpec, PipelineModule, Target, analyze_tied_weights, build, register_target
+from pipeshard import LayerSpec, PipelineModule, PipelinePlugin, Target, analyze_tied_weights, build, register_target
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
 from pipeshard.graph.trace import trace
 from pipeshard.interop.build import Split as Parts
+from pipeshard.interop.build import StageModule
 from pipeshard.schedule.given import Schedule
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.schedules import make_program
@@ -598,6 +601,31 @@ def test_what_cannot_be_built_is_refused(cuts: Any, options: Any, error: type[Pi
     with pytest.raises(error) as caught:
         build(zoo.build("llama"), cuts, batch=zoo.batch("llama"), **options)
     assert re.search(message, str(caught.value))
+
+
+class Apart(Target):
+    """A runtime of a user with one stage per process, of which this process has the first."""
+
+    def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
+        return range(num_stages), 0
+
+    def take(self, split: Parts) -> StageModule:
+        return split.stages[0]
+
+
+register_target("apart", Apart)
+
+
+@pytest.mark.parametrize("target", [None, "apart"])
+def test_weights_that_only_boost_would_load_are_refused(tmp_path: Path, target: str | None) -> None:
+    """A user built a model of PipelinePlugin.from_pretrained, whose stages then trained random weights without a
+    word."""
+    zoo.build("llama").save_pretrained(tmp_path)
+    model = PipelinePlugin.from_pretrained(LlamaForCausalLM, str(tmp_path))
+    around = nn.Sequential(model)
+    for blank in (model, around):
+        with pytest.raises(ConfigurationError, match=r"embed_tokens.* Only boost loads .* with target='colo"):
+            build(blank, 2, target, batch=zoo.batch("llama"))
 
 
 def test_a_stage_receives_the_labels_of_a_pair() -> None:
