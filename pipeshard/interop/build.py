@@ -25,7 +25,7 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.graph.writes import is_written, note
-from pipeshard.private import tree_tensors
+from pipeshard.private import graph_task, tree_tensors
 from pipeshard.split.adapters import refuse_blank
 from pipeshard.split.boundary import Boundary, boundaries
 from pipeshard.split.materialize import shard
@@ -100,6 +100,12 @@ class StageModule(nn.Module):
 
     @inside_pipeshard()
     def forward(self, *received: Tensor, **batch: Any) -> Any:
+        if graph_task() != -1:
+            raise UsageError(
+                f"stage {self.index} runs its forward in the backward pass, as in a checkpoint around the stage, with "
+                "other dropout masks than before. Remove this checkpoint, and call "
+                "model.gradient_checkpointing_enable() before build, which recomputes each layer"
+            )
         model, policy, criterion = self._source
         policy.replace_forward()  # again, since another target of the same model may have run last
         microbatch = self.planned or self.microbatch(batch)

@@ -335,6 +335,11 @@ class Deepspeed(Target):
     """
 
     def __init__(self, **module: Any) -> None:
+        if interval := module.get("activation_checkpoint_interval"):
+            raise ConfigurationError(
+                f"activation_checkpoint_interval={interval} would recompute stages as a whole, with other dropout "
+                "masks. Instead, call model.gradient_checkpointing_enable() before build, which recomputes each layer"
+            )
         self.module = module
 
     def placed(self, num_stages: int) -> tuple[Sequence[int], int]:

@@ -476,6 +476,17 @@ def test_own_checkpoints_are_refused_where_another_runtime_runs_several_stages()
         values["loss"].backward()
 
 
+def test_a_stage_is_not_recomputed_as_a_whole() -> None:
+    """A runtime put a reentrant checkpoint around each stage. Its second run drew other dropout masks, and gradients
+    were wrong without a word."""
+    data = {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4}
+    first, second, _ = build(Dropping(False), 3, batch=data).stages
+    received = [value.detach().requires_grad_() for value in first(**data)]
+    values = checkpoint(lambda *values: second(*values, **data), *received, use_reentrant=True)
+    with pytest.raises(UsageError, match=r"stage 1 .* in the backward.* call model.gradient_checkpointing_enable\(\)"):
+        sum(value.sum() for value in values).backward()
+
+
 class Storing(Counting):
     """Stores a mask in its first forward, and the last input in each."""
 
@@ -587,6 +598,12 @@ def test_a_user_s_own_target() -> None:
             "build derives partition from its argument cuts: omit partition",
         ),
         (2, {"target": "deepspeed"}, ConfigurationError, ", but is 0: call deepspeed.init_distributed first"),
+        (
+            2,
+            {"target": "deepspeed", "activation_checkpoint_interval": 1},
+            ConfigurationError,
+            r"activation_checkpoint_interval=1 .*, call model.gradient_checkpointing_enable\(\) before build",
+        ),
         (
             "model",
             {},
