@@ -171,8 +171,10 @@ class TorchStages:
         return iter(dict.fromkeys(p for stage in self.stages for p in stage.submod.parameters()))
 
     def sync_gradients(self) -> None:
-        """Sum the gradients of tied weights. Call on all ranks, before optimizer.step."""
-        self.gradients.finish(True)
+        """Sum the gradients of tied weights. Call on all ranks, before optimizer.step. Another call before the next
+        step of the schedule has no effect."""
+        if self.gradients.is_partial:
+            self.gradients.finish(True)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by the norm of the whole model, and return this norm. Call on all ranks, after

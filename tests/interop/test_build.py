@@ -221,8 +221,9 @@ def accumulated(done: Sequence[str]) -> float:
     for data, then in zip(batches, done, strict=True):
         schedule.step(**data, target=data["labels"], losses=[], return_outputs=False)
         (4 * whole(**data).loss).backward()
-        if then == "sync":
-            built.sync_gradients()
+        if "sync" in then:
+            for _ in then.split():
+                built.sync_gradients()
         elif then == "zero":
             whole.zero_grad()
             torch.optim.SGD(built.parameters()).zero_grad()
@@ -244,6 +245,13 @@ def test_gradients_of_ties_are_summed_once_per_update(pool: Pool) -> None:
     weight were summed, and the copies of the weight drifted apart."""
     assert max(pool.run(accumulated, 2, ["", "sync", "", "sync"])) < 1e-5
     assert max(pool.run(accumulated, 2, ["sync", "zero", "", "sync"])) < 1e-5
+
+
+@pytest.mark.turns
+def test_gradients_of_ties_are_summed_once_per_step(pool: Pool) -> None:
+    """A user called sync_gradients after the step, and again before the update. The gradient of the tied weight
+    doubled."""
+    assert max(pool.run(accumulated, 2, ["sync sync", "sync sync"])) < 1e-5
 
 
 def clipped() -> list[float]:
