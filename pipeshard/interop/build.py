@@ -132,7 +132,8 @@ class StageModule(nn.Module):
         self._forwards += 1
         self._traces.stepped()
         if not self.is_last:
-            return tuple(made[value].contiguous() for value in route.leaves.values)
+            values = ((value, made[value].contiguous()) for value in route.leaves.values)
+            return tuple(x if self.whole or value in route.leaves.gradients else x.detach() for value, x in values)
         loss = None if self.whole else loss_of(output, criterion, microbatch.batch)
         return output if loss is None else loss
 

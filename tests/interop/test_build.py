@@ -653,6 +653,46 @@ def test_weights_that_only_boost_would_load_are_refused(tmp_path: Path, target: 
             build(blank, 2, target, batch=zoo.batch("llama"))
 
 
+class Stopped(nn.Module):
+    """A later layer reads the result of a gate without its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        x = self.first(x)
+        x = self.last(x * self.gate(x).sigmoid().detach())
+        return {"loss": nn.functional.cross_entropy(x, labels)}
+
+
+class Separate(Target):
+    """A runtime of a user that runs the backward of each stage itself."""
+
+    def take(self, split: Parts) -> list[StageModule]:
+        return list(split.stages.values())
+
+
+register_target("separate", Separate)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_values_without_a_gradient_leave_a_stage_without_a_graph(samples: int) -> None:
+    """torch began the backward of a stage also at values whose gradients no stage sends back. It failed, or began with
+    1 if the value had one element."""
+    model, data = Stopped(), {"x": torch.randn(samples, 4), "labels": torch.arange(samples) % 4}
+    whole = copy.deepcopy(model)
+    first, last = build(model, ["gate"], "separate", data)
+    sent = first(**data)
+    received = [value.detach().requires_grad_() for value in sent]
+    last(*received, **data).backward()
+    pairs = [(value, entered.grad) for value, entered in zip(sent, received) if value.requires_grad]
+    torch.autograd.backward(*zip(*pairs))  # as in torch's pipelining
+    whole(**data)["loss"].backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert theirs.grad is ours.grad is None or torch.allclose(ours.grad, theirs.grad)
+
+
 def test_a_stage_receives_the_labels_of_a_pair() -> None:
     """A user called the stages with the names of a batch (inputs, labels), for which forward has no argument."""
     model = PipelineModule([nn.Linear(4, 4), torch.tanh, nn.Linear(4, 3)], loss_fn=nn.CrossEntropyLoss())
