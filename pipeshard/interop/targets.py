@@ -19,6 +19,7 @@ from pipeshard.engine.groups import replace_parameters
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
 from pipeshard.engine.parameters import HeldParameters
+from pipeshard.engine.stage import Microbatch
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
 from pipeshard.interop.build import Split, StageModule, Target, as_keywords, register_target
 from pipeshard.schedule.given import chunks_of, name_of
@@ -203,7 +204,7 @@ class Torch(Target):
             ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
     `build` raises UsageError if the last stage computes no loss, and BatchError for a batch with names that
-    `schedule.step` uses for its own arguments.
+    `schedule.step` uses for its own arguments. A step raises BatchError for microbatches of other sizes than `batch`.
     """
 
     def __init__(self, num_model_chunks: int | None = None, style: str = "loop") -> None:
@@ -247,18 +248,20 @@ class Torch(Target):
         clipping.remedy = "Clip by the norm of the whole model: call built.clip_grad_norm_(max_norm) on every rank"
         clipping.parts = [list(stage.parameters()) for stage in split.stages.values()]
         NORM_GUARD.watch(clipping)
-        kind = _stage_class(split.stages, holdings.sync)
+        built = {index: stage.microbatch(batch) for index, stage in split.stages.items()}
+        kind = _stage_class(split.stages, holdings.sync, built)
         stages = [
-            kind(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=self.grid.stages)
+            kind(stage, index, split.num_stages, device, *_shapes(stage, built[index], split), group=self.grid.stages)
             for index, stage in split.stages.items()
         ]
         return TorchStages(stages, holdings.sync, clipping, partial(as_keywords, split.model))
 
 
-def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync) -> Any:
-    """torch's PipelineStage with two changes. The first step after a sum sets aside the summed gradients, so that they
-    are not summed again. If several stages of this rank share a weight, the weight's gradient is divided by the
-    number of microbatches only once, after the last of these stages."""
+def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, built: Mapping[int, Microbatch]) -> Any:
+    """torch's PipelineStage with three changes. The first step after a sum sets aside the summed gradients, so that
+    they are not summed again. If several stages of this rank share a weight, the weight's gradient is divided by the
+    number of microbatches only once, after the last of these stages. A microbatch whose messages differ from those of
+    `built`, for which torch allocates buffers, raises BatchError."""
     from torch.distributed.pipelining import PipelineStage
 
     holders = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
@@ -272,6 +275,15 @@ def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync) -> 
                     gradients.begin()
                 gradients.is_partial = True  # until sync_gradients
 
+        def forward_one_chunk(self, chunk: int, args: Any, kwargs: Any = None, **options: Any) -> Any:
+            stage = stages[self.stage_index]
+            stage.planned = stage.microbatch(kwargs or {})
+            _refuse_other_messages(self.stage_index, stage.planned, built[self.stage_index])
+            try:
+                return super().forward_one_chunk(chunk, args, kwargs, **options)
+            finally:
+                stage.planned = None
+
         def scale_grads(self, grad_scale_factor: int) -> None:
             for parameter in self.submod.parameters():
                 ended[parameter] += 1
@@ -281,10 +293,30 @@ def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync) -> 
     return Stage
 
 
-def _shapes(stage: StageModule, batch: dict[str, Any], split: Split) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _refuse_other_messages(index: int, microbatch: Microbatch, built: Microbatch) -> None:
+    """Raise BatchError if the stage receives or sends tensors of other shapes or dtypes than for `built`. Otherwise,
+    the receiver would read the bytes as other numbers, or wait for more."""
+    ends = (
+        ("receives", microbatch.route.enters, built.route.enters),
+        ("sends", microbatch.route.leaves, built.route.leaves),
+    )
+    for does, now, then in ends:
+        tensors, expected = [*map(microbatch.shape, now.values)], [*map(built.shape, then.values)]
+        if tensors != expected:
+            raise BatchError(
+                f"the tensors that stage {index} {does} for this microbatch are {_listed(tensors)}, but those of the "
+                f"microbatch that build received are {_listed(expected)}: pass build a microbatch of the sizes of all "
+                "microbatches (pad or drop others), and call build inside torch.autocast if steps run inside it"
+            )
+
+
+def _listed(tensors: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for shape, dtype in tensors)
+
+
+def _shapes(stage: StageModule, microbatch: Microbatch, split: Split) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Meta tensors with the shapes and dtypes of the stage's inputs and outputs for this microbatch, so that torch need
     not infer them."""
-    microbatch = stage.microbatch(batch)
     route, receiving = microbatch.route, split.flow.receiving
 
     def like(values: Any) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM
 
 import pipeshard
 from pipeshard import LayerSpec, PipelineModule, PipelinePlugin, Target, analyze_tied_weights, build, register_target
-from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
+from pipeshard.errors import BatchError, ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
 from pipeshard.graph.trace import trace
 from pipeshard.interop.build import Split as Parts
 from pipeshard.interop.build import StageModule
@@ -291,6 +291,29 @@ def test_torch_s_stages_are_clipped_by_the_norm_of_the_model(pool: Pool) -> None
     """A user clipped built.parameters() with torch's clip_grad_norm_. Each stage was scaled by another factor, and the
     copies of a tied weight drifted apart."""
     assert max(abs(error) for errors in pool.run(clipped, 2) for error in errors) < 1e-6
+
+
+def of_other_sizes() -> list[str]:
+    """The errors of microbatches whose messages differ from those of the microbatch that build received."""
+    data, found = zoo.part(even("gpt2", 0), 0, [2]), []
+    (stage,) = build(zoo.build("gpt2"), ["transformer.h.1.mlp"], "torch", data).stages
+    longer = {name: torch.cat([value, value], 1) for name, value in data.items()}
+    for microbatch, dtype in ((data, torch.bfloat16), (longer, None), (zoo.part(data, 0, [1]), None)):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None), pytest.raises(BatchError) as caught:
+            stage.forward_one_chunk(0, (), microbatch)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.turns
+def test_messages_of_other_sizes_than_build_s_are_refused(pool: Pool) -> None:
+    """A user ran steps of torch's schedule inside autocast. The second stage read pairs of bfloat16 numbers as float32
+    numbers, and trained on these, without a word."""
+    for index, (lowered, longer, shorter) in enumerate(pool.run(of_other_sizes, 2)):
+        stage = rf"the tensors that stage {index} {'receives' if index else 'sends'} for this microbatch are"
+        assert re.search(rf"{stage} .*bfloat16.*, but .*inside torch.autocast if steps run inside it", lowered)
+        assert re.search(rf"{stage} .*\(2, 24, 32\).*, but those of .*\(2, 12, 32\)", longer)
+        assert re.search(rf"{stage} .*\(1, 12, 32\).*, but those of .*\(2, 12, 32\)", shorter)
 
 
 def of_pairs() -> list[list[float]]:
