@@ -140,8 +140,10 @@ register_target("colossalai", Colossalai)
 
 
 def loss_of_stage(output: Tensor, target: Any) -> Tensor:
-    """A loss function for runtimes that require one. Returns `output`, since the last stage computes the loss."""
-    return output
+    """A loss function for runtimes that require one. Returns `output`, since the last stage computes the loss, as a
+    tensor without dimensions."""
+    is_vector = isinstance(output, Tensor) and output.shape == (1,)
+    return output.sum() if is_vector else output  # not a view: torch detaches the loss in place
 
 
 @dataclass(frozen=True)
@@ -258,10 +260,11 @@ class Torch(Target):
 
 
 def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, built: Mapping[int, Microbatch]) -> Any:
-    """torch's PipelineStage with three changes. The first step after a sum sets aside the summed gradients, so that
+    """torch's PipelineStage with four changes. The first step after a sum sets aside the summed gradients, so that
     they are not summed again. If several stages of this rank share a weight, the weight's gradient is divided by the
     number of microbatches only once, after the last of these stages. A microbatch whose messages differ from those of
-    `built`, for which torch allocates buffers, raises BatchError."""
+    `built`, for which torch allocates buffers, raises BatchError. The last stage's loss has one dimension, along which
+    torch concatenates the outputs of microbatches."""
     from torch.distributed.pipelining import PipelineStage
 
     holders = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
@@ -283,6 +286,10 @@ def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, bui
                 return super().forward_one_chunk(chunk, args, kwargs, **options)
             finally:
                 stage.planned = None
+
+        def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward_maybe_with_nosync(*args, **kwargs)
+            return output.reshape(1) if isinstance(output, Tensor) and not output.ndim else output
 
         def scale_grads(self, grad_scale_factor: int) -> None:
             for parameter in self.submod.parameters():
@@ -323,7 +330,7 @@ def _shapes(stage: StageModule, microbatch: Microbatch, split: Split) -> tuple[t
         shapes = [(*microbatch.shape(value), value in receiving) for value in values]
         return tuple(torch.empty(s, dtype=dtype, device="meta", requires_grad=grad) for s, dtype, grad in shapes)
 
-    leaving = (torch.empty((), device="meta", requires_grad=True),) if stage.is_last else like(route.leaves.values)
+    leaving = (torch.empty(1, device="meta", requires_grad=True),) if stage.is_last else like(route.leaves.values)
     return like(route.enters.values), leaving
 
 

@@ -111,6 +111,27 @@ def test_glue_between_the_modules_of_a_cut_may_have_parameters() -> None:
     assert sorted(dict(split.stages[0].named_parameters())) == ["inner.first.bias", "inner.first.weight"]
 
 
+def returned() -> list[list[float]]:
+    """What torch's step and eval return, and their losses, each from the same weights."""
+    model, data, found = zoo.build("gpt2").eval(), even("gpt2", 0), []
+    built = build(model, CUTS["gpt2"][1:2], "torch", zoo.part(data, 0, [2]))
+    schedule = Schedule1F1B(built.stages[0], 4, loss_fn=built.loss_fn)
+    for run in (schedule.step, schedule.eval):
+        losses: list[Tensor] = []
+        outputs = run(**data, target=data["labels"], losses=losses)
+        found += [[] if outputs is None else outputs.tolist(), [float(loss) for loss in losses]]
+    return found
+
+
+@pytest.mark.turns
+def test_torch_s_step_and_eval_return_losses(pool: Pool) -> None:
+    """A user evaluated with schedule.eval. torch failed to concatenate losses of zero dimensions on the last rank, and
+    the other ranks waited."""
+    none, losses = pool.run(returned, 2)
+    assert none == [[]] * 4 and len(losses[0]) == 4
+    assert all(each == pytest.approx(losses[0]) for each in losses)
+
+
 class Targeted(Glue):
     def forward(self, x: Tensor, target: Tensor) -> Any:
         return super().forward(x, target)
