@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError, explained, listed, summary
+from pipeshard.errors import ConfigurationError, UsageError, explained, listed, summary
 from pipeshard.graph.rng import Randomness, seeded
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.private import DispatchMode, restore_meta_kernels, without_weakrefs
@@ -293,7 +293,8 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     user's generators do not change.
 
     `build` later calls `make()` for the values. These depend on the seed and on `place`, the layer's number. Raises
-    ConfigurationError if the constructor does not run on meta, or does not return a module.
+    ConfigurationError if the constructor does not run on meta, or does not return a module, and UsageError if it
+    returns a module that existed before, whose values would be lost.
     """
     restore_meta_kernels()
     refusal = explained(
@@ -305,14 +306,33 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     )
     with refusal, Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"):
         module = construct()
+        again = construct() if isinstance(module, nn.Module) and _has_values(module) else None
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"layer {place}, {name}, builds a {type(module).__name__}, not an nn.Module")
+    if again is not None:
+        _refuse_existing(module, again, place, name)
     with kept_tied(module):  # also tensors that the constructor put on another device
         module.to("meta")
     before = [(path, inner, _plain_attributes(inner)) for path, inner in module.named_modules()]
     versions = [(path, parameter, parameter._version) for path, parameter in module.named_parameters()]
     module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before, versions=versions)
     return module
+
+
+def _has_values(module: nn.Module) -> bool:
+    return not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _refuse_existing(module: nn.Module, again: nn.Module, place: int, name: str) -> None:
+    """Raise UsageError if two results of a constructor contain the same module, and this module has values."""
+    known = set(module.modules())
+    existing = next((inner for inner in again.modules() if inner in known and _has_values(inner)), None)
+    if existing is not None:
+        raise UsageError(
+            f"layer {place}, {name}, contains a {type(existing).__name__} instance that exists already, but a "
+            "LayerSpec builds the layer itself, on the rank that holds the layer, so the instance's values would be "
+            "lost: pass the class and its arguments, or put the instance directly into the list of layers"
+        )
 
 
 def skeletons(model: nn.Module) -> list[nn.Module]:

@@ -704,6 +704,35 @@ def test_a_spec_of_a_module_that_is_built_is_refused(make: Any) -> None:
         make()
 
 
+class Listed(nn.Sequential):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__(*layers)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        lambda layer: LayerSpec(Listed, [layer]),
+        lambda layer: LayerSpec(lambda: layer),
+        lambda layer: LayerSpec(functools.partial(nn.Sequential, layer)),
+    ],
+)
+def test_a_spec_keeps_the_values_of_modules_that_exist(spec: Callable[[nn.Module], LayerSpec]) -> None:
+    """A user passed pretrained layers to specs in a list, a function and a partial. Their values were lost, and stages
+    trained random ones without a word."""
+    layer = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"layer 1, LayerSpec\(.*contains a Linear instance.*the instance directly"):
+        PipelineModule([nn.Linear(2, 2), spec(layer)])
+    assert not layer.weight.is_meta
+
+
+def test_a_spec_takes_a_constructor_of_tensors_on_the_cpu() -> None:
+    shared = nn.GELU()
+    build = lambda: nn.Sequential(nn.Linear(2, 2, device="cpu"), shared)  # noqa: E731
+    model = PipelineModule([nn.Linear(2, 2), LayerSpec(build)])
+    assert model.layers[1][0].weight.is_meta and model(torch.ones(1, 2)).shape == (1, 2)
+
+
 def test_a_spec_takes_modules_without_values() -> None:
     model = PipelineModule([LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Sequential, nn.GELU())])
     assert model(torch.ones(1, 2)).shape == (1, 2)
