@@ -21,6 +21,7 @@ from pipeshard.checkpoint.training_state import check_complete, has_step, load_t
 from pipeshard.distributed.collectives import gather, gather_objects, together_in
 from pipeshard.distributed.groups import raising_errors
 from pipeshard.distributed.mesh import backend_here
+from pipeshard.distributed.signals import Handler
 from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
 
@@ -128,8 +129,9 @@ class PreemptibleJob:
                 f"a {kind} was created outside the main thread, but only that thread handles signals: create it in the "
                 "main thread"
             )
+        handler = Handler(lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
         for number in WISHES:
-            signal.signal(number, lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
+            handler.install(number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # a launcher may have blocked them
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import multiprocessing
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ import elastic
 from pipeshard import AutoConfig, ElasticJob, PreemptibleJob, cli, launch, load_training_state, save_training_state
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.training_state import newest_step
+from pipeshard.distributed import watching
 from pipeshard.elastic import WISHES, _join
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.planner.autoconfig import Layout, layouts
@@ -245,6 +247,24 @@ def test_a_job_that_is_told_to_end_leaves_its_state(pool: Pool, tmp_path: Path) 
     assert pool.run(preempted, 2, tmp_path, 0) == [(143, 0)] * 2
     assert pool.run(preempted, 2, tmp_path, 2) == [(143, 2)] * 2
     assert newest_step(tmp_path) == 4
+
+
+@pytest.mark.parametrize("earlier", [signal.SIG_DFL, watching._on_sigterm], ids=["before boost", "after boost"])
+def test_a_forked_child_of_a_job_ends_when_it_is_terminated(tmp_path: Path, earlier: Any) -> None:
+    """The workers of a multiprocessing.Pool inherited the job's handler, so the end of `with Pool(4)` could wait for
+    them forever, and with it the job."""
+    before = {number: signal.getsignal(number) for number in WISHES}
+    signal.signal(signal.SIGTERM, earlier)
+    try:
+        PreemptibleJob(tmp_path)
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+        child.start()
+        child.terminate()
+        child.join()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert child.exitcode == -signal.SIGTERM
 
 
 def resumed(folder: Path) -> int | str:

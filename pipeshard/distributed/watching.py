@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pipeshard.distributed.failures import ENDED, RAISED, THROUGH, Alarm, Fault, text_of
 from pipeshard.distributed.monitor import Monitor
 from pipeshard.distributed.progress import NOW, Timeout, own_progress
+from pipeshard.distributed.signals import Handler
 from pipeshard.distributed.watch import Interrupt, Watch
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
@@ -45,7 +46,6 @@ class _Process:
 
 _here = _Process()
 _names: list[Callable[[int], str]] = []
-_mask = threading.local()  # the signal mask of a thread that is in fork()
 
 ANSWERED = 30.0  # seconds within which a store responds, if it responds at all
 
@@ -154,8 +154,7 @@ def _hook() -> None:
     sys.excepthook, sys.exit = excepthook, exit
     atexit.register(at_exit)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _on_sigterm)
-        os.register_at_fork(before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_in_child)
+        _on_sigterm.install(signal.SIGTERM)
 
 
 def _await_threads() -> None:
@@ -167,28 +166,13 @@ def _await_threads() -> None:
             thread.join(max(0.0, until - time.monotonic()))
 
 
-def _block_sigterm() -> None:
-    # Python drops signals that a child receives before it leaves fork(): one from Process.terminate would be lost.
-    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-
-def _unblock_sigterm() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
-
-
-def _in_child() -> None:
-    """Restore the default handler of SIGTERM in a forked child, which is not a rank."""
-    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _unblock_sigterm()
-
-
 def _interrupt() -> None:
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         _here.interrupts = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
+@Handler
 def _on_sigterm(number: int, frame: Any) -> None:
     if _here.interrupts:
         _here.interrupts = False

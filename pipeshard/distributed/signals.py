@@ -1,0 +1,47 @@
+"""Signals: pipeshard's handlers of signals, and the hooks that keep forked children from inheriting that of SIGTERM."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+_mask = threading.local()  # the signal mask of a thread that is in fork()
+
+
+@dataclass(frozen=True, eq=False)
+class Handler:
+    """A signal handler of pipeshard."""
+
+    then: Callable[[int, Any], None]
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.then(number, frame)
+
+    def install(self, number: int) -> None:
+        _hook()
+        signal.signal(number, self)
+
+
+@cache
+def _hook() -> None:
+    os.register_at_fork(before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_in_child)
+
+
+def _block_sigterm() -> None:
+    # Python drops signals that a child receives before it leaves fork(): one from Process.terminate would be lost.
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _unblock_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _in_child() -> None:
+    """Restore the default handler of SIGTERM in a forked child, which is not a rank: it must end when its parent
+    terminates it. Its handler of SIGUSR1 remains, since the default one would end it."""
+    if isinstance(signal.getsignal(signal.SIGTERM), Handler):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unblock_sigterm()
