@@ -317,17 +317,32 @@ def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
     flags = {"nproc-per-node": local, "nnodes": settings.nnodes, "max-restarts": settings.max_restarts}
     flags |= {"rdzv-endpoint": settings.rdzv_endpoint} if settings.rdzv_endpoint else {}
     command = [*(f"--{flag}={value}" for flag, value in flags.items()), "--module", __name__, kind, *arguments]
-    hint = partial(name_checkpoint, settings.output_dir or OUTPUT)
+    folder = settings.output_dir or OUTPUT
+    hint = partial(name_checkpoint, folder, {} if settings.resume else complete_in(folder))
     status = launch(command, at_signal=hint)
     if status:
         hint()
     return status
 
 
-def name_checkpoint(folder: str) -> None:
-    """Print how to continue a run that ended early, if the folder has a complete checkpoint."""
-    if has_checkpoint(folder):
-        click.echo(f"{folder} has a complete checkpoint: start the same command with --resume to continue", err=True)
+def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
+    """Print how to continue a run that ended early, if the folder has a complete checkpoint besides those of `earlier`
+    runs, with which --resume would continue if they have more steps."""
+    found = complete_in(folder)
+    own = {step for step, when in found.items() if earlier.get(step) != when}
+    if not own:
+        return
+    option = "--resume" if max(own) == max(found) else f"--resume_from_checkpoint={folder}/checkpoint-{max(own)}"
+    click.echo(f"{folder} has a complete checkpoint: start the same command with {option} to continue", err=True)
+
+
+def complete_in(folder: str) -> dict[int, int]:
+    """The steps of the complete checkpoints in the folder, each with the time at which it was written."""
+    from pipeshard.trainer.checkpoint import CHECKPOINT_NAME, STATE, flaw_of
+
+    paths = [path for path in Path(folder).glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name)]
+    complete = [path for path in paths if not flaw_of(path)]
+    return {int(path.name.partition("-")[2]): (path / STATE).stat().st_mtime_ns for path in complete}
 
 
 def has_checkpoint(folder: str) -> bool:

@@ -579,27 +579,72 @@ def test_a_packed_batch_is_noted_as_one_microbatch() -> None:
         assert tuning.microbatches(settings) == ((1, 8) if message else (8, 1))
 
 
+def save_checkpoint(folder: Path, step: int) -> None:
+    """Write what stands for a complete checkpoint, where `flaw_of` is mocked."""
+    (folder / f"checkpoint-{step}").mkdir(parents=True, exist_ok=True)
+    (folder / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+
+
 def test_a_failed_run_names_its_checkpoint(tmp_path: Path) -> None:
     """Nothing said that a run that had failed after hours could go on."""
     arguments = ["--config", toy(tmp_path)]
-    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
-    with mock.patch("pipeshard.launch.main", return_value=1), mock.patch.dict(os.environ):
+
+    def fail(*_: Any, **__: Any) -> int:
+        save_checkpoint(tmp_path / "out", 2)
+        return 1
+
+    with mock.patch("pipeshard.launch.main", fail), mock.patch.dict(os.environ):
         assert "--resume" not in said("sft", *arguments).output
         with mock.patch("pipeshard.trainer.checkpoint.flaw_of", return_value=""):
             ended = said("sft", *arguments)
-    assert f"{tmp_path}/out has a complete checkpoint: start the same command with --resume" in ended.output
+    assert f"{tmp_path}/out has a complete checkpoint: start the same command with --resume to" in ended.output
     assert ended.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "advice"),
+    [
+        ([], [], None),
+        ([], ["--resume"], "--resume"),
+        ([1], [], "--resume_from_checkpoint={}/checkpoint-1"),
+        ([1, 4], [], "--resume"),
+        ([3], [], "--resume"),
+    ],
+    ids=["none", "resumed", "fewer steps", "more steps", "replaced"],
+)
+def test_a_failed_run_does_not_name_checkpoints_of_an_earlier_run(
+    tmp_path: Path, saved: list[int], options: list[str], advice: str | None
+) -> None:
+    """A second run that failed before its first save, with other data or another learning rate, advised --resume, which
+    continued the first run and saved its weights."""
+    out = tmp_path / "out"
+    arguments = ["--config", toy(tmp_path), *options]
+    save_checkpoint(out, 3)
+
+    def fail(*_: Any, **__: Any) -> int:
+        for step in saved:
+            save_checkpoint(out, step)
+        return 1
+
+    unflawed = mock.patch("pipeshard.trainer.checkpoint.flaw_of", return_value="")
+    with mock.patch("pipeshard.launch.main", fail), mock.patch.dict(os.environ), unflawed:
+        output = said("sft", *arguments).output
+    assert re.findall(r"start the same command with (\S+) to", output) == ([advice.format(out)] if advice else [])
 
 
 def test_a_stopped_run_names_its_checkpoint(tmp_path: Path) -> None:
     """A run that Ctrl-C or the time limit of Slurm had stopped did not say that it could go on: its launcher exits
     by itself."""
     arguments = ["--config", toy(tmp_path)]
-    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+
+    def run(*_: Any) -> None:
+        save_checkpoint(tmp_path / "out", 2)
+        raise SignalException("", signal.SIGTERM)
+
     threads = {name: mock.Mock(return_value=[]) for name in ("_forward", "_watch_workers")}
-    stopped = {"run": mock.Mock(side_effect=SignalException("", signal.SIGTERM)), "_clean_up": mock.Mock()}
+    stopped = {"run": run, "_clean_up": mock.Mock(), "_leave_process": mock.Mock(side_effect=SystemExit)}
     with (
-        mock.patch.multiple("pipeshard.launch", **threads, **stopped, _leave_process=mock.Mock(side_effect=SystemExit)),
+        mock.patch.multiple("pipeshard.launch", **threads, **stopped),
         mock.patch("pipeshard.trainer.checkpoint.flaw_of", return_value=""),
         mock.patch.dict(os.environ),
     ):
