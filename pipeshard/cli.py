@@ -162,7 +162,7 @@ def plan(
 
         if slices:
             refuse_unsliced(schedule or "1f1b")
-        built = build(model, fields, dtype, recompute, lora or 0, quantize, lora_targets)
+        built = build(model, fields, dtype, recompute, lora or 0, quantize, lora_targets, as_saved=True)
     with progress("planning"):
         made = make_plan(
             built,

@@ -91,6 +91,8 @@ ADVICE = {
     "--recompute, or model.gradient_checkpointing_enable()": "gradient_checkpointing, or recompute=1",
     "omit --recompute": "set gradient_checkpointing=false",
     "more stages than": "more stages (pp) than",
+    "quantization_config=BitsAndBytesConfig(load_in_4bit=True)": "load_in_4bit=true",
+    "omit quantization_config": "set load_in_4bit=false and load_in_8bit=false",
 }
 
 

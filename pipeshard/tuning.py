@@ -247,16 +247,19 @@ def blank(settings: Namespace) -> Any:
 
     from pipeshard.planner.models import DTYPE_NAMES, build
     from pipeshard.split.adapters import put_adapters
-    from pipeshard.split.quantized import quantize_blank
+    from pipeshard.split.quantized import quantization_of, quantize_blank
 
     dtypes = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPE_NAMES.items()}
     recomputes = settings.gradient_checkpointing if settings.recompute is None else settings.recompute == 1
     source, *sizes = config_of(settings)
     model, given = build(source, sizes, dtypes.get(settings.dtype), recomputes), filled(trl().ModelConfig, settings)
-    if (packing := trl().get_quantization_config(given)) is not None:
+    packing = quantization_of(model.config, source, trl().get_quantization_config(given))
+    if packing is not None:
         quantize_blank(model, packing)
     fuse_head(model)
     adapters = trl().get_peft_config(given)
+    if adapters is None and packing is not None:
+        raise ConfigurationError("the model's weights are quantized, so there is nothing to train: set use_peft=true")
     if adapters is None:
         return model
     put = partial(get_peft_model, low_cpu_mem_usage=True)  # adapters on meta: a plan does not need their values

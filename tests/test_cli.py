@@ -185,6 +185,41 @@ def test_packed_weights_take_less_and_compute_the_same(kind: str) -> None:
     )
 
 
+def write_packed(folder: Path, **options: Any) -> str:
+    """Write the config of a small model that was saved with quantized weights."""
+    config = source.build("llama", MODEL[1:]).config
+    config.quantization_config = {"quant_method": "bitsandbytes"} | options
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_folder_in_4_bits_is_planned_as_it_is(tmp_path: Path) -> None:
+    """It was planned with the weights in 16 bits, so `--device-memory` refused what fits."""
+    pytest.importorskip("bitsandbytes")
+    saved = write_packed(tmp_path, **source.QUANTIZATIONS["nf4"])
+    asked = [*MODEL, *SIZES, "--lora", "2", "--quantize", "nf4", "--json", "-"]
+    found, expected = invoke(saved, *SIZES, "--lora", "2", "--json", "-"), invoke(*asked)
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.output) == json.loads(expected.output)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("bitsandbytes", [], "with bitsandbytes), so there is nothing to train: add adapters with --lora"),
+        ("bitsandbytes", ["--lora", "2", "--quantize", "nf4"], "with bitsandbytes) already: omit --quantize"),
+        ("gptq", ["--lora", "2"], "with gptq), and stages cannot load such weights. To plan for a copy of"),
+    ],
+)
+def test_a_quantized_folder_that_cannot_be_trained_is_not_planned(
+    tmp_path: Path, method: str, options: list[str], message: str
+) -> None:
+    saved = write_packed(tmp_path, quant_method=method, load_in_4bit=True)
+    refused = invoke(saved, *SIZES, *options)
+    assert refused.exit_code == 1 and f"error: the weights in {saved} are quantized ({message}" in refused.output
+    assert invoke(saved, "quantization_config=null", *SIZES, *options).exit_code == 0
+
+
 def test_large_adapters_do_not_change_the_precision() -> None:
     """With `--quantize nf4 --lora 128`, the fp32 adapters have more elements than the bf16 weights that are not
     quantized, and the plan was for precision fp32."""

@@ -29,6 +29,7 @@ from pipeshard import recipe, script, tuning
 from pipeshard.batch.batch import split_sizes
 from pipeshard.cli import main
 from pipeshard.errors import ConfigurationError
+from pipeshard.split.packed import packed_layers
 from tests import zoo
 from tests.house import ROOT
 from tests.pool import Pool
@@ -773,6 +774,25 @@ def test_adapters_are_planned_in_the_dtype_that_is_trained(is_packed: bool) -> N
     read.load_in_4bit = is_packed
     trained = {parameter.dtype for parameter in tuning.blank(read).parameters() if parameter.requires_grad}
     assert trained == {torch.bfloat16 if is_packed else torch.float32}
+
+
+def test_a_folder_in_4_bits_is_planned_as_it_is(tmp_path: Path) -> None:
+    """It was planned with the weights in 16 bits, so `device_memory` refused what fits; `load_in_4bit` corrected the
+    plan, but training refuses this setting."""
+    pytest.importorskip("bitsandbytes")
+    model = zoo.build("llama")
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    model.config.save_pretrained(tmp_path)
+    read = recipe.read("sft", [f"--model_name_or_path={tmp_path}", "--dtype=bfloat16"])
+    with pytest.raises(ConfigurationError, match="quantized, so there is nothing to train: set use_peft=true"):
+        tuning.planned(read)
+    read.use_peft = True
+    blank = tuning.blank(read)
+    assert any(packed_layers(blank))
+    assert {parameter.dtype for parameter in blank.parameters() if parameter.requires_grad} == {torch.bfloat16}
+    read.load_in_4bit = True
+    with pytest.raises(ConfigurationError, match="quantized already: set load_in_4bit=false"):
+        tuning.planned(read)
 
 
 @pytest.mark.slow

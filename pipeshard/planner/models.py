@@ -21,7 +21,7 @@ from transformers import AutoConfig, BitsAndBytesConfig
 
 from pipeshard.errors import ConfigurationError, explained, hint, summary
 from pipeshard.hf import can_recompute, has_adapters
-from pipeshard.split.quantized import quantize_blank
+from pipeshard.split.quantized import method_of, quantization_of, quantize_blank
 
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The tasks that are tried for a config without an architecture, in this order.
@@ -42,6 +42,7 @@ def build(
     lora: int = 0,
     quantize: str | None = None,
     lora_targets: str | None = None,
+    as_saved: bool = False,
 ) -> nn.Module:
     """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
 
@@ -49,7 +50,8 @@ def build(
     The default is the config's dtype or, if the config has none, bf16. A positive `lora` is the rank of adapters on the
     layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers; only the adapters are then
     trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the `quantization_config` of
-    `from_pretrained`. Raises ConfigurationError for a missing or unknown model, and for invalid arguments.
+    `from_pretrained`; with `as_saved`, also those that the folder has in 4 or 8 bits. Raises ConfigurationError for a
+    missing or unknown model, and for invalid arguments.
     """
     config = _config(source, dict(map(_field, fields)))
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -63,6 +65,9 @@ def build(
         )
     if lora_targets and not lora:
         raise ConfigurationError(f"lora_targets={lora_targets!r} has no effect without adapters: add --lora RANK")
+    packing = BitsAndBytesConfig(**QUANTIZATIONS[quantize]) if quantize else None
+    if as_saved:
+        packing = _packing(config, source, packing, lora)
     chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"), _quiet():
         model: Any = _class_of(config)._from_config(config, dtype=chosen)
@@ -70,12 +75,31 @@ def build(
             raise ConfigurationError(f"{type(model).__name__} does not support activation recompute: omit --recompute")
         if recompute:
             model.gradient_checkpointing_enable()
-        if quantize:
-            quantize_blank(model, BitsAndBytesConfig(**QUANTIZATIONS[quantize]))
+        if packing is not None:
+            quantize_blank(model, packing)
         if lora:
             model = _adapted(model, lora, lora_targets)
     trained: nn.Module = model.train()
     return trained
+
+
+def _packing(config: Any, source: str, given: BitsAndBytesConfig | None, lora: int) -> BitsAndBytesConfig | None:
+    """The quantization config of the folder or, if its weights are not quantized, `given`."""
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return given
+    what = f"the weights in {source} are quantized (with {method_of(saved)})"
+    if method_of(saved) != "bitsandbytes":
+        raise ConfigurationError(
+            f"{what}, and stages cannot load such weights. To plan for a copy of the model without quantization, pass "
+            "quantization_config=null"
+        )
+    if given is not None:
+        raise ConfigurationError(f"{what} already: omit --quantize")
+    if not lora:
+        raise ConfigurationError(f"{what}, so there is nothing to train: add adapters with --lora RANK")
+    packing: BitsAndBytesConfig = quantization_of(config, source, given)
+    return packing
 
 
 def _adapted(model: Any, rank: int, names: str | None) -> nn.Module:
