@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, explained, summary
 from pipeshard.garbage import collector_paused
@@ -76,6 +76,7 @@ class PipelineArguments:
 PLUGIN = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "chunks": "num_model_chunks"}
 PLUGIN |= {"microbatches": "num_microbatches", "schedule": "schedule", "num_slices": "num_slices"}
 PLUGIN |= {name: name for name in ("partition", "precision", "recompute", "zero_stage")}
+STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy")
 # Names of settings in other tools.
 ALIASES = {argument: name for name, argument in PLUGIN.items()}
 ALIASES |= dict.fromkeys(("model", "base_model", "model_name"), "model_name_or_path")
@@ -120,6 +121,10 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
             unknown_settings(kind, unknown, {one.name for group in groups for one in fields(group)})
         )
     refuse_other_choices(kind, settings, groups)
+    read_mappings(settings, groups)
+    for strategy in STRATEGIES:
+        if getattr(settings, strategy) is False:  # YAML reads no as False
+            setattr(settings, strategy, "no")
     settings.num_slices = str(settings.num_slices)  # YAML may contain a number
     if isinstance(settings.partition, str):  # YAML may contain a list
         settings.partition = cuts_of(settings.partition)
@@ -168,6 +173,18 @@ def refuse_other_choices(kind: str, settings: Namespace, groups: Sequence[type])
             raise ConfigurationError(
                 f"{one.name}={value} is not one of {', '.join(choices)}. pipeshard {kind} --help lists the settings"
             )
+
+
+def read_mappings(settings: Namespace, groups: Sequence[type]) -> None:
+    """Parse settings that are given as JSON objects, as TrainingArguments does. Raises ConfigurationError for invalid
+    JSON."""
+    # HfArgumentParser overwrites the types of the fields
+    for name in [name for group in groups for name, hint in get_type_hints(group).items() if "dict" in str(hint)]:
+        if isinstance(value := getattr(settings, name, None), str) and value.startswith("{"):
+            try:
+                setattr(settings, name, json.loads(value))
+            except ValueError as error:
+                raise ConfigurationError(f"{name}={value} is not valid JSON: {error}") from error
 
 
 def cuts_of(text: str) -> str | list[int] | list[str]:

@@ -377,6 +377,7 @@ def said(*arguments: str) -> Result:
             "activation recompute (gradient_checkpointing, or recompute=1), more stages (pp) than 2",
         ),
         (["--dry_run", "--device_memory=1MB", "--num_slices=2", "--recompute=1"], "with the best number of slices"),
+        (["--dataset_kwargs", "{a: 1}"], "error: dataset_kwargs={a: 1} is not valid JSON: Expecting property name"),
         (["--dry_run", "--device_memory=1TB,1MB", "--num_slices=2", "--recompute=1"], "rank 1 takes"),
     ],
 )
@@ -401,6 +402,31 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str)
         (tmp_path / "recipe.yaml").write_text(text)
     ended = said("sft", f"--config={tmp_path}/recipe.yaml")
     assert ended.exit_code == 1 and message in ended.output
+
+
+def test_a_mapping_may_be_an_option(tmp_path: Path) -> None:
+    """An option with a mapping, JSON as for TRL, ended in a traceback: on the ranks, or before they started."""
+    mappings = {"dataset_kwargs": {"skip_prepare_dataset": False}, "model_init_kwargs": {"use_cache": False}}
+    options = [part for name, value in mappings.items() for part in (f"--{name}", json.dumps(value))]
+    arguments = ["--config", toy(tmp_path), *options, "--lr_scheduler_kwargs", '{"num_cycles": 2}']
+    with mock.patch("pipeshard.launch.main", return_value=0), mock.patch.dict(os.environ):
+        ended = said("sft", *arguments)
+    assert ended.exit_code == 0, ended.output
+    settings = recipe.read("sft", arguments)
+    assert (settings.dataset_kwargs, settings.model_init_kwargs) == tuple(mappings.values())
+    assert settings.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert recipe.model_of("sft", settings).config.use_cache is False
+
+
+def test_no_in_a_file_is_no(tmp_path: Path) -> None:
+    """`eval_strategy: no`, which YAML reads as False, was told to hold out data for the evaluation, and then ended in a
+    traceback of TRL."""
+    file = Path(toy(tmp_path))
+    file.write_text(f"{file.read_text()}\neval_strategy: no\nsave_strategy: no\nlogging_strategy: no\n")
+    settings = recipe.read("sft", ["--config", str(file), "--use_cpu"])
+    assert recipe.rows(settings)[1] is None
+    args = recipe.filled(recipe.of_trl("sft", "Config"), settings)
+    assert {args.eval_strategy, args.save_strategy, args.logging_strategy} == {"no"}
 
 
 def test_every_unknown_setting_is_named_with_its_own_name(tmp_path: Path) -> None:
