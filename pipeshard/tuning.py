@@ -252,7 +252,9 @@ def blank(settings: Namespace) -> Any:
     dtypes = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPE_NAMES.items()}
     recomputes = settings.gradient_checkpointing if settings.recompute is None else settings.recompute == 1
     source, *sizes = config_of(settings)
-    model, given = build(source, sizes, dtypes.get(settings.dtype), recomputes), filled(trl().ModelConfig, settings)
+    trusts = settings.trust_remote_code
+    model = build(source, sizes, dtypes.get(settings.dtype), recomputes, trust_remote_code=trusts)
+    given = filled(trl().ModelConfig, settings)
     packing = quantization_of(model.config, source, trl().get_quantization_config(given))
     if packing is not None:
         quantize_blank(model, packing)

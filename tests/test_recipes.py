@@ -821,6 +821,38 @@ def test_a_folder_in_4_bits_is_planned_as_it_is(tmp_path: Path) -> None:
         tuning.planned(read)
 
 
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Config(LlamaConfig):
+    model_type = "mine"
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+"""
+
+
+def test_a_model_with_code_of_its_own_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `trust_remote_code: true`, a plan was refused with advice to set it, and a run asked on the terminal whether
+    it may run the code."""
+    classes = {"AutoConfig": "code_to_plan.Config", "AutoModelForCausalLM": "code_to_plan.Model"}
+    described = zoo.build("llama").config.to_dict() | {"architectures": ["Model"], "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps(described | {"model_type": "mine"}))
+    (tmp_path / "code_to_plan.py").write_text(OWN_CODE)
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    arguments = ["sft", f"--model_name_or_path={tmp_path}", "--dry_run", "--pp=2"]
+    refused = said(*arguments)
+    assert refused.exit_code == 1
+    assert f"error: {tmp_path} requires code of its own, which this command does not run: set trust" in refused.output
+    assert not (tmp_path / "modules").exists()
+    planned = said(*arguments, "--trust_remote_code=true")
+    assert planned.exit_code == 0 and "Model" in planned.output, planned.output
+    by_plan = CliRunner().invoke(main, ["plan", str(tmp_path), "--pp=2", "--microbatches=4", "--seq-len=16"])
+    assert by_plan.exit_code == 1 and "does not run: in Python, pass a model that from_pretrained(" in by_plan.output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-70b-qlora", "qwen3-30b-a3b"])
 def test_a_large_recipe_has_a_plan(name: str) -> None:

@@ -17,7 +17,7 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
-from transformers import AutoConfig, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from pipeshard.errors import ConfigurationError, explained, hint, summary
 from pipeshard.hf import can_recompute, has_adapters
@@ -43,6 +43,7 @@ def build(
     quantize: str | None = None,
     lora_targets: str | None = None,
     as_saved: bool = False,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Build the model of a Hugging Face folder, a config.json or a model type, on meta and in training mode.
 
@@ -50,10 +51,10 @@ def build(
     The default is the config's dtype or, if the config has none, bf16. A positive `lora` is the rank of adapters on the
     layers that `lora_targets` names ("q_proj,v_proj"), or else on all linear layers; only the adapters are then
     trained. With `quantize` ("nf4", "fp4", "int8"), the base weights are quantized as with the `quantization_config` of
-    `from_pretrained`; with `as_saved`, also those that the folder has in 4 or 8 bits. Raises ConfigurationError for a
-    missing or unknown model, and for invalid arguments.
+    `from_pretrained`; with `as_saved`, also those that the folder has in 4 or 8 bits. With `trust_remote_code`,
+    code in the folder is executed. Raises ConfigurationError for a missing or unknown model, and for invalid arguments.
     """
-    config = _config(source, dict(map(_field, fields)))
+    config = _config(source, dict(map(_field, fields)), trust_remote_code)
     if dtype is not None and dtype not in DTYPE_NAMES:
         raise ConfigurationError(f"dtype={dtype!r} is unknown: use one of {list(DTYPE_NAMES)}")
     if quantize is not None and quantize not in QUANTIZATIONS:
@@ -70,7 +71,7 @@ def build(
         packing = _packing(config, source, packing, lora)
     chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"), _quiet():
-        model: Any = _class_of(config)._from_config(config, dtype=chosen)
+        model: Any = _blank(config, chosen, trust_remote_code)
         if recompute and not can_recompute(model):
             raise ConfigurationError(f"{type(model).__name__} does not support activation recompute: omit --recompute")
         if recompute:
@@ -81,6 +82,13 @@ def build(
             model = _adapted(model, lora, lora_targets)
     trained: nn.Module = model.train()
     return trained
+
+
+def _blank(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    is_known = any(hasattr(transformers, name) for name in getattr(config, "architectures", None) or ())
+    if trust_remote_code and not is_known and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=True)
+    return _class_of(config)._from_config(config, dtype=dtype)
 
 
 def _packing(config: Any, source: str, given: BitsAndBytesConfig | None, lora: int) -> BitsAndBytesConfig | None:
@@ -124,13 +132,15 @@ def precision_of(model: nn.Module) -> str:
     return names.get(max(counts, key=counts.__getitem__), "fp32") if counts else "fp32"
 
 
-def _config(source: str, fields: dict[str, Any]) -> Any:
+def _config(source: str, fields: dict[str, Any], trust_remote_code: bool) -> Any:
     path = Path(source)
     if not path.exists() and source.count("/") == 1:
         path = _of_hub(source)
     with explained(lambda error: ConfigurationError(_what(source, path, error))):
         if path.exists():
-            config, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **fields)
+            config, unknown = AutoConfig.from_pretrained(
+                path, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **fields
+            )
             unknown = unknown.keys() & fields.keys()
         else:
             config = AutoConfig.for_model(source, **fields)
@@ -165,6 +175,11 @@ def _of_hub(name: str) -> Path:
 
 
 def _what(source: str, path: Path, error: Exception) -> str:
+    if path.exists() and "trust_remote_code" in str(error):
+        return (
+            f"{source} requires code of its own, which this command does not run: in Python, pass a model that "
+            "from_pretrained(..., trust_remote_code=True) has built"
+        )
     if path.exists():
         return f"{source} does not contain a valid model config: {summary(error)}"
     types = list(transformers.CONFIG_MAPPING.keys())
