@@ -4,6 +4,7 @@ import os
 import runpy
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,9 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
         return Proven(
             Proof(UNPROVEN, f"the script exited with {ended.code!r} before it called booster.boost"), path.name
         )
+    except Exception as error:  # of the script itself
+        sys.stderr.write(traceback.format_exc())
+        return Proven(Proof(UNPROVEN, f"the script raised {summary(error)}"), path.name)
     return Proven(Proof(UNPROVEN, "the script ended without calling booster.boost"), path.name)
 
 

@@ -24,6 +24,7 @@ from pipeshard.distributed.mesh import backend_here
 from pipeshard.distributed.signals import Handler
 from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
+from pipeshard.verify.decide import standing_alone
 
 logger = logging.getLogger("pipeshard")
 
@@ -210,7 +211,7 @@ def _world() -> dist.ProcessGroup:
 def _join(timeout: float) -> None:
     if dist.is_initialized():
         return
-    if not dist.is_torchelastic_launched():
+    if not dist.is_torchelastic_launched() and standing_alone() is None:  # pipeshard verify launches nothing
         raise UsageError(
             "ElasticJob requires a launcher, but this process has none: start the script with pipeshard launch"
         )

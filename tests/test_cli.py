@@ -20,6 +20,7 @@ from pipeshard.planner.memory import parse_bytes
 from pipeshard.verify.decide import Proven
 from pipeshard.verify.proof import EXACT, Proof
 from tests import zoo
+from tests.house import ROOT
 
 MODEL = [
     "llama",
@@ -409,6 +410,29 @@ def test_a_script_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
     missing = str(tmp_path / "trian.py")
     result, given = verified(missing)
     assert (result.exit_code, given) == (2, []) and result.output == f"error: {missing}: No such file or directory\n"
+
+
+def test_a_script_that_fails_before_boost_is_not_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pipeshard verify` of a script whose data was missing exited with 1, the code of a model that differs."""
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(tmp_path / 'none.txt')!r})")
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    with mock.patch.dict(os.environ):
+        result = CliRunner().invoke(main, ["verify", str(script)])
+    assert result.exit_code == 2, result.output
+    assert f'File "{script}", line 1' in result.output
+    assert "train.py: unproven: the script raised FileNotFoundError: [Errno 2] No such file" in result.output
+
+
+@pytest.mark.turns
+def test_an_elastic_script_is_verified(tmp_path: Path) -> None:
+    """ElasticJob refused a process without a launcher, and no launcher verifies."""
+    command = [sys.executable, "-c", "from pipeshard.cli import main; main()", "verify", "--pp", "4"]
+    command += [str(ROOT / "examples" / "elastic.py"), "--output", str(tmp_path)]
+    ours = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ours)
+    assert ended.returncode == 0 and "LlamaForCausalLM in 4 stages, 1f1b: exact" in ended.stdout, ended
 
 
 @pytest.mark.turns
