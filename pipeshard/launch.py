@@ -17,15 +17,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.argparse_util import env
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
 
+from pipeshard.replaced import replaced
 from pipeshard.script import FOLDER, endless, exit_now, repeated
 
 logger = logging.getLogger("pipeshard")
@@ -62,6 +64,7 @@ flags (torchrun's; torchrun --help lists all):
   --master-addr HOST       with --master-port (default {PORT}), an alternative to --rdzv-endpoint
   --rdzv-id NAME           name of the job, if several jobs share a rendezvous address (default pipeshard)
   --max-restarts N         maximum number of restarts (default {RESTARTS})
+  --shutdown-timeout N     seconds that processes have after SIGTERM to save and exit (default 30)
   --local-addr ADDRESS     address at which other machines reach this one
   --module, -m             SCRIPT is a module, as in python -m
 """
@@ -108,7 +111,8 @@ def _run_agent(args: argparse.Namespace, folder: Path, at_signal: Callable[[], N
     _forward(signal.SIGUSR1)
     in_vain = _watch_workers(folder, args.rdzv_endpoint, args.monitor_interval)
     try:
-        run(args)
+        with replaced(PContext, close=_closing(args.shutdown_timeout)):
+            run(args)
     except SignalException as stop:
         _clean_up()
         if in_vain:
@@ -139,7 +143,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.prog, parser.usage = "pipeshard launch", "pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]"
     parser.format_help = lambda: HELP  # type: ignore[method-assign]
+    with contextlib.suppress(argparse.ArgumentError):  # torch has this flag since 2.12
+        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", action=env, type=int)
     defaults = {"rdzv_backend": "c10d", "rdzv_id": "pipeshard", "max_restarts": RESTARTS}
+    defaults["shutdown_timeout"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     parser.set_defaults(**{name: value for name, value in defaults.items() if f"PET_{name.upper()}" not in os.environ})
     args = parser.parse_args(list(arguments))
     if args.rdzv_backend == "c10d":
@@ -157,6 +164,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if args.local_addr is None and host in ("localhost", LOOPBACK, "::1"):
             args.local_addr = "localhost"  # all agents are on this machine, whose name may not resolve
     return args
+
+
+def _closing(seconds: int | None) -> Callable[..., None]:
+    """PContext.close, which stops the workers, with a time limit of `seconds` after a signal, unless None. torch itself
+    applies --shutdown-timeout only to the signals that the agent receives, not where it restarts the workers because
+    another agent joins."""
+    close = PContext.close
+
+    def patient(context: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        # without a signal, torch stops the other workers of one that has failed: they cannot save
+        close(context, death_sig, timeout if death_sig is None or seconds is None else seconds)
+
+    return patient
 
 
 def _meet_at_master(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -18,6 +19,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.run import get_args_parser
 
 from pipeshard import cli, launch, plugin, script
 from pipeshard.distributed.watch import NOTE
@@ -311,3 +314,41 @@ def test_impatient_people(tmp_path: Path, program: str) -> None:
             worker = psutil.Process(int(pid.stem))
             left += [worker] if worker.status() != psutil.STATUS_ZOMBIE else []
     assert len(pids) == 2 and not left
+
+
+@pytest.mark.parametrize("given", ["flag", "variable"])
+def test_the_time_to_save_counts_for_every_stop(tmp_path: Path, given: str) -> None:
+    """When an agent joined, torch killed the ranks of the others after 30 seconds despite --shutdown-timeout, in the
+    middle of their save."""
+    (tmp_path / "train.py").touch()
+    context, seconds = mock.Mock(_tail_logs=[]), 7
+
+    def stop(_: Any) -> None:
+        PContext.close(context, signal.SIGTERM, 30)  # as where an agent joins
+        PContext.close(context, signal.SIGTERM)  # as before torch 2.12
+        PContext.close(context)  # as where a rank fails
+
+    flags = ["--shutdown-timeout", str(seconds)] if given == "flag" else []
+    variable = {} if flags else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds)}
+    threads = {name: mock.Mock(return_value=[]) for name in ("_forward", "_watch_workers")}
+    with mock.patch.multiple(launch, run=stop, **threads), mock.patch.dict(os.environ, variable):
+        assert main([*flags, str(tmp_path / "train.py")]) == 0
+    assert [call.kwargs["timeout"] for call in context._close.call_args_list] == [seconds, seconds, 30]
+
+
+def test_a_torch_without_the_flag_gets_it() -> None:
+    """torch has --shutdown-timeout since 2.12: with 2.9 to 2.11, examples/train.slurm ended with exit status 2."""
+
+    def older() -> argparse.ArgumentParser:
+        parser = get_args_parser()
+        (action,) = (action for action in parser._actions if action.dest == "shutdown_timeout")
+        for name in action.option_strings:
+            del parser._option_string_actions[name]
+        parser._actions.remove(action)
+        return parser
+
+    with mock.patch.object(launch, "get_args_parser", older):
+        assert launch.parse(["--shutdown-timeout", "100", "script.py"]).shutdown_timeout == 100
+        assert launch.parse(["script.py"]).shutdown_timeout is None
+        with mock.patch.dict(os.environ, {"PET_SHUTDOWN_TIMEOUT": "50"}):
+            assert launch.parse(["script.py"]).shutdown_timeout == 50
