@@ -1,7 +1,7 @@
 """Batch: the inputs of a model, the batch dimension of each leaf, and their split into microbatches."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -82,9 +82,9 @@ class Batch:
                 f"{path} is a nested tensor, which has no batch dimension: pass a padded tensor, "
                 f"{path}.to_padded_tensor(0.0), with a mask"
             )
+        batch = cls(leaves, paths, tree, *_count_rows(paths, leaves, main, declared))
         # Inference tensors have no version counter, which detects in-place writes.
-        leaves = tuple(leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf for leaf in leaves)
-        return cls(leaves, paths, tree, *_count_rows(paths, leaves, main, declared))
+        return batch.converted(lambda _, tensor: tensor.clone() if tensor.is_inference() else tensor)
 
     @property
     def data(self) -> Any:
@@ -95,9 +95,14 @@ class Batch:
         return {path: leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, Tensor)}
 
     @property
+    def all_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, also of lists, with the path of its leaf."""
+        return ((path, tensor) for path, leaf in zip(self.paths, self.leaves) for tensor in tensors_in(leaf))
+
+    @property
     def device(self) -> torch.device:
         """The device of the first tensor, including tensors inside lists."""
-        return next(tensor.device for leaf in self.leaves for tensor in tensors_in(leaf))
+        return next(tensor.device for _, tensor in self.all_tensors)
 
     def by_sample(self, path: str) -> Tensor:
         """The tensor at this path, with the dimension that counts the samples first."""
@@ -175,16 +180,16 @@ class Batch:
         return replace(self, leaves=tuple(map(convert, self.paths, self.leaves)))
 
     def copied(self, paths: Collection[str]) -> Self:
-        """This batch with copies of the tensors at these paths; paths to the same tensor share one copy."""
+        """This batch with copies of the tensors, also of lists, at these paths; the same tensor is copied once."""
         copies: dict[Any, Tensor] = {}
 
-        def copy(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+        def copy(path: str, tensor: Tensor) -> Tensor:
             if path not in paths:
-                return leaf
-            key = leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride()
-            return copies[key] if key in copies else copies.setdefault(key, leaf.clone())
+                return tensor
+            key = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+            return copies[key] if key in copies else copies.setdefault(key, tensor.clone())
 
-        return self.map(copy)
+        return self.converted(copy)
 
     @property
     def num_tokens(self) -> int:
@@ -193,8 +198,12 @@ class Batch:
         return 0 if tokens is None else tokens.numel()
 
     def take(self, rows: Tensor) -> Self:
-        """A batch of the samples with these indices (int64)."""
-        return self._pick(rows.tolist(), lambda leaf, dim, at: leaf.index_select(dim, torch.tensor(at).to(leaf.device)))
+        """A batch of copies of the samples with these indices (int64)."""
+        lists = self.entries
+        taken = self._pick(
+            rows.tolist(), lambda leaf, dim, at: leaf.index_select(dim, torch.tensor(at).to(leaf.device))
+        )
+        return taken.converted(lambda path, tensor: tensor.clone() if path in lists else tensor)
 
     def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Self]:
         """Split into microbatches of consecutive samples, as views.

@@ -44,7 +44,7 @@ def failing(batch: Batch, parts: Sequence[Batch], run: Callable[[Batch], object]
 
 def _error(run: Callable[[Batch], object], batch: Batch) -> Exception | None:
     try:
-        run(batch)
+        run(batch.copied(batch.paths))  # the model may write to it
     except Exception as error:  # of any type, since the user's model raises it
         return error
     return None

@@ -333,13 +333,13 @@ class Glue:
             stack.enter_context(handled(self.units, handle))
             stack.enter_context(checking_indices(self.device))
             stack.enter_context(without_tf32())
-            private = batch.map(lambda path, tensor, dim: tensor.clone())  # a copy, since glue may write to it
+            private = batch.copied(batch.paths)  # since glue may write to it
             output = private.call(self.model)
             if left := next(calls, None):
                 raise other_way("the forward ended", f"{left[1].unit} (unit call {left[0]})")
             for _ in range(times):
                 randomness.at(1)
-                value, count = sum_and_count(output, self.criterion, private)
+                value, count = sum_and_count(output, self.criterion, private.copied(private.paths))
             slopes = torch.autograd.grad(value, by, allow_unused=True) if by and value is not None else ()
         if value is None:
             return None

@@ -131,11 +131,6 @@ class Recipes:
     def leaf(self, tensor: Tensor, path: str) -> None:
         self._leaves[id(tensor)] = tensor, tensor._version, path
 
-    @property
-    def rewritten(self) -> frozenset[str]:
-        """The leaves of the batch that have been written to."""
-        return frozenset(path for leaf, version, path in self._leaves.values() if leaf._version != version)
-
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
         self._results[output] = _Result(output._version, func, args, kwargs)
 

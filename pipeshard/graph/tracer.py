@@ -89,7 +89,7 @@ class Tracer:
 
     def _run(self, batch: Batch, real: Batch | None) -> Dataflow:
         self.reset()
-        batch = batch.copied(batch.tensors)  # glue may write to the tensors
+        batch = batch.copied(batch.paths)  # glue may write to the tensors
         self.taint = Taint(self.device, Recipes(self.device, batch, real))
         self.taint.modules = self.apart
         self.calls: list[Call] = []
@@ -123,6 +123,7 @@ class Tracer:
     def _mark_inputs(self, batch: Batch) -> None:
         for name, parameter in self.model.named_parameters():
             self.taint.mark(parameter, self.taint.of([parameter]) | {Used(name)})  # parameters may share memory
+        self.versions = [(path, tensor, tensor._version) for path, tensor in batch.all_tensors]
         for path, leaf in batch.tensors.items():
             self.taint.mark(leaf, self.taint.of([leaf]) | {Input(path)})
             self.taint.recipes.leaf(leaf, path)
@@ -193,7 +194,8 @@ class Tracer:
     ) -> Dataflow:
         """The Dataflow of this run. `sealed` are the unit calls inside custom autograd functions, and `of_forward` are
         the decisions that were made before the criterion was called."""
-        taint, rewritten, through = self.taint, self.taint.recipes.rewritten, len(self.calls)
+        taint, through = self.taint, len(self.calls)
+        rewritten = frozenset(path for path, tensor, version in self.versions if tensor._version != version)
         late = self._use([], taint.decided.get(through, frozenset()))  # read by decisions after the last call
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
@@ -203,7 +205,8 @@ class Tracer:
         used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # all later calls belong to the same autograd function
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
-        small = {path for path in taint.seen | rewritten if batch.tensors[path].numel() <= SMALL * batch.rows}
+        sizes = {path: leaf.numel() for path, leaf in batch.tensors.items()}
+        small = {path for path in sizes.keys() & (taint.seen | rewritten) if sizes[path] <= SMALL * batch.rows}
         watched = frozenset(taint.shaping | small | batch.entries.keys())
         return Dataflow(
             calls=tuple(self.calls),

@@ -105,7 +105,8 @@ def _tail_time(
     runs: list[Cost] = []
     with contextlib.suppress(Exception):  # a model may raise any error on random values
         for _ in range(1 + repeats):
-            runs.append(_run_tail(model, flow, microbatch.to(device), criterion, device))
+            private = microbatch.to(device).copied(microbatch.paths)  # since glue may write to it
+            runs.append(_run_tail(model, flow, private, criterion, device))
     return _median(runs[1:] or [Cost(0.0, 0.0, 0.0)])
 
 

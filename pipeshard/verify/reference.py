@@ -264,8 +264,9 @@ class Reference:
                     self._numbers.clear()
                     self.places.microbatch(first + i)
                     self.places.at(0)
-                output = batch.call(self.model)
-                loss, count = sum_and_count(output, self.criterion, batch)
+                private = batch.copied(batch.paths)  # since the model may write to it
+                output = private.call(self.model)
+                loss, count = sum_and_count(output, self.criterion, private)
                 if loss is None:
                     raise NoLoss
                 if count is not None and not weights.of_sums:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import pipeshard
+from pipeshard import trace
 from pipeshard.batch.read import RowDims
 from pipeshard.errors import BatchError
 from tests.pool import Pool
@@ -80,6 +81,79 @@ def test_a_batch_of_lists_is_cut_along_its_samples(pool: Pool) -> None:
     """A detector's batch is a list of images and a list of dicts, without a tensor outside of them.
     The channels of the first image counted as the samples: "there are 3 samples"."""
     assert pool.run(trained_on_lists, 2) == [[], []]
+
+
+class Centering(Detector):
+    """Writes to the images and to the boxes before its layers, as many detectors do."""
+
+    def forward(self, images: Any, targets: Any) -> dict[str, Tensor]:
+        for image, own in zip(images, targets, strict=True):
+            image.sub_(0.5)
+            own["boxes"][:, 2:] += own["boxes"][:, :2]
+        extent = torch.stack([own["boxes"].sum() for own in targets])
+        return {"loss": super().forward(images, targets)["loss"] + extent.mean() * self.head.bias.sum()}
+
+
+class Scoring(Detector):
+    """Returns scores, for a criterion that writes to the boxes."""
+
+    def forward(self, images: Any, targets: Any) -> Any:
+        return self.head(self.stem(torch.stack(list(images))).mean((2, 3)))
+
+
+def of_corners(scores: Tensor, batch: Any) -> Tensor:
+    _, targets = batch
+    for own in targets:
+        own["boxes"][:, 2:] += own["boxes"][:, :2]
+    return torch.stack([score.mean() * own["boxes"].sum() for score, own in zip(scores, targets, strict=True)]).mean()
+
+
+@pytest.mark.parametrize(("kind", "criterion"), [(Centering, None), (Scoring, of_corners)], ids=["model", "criterion"])
+def test_a_trace_leaves_what_is_written_to_in_lists(kind: type[Detector], criterion: Any) -> None:
+    """The tensors of a list were those of the user, and each run of the trace wrote to them."""
+    batch = detections(3)
+    before = copy.deepcopy(batch)
+    flow = trace(kind(), batch, criterion)
+    torch.testing.assert_close(batch, before, rtol=0, atol=0)
+    assert any("targets" in path or "[1]" in path for path in flow.rewritten)
+
+
+def test_a_criterion_that_writes_to_lists_is_exact() -> None:
+    """Its loss seemed to depend on the number of calls, since each trial wrote to the same boxes."""
+    model, batch = Scoring(), detections(4)
+    own, inputs = copy.deepcopy((batch, model))
+    engine = pipeshard.initialize(
+        model, torch.optim.SGD(model.parameters()), of_corners, dry_run_input=batch, pp_size=1, num_microbatches=2
+    )
+    loss = engine.execute_pipeline(iter([batch]))["loss"]
+    torch.testing.assert_close(loss, of_corners(inputs(*own), own).detach())
+
+
+def written_in_lists(schedule: str) -> list[str]:
+    torch.manual_seed(0)
+    model = Centering()
+    unsplit = copy.deepcopy(model)
+    split, found = None, []
+    for rows in (4, 3):
+        batch = detections(rows, rows)
+        before = copy.deepcopy(batch)
+        loss = unsplit(*copy.deepcopy(batch))["loss"]
+        loss.backward()
+        split = split or Split(model, dist.get_world_size(), batch, num_microbatches=2, schedule=schedule)
+        error = abs(float(split.backward(batch)["loss"] / loss.detach()) - 1)
+        if not max(error, gradient_error(split, unsplit)) < 1e-5:
+            found.append(f"{rows} samples: {error}, {gradient_error(split, unsplit)}")
+        torch.testing.assert_close(batch, before, rtol=0, atol=0)
+        unsplit.zero_grad()
+        split.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_what_is_written_to_in_lists_is_exact(pool: Pool, schedule: str) -> None:
+    """Both stages of a rank, and each trace, wrote to the same tensors, so that images were centered several times."""
+    assert pool.run(written_in_lists, 2, schedule) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["lists", "tuples", "mapping"])
