@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainingArguments
 
 from pipeshard import PipelinePlugin, to_sequential
+from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.planner import auto
 from pipeshard.planner.planner import automatic
@@ -35,7 +36,7 @@ from pipeshard.trainer.trainer import PRIVATE, Loop
 from tests.house import PACKAGE
 from tests.pool import Pool
 from tests.trainer_features import BEGIN, END, FEATURES, LEAST, PAGE, verdict
-from tests.trainers import TASKS, differences, forget, launched, run, run_pipeline, trainer
+from tests.trainers import TASKS, differences, forget, launched, padded, run, run_pipeline, trainer
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
 
@@ -448,6 +449,14 @@ def test_mutations_of_an_evaluation_are_seen(pool: Pool, tmp_path: Path) -> None
 def of_one_replica(loop: Any, *args: Any, **options: Any) -> Any:
     loss, logits, labels = super(Loop, loop).prediction_step(*args, **options)
     return loss, logits[::2], labels[::2]
+
+
+def test_an_evaluation_of_one_replica_s_part_is_refused(tmp_path: Path) -> None:
+    """The metrics were those of the first replica's samples, without an error."""
+    made = trainer("causal", tmp_path, {"pp_size": 1})
+    loader = ResumableDataLoader(made.eval_dataset, 2, collate_fn=padded, num_replicas=2)
+    with pytest.raises(UsageError, match=r"over replicas.*instead of one from plugin\.prepare_dataloader"):
+        made.evaluation_loop(loader, "Evaluation")
 
 
 def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -> list[dict[str, float]]:

@@ -47,7 +47,8 @@ class Evaluation(Trainer):
         if getattr(dataloader, REPLICAS, 1) != 1:
             raise UsageError(
                 "this dataloader distributes its batches over replicas, but every replica must evaluate all batches: "
-                "create it with get_eval_dataloader(dataset), or inside `with self.accelerator.alone():`"
+                "create it with Trainer's get_eval_dataloader(dataset), or pass a torch DataLoader, prepared inside "
+                "`with self.accelerator.alone():`, instead of one from plugin.prepare_dataloader"
             )
         self.share_generators(dataloader)
         self._loader = dataloader if self._loader is None else self._loader
