@@ -459,6 +459,14 @@ def test_an_evaluation_of_one_replica_s_part_is_refused(tmp_path: Path) -> None:
         made.evaluation_loop(loader, "Evaluation")
 
 
+def test_a_prepared_dataloader_is_not_prepared_again(tmp_path: Path) -> None:
+    """Of two replicas' batches, accelerate gave each replica every second one: half of the data was never read."""
+    made = trainer("causal", tmp_path, {"pp_size": 1})
+    loader = made.pipeline.prepare_dataloader(made.train_dataset, 2, collate_fn=padded)
+    with pytest.raises(UsageError, match=r"accelerator\.prepare got a dataloader from plugin\.prepare_dataloader"):
+        made.accelerator.prepare(loader)
+
+
 def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -> list[dict[str, float]]:
     patch: Any = {
         "items": lambda: mock.patch.object(Loop, "_given", lambda self, inputs, items, is_sample=False: dict(inputs)),

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from pipeshard.config import PipelineConfig
-from pipeshard.errors import ConfigurationError
+from pipeshard.dataloader import ResumableDataLoader
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.replaced import replaced
 from pipeshard.split.adapters import is_blank
@@ -96,6 +97,17 @@ def refuse_training(args: TrainingArguments, name: str) -> None:
             "different steps, so no run could resume from the checkpoint. Omit it, set save_steps, call "
             "train(resume_from_checkpoint=True) if output_dir has a checkpoint, and start the script with "
             "`pipeshard launch`, which restarts the script after a failure (docs/elastic.md)"
+        )
+
+
+def refuse_prepared(loader: Any, where: str) -> None:
+    """Raise UsageError for a loader that divides its samples and keeps its position itself, as a Trainer also does."""
+    if isinstance(loader, ResumableDataLoader):
+        raise UsageError(
+            f"{where} a dataloader from plugin.prepare_dataloader, which divides the samples among the replicas and "
+            "keeps its position itself. A Trainer does so in its own way: it would divide the samples again, or repeat "
+            "and skip some in a resumed run. Use self.accelerator.prepare(DataLoader(dataset, ...)) with a torch "
+            "DataLoader, or pass train_dataset"
         )
 
 

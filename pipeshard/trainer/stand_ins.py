@@ -32,6 +32,7 @@ from pipeshard.hf import LAYER_CACHES
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import is_namedtuple_instance, tree_map_only
 from pipeshard.replaced import replaced
+from pipeshard.trainer.refusals import refuse_prepared
 
 REPLICAS = "shared_by"  # attribute of a loader: the number of replicas among which it distributes batches
 
@@ -99,6 +100,7 @@ class PipelineAccelerator(Accelerator):
         return self.trainer.boosted_model(model)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        refuse_prepared(data_loader, "accelerator.prepare got")
         seed = data_loader.worker_init_fn
         if isinstance(seed, partial) and "rank" in seed.keywords:  # workers of all stages need the same seed
             data_loader.worker_init_fn = partial(seed.func, *seed.args, **seed.keywords | {"rank": self.process_index})
