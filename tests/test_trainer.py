@@ -467,6 +467,19 @@ def test_a_prepared_dataloader_is_not_prepared_again(tmp_path: Path) -> None:
         made.accelerator.prepare(loader)
 
 
+class Preparing(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return self.pipeline.prepare_dataloader(self.train_dataset, 2, collate_fn=padded)
+
+
+def test_a_prepared_dataloader_is_not_resumed_by_a_trainer(tmp_path: Path) -> None:
+    """A run that was resumed within an epoch read its other batches in a random order."""
+    with mock.patch.object(TASKS["causal"], "kind", Preparing):
+        made = trainer("causal", tmp_path, {"pp_size": 1})
+    with pytest.raises(UsageError, match=r"get_train_dataloader returns a dataloader from plugin\.prepare_dataloader"):
+        made.train()
+
+
 def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -> list[dict[str, float]]:
     patch: Any = {
         "items": lambda: mock.patch.object(Loop, "_given", lambda self, inputs, items, is_sample=False: dict(inputs)),

@@ -144,9 +144,10 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             f"the stages of one pipeline must read the same batch in the same mode, but these ranks differ: {table}. "
             f"{lone if missing else ''}"
             "Give every rank the same data in the same order, for example with plugin.prepare_dataloader(dataset, "
-            "batch_size, shuffle, seed). Your own DataLoader must not shard the data (DistributedSampler, "
-            "accelerator.prepare). If it shuffles, or if its dataset or collator uses random numbers, use the same "
-            "seed on all ranks, for example with transformers.set_seed(0)"
+            "batch_size, shuffle, seed) or, in a Trainer, self.accelerator.prepare(DataLoader(...)). Your own "
+            "DataLoader must not shard the data (DistributedSampler, accelerate's own Accelerator). If it shuffles, or "
+            "if its dataset or collator uses random numbers, use the same seed on all ranks, for example with "
+            "transformers.set_seed(0)"
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)

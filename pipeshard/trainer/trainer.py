@@ -54,6 +54,7 @@ from pipeshard.trainer.refusals import (
     refuse_blank_reference,
     refuse_class,
     refuse_precision,
+    refuse_prepared,
     refuse_split,
     refuse_training,
     refusing_resize,
@@ -433,6 +434,7 @@ class Front:
         """Record the dataloader, which the user's class may have created. Share the generators of train()'s first
         one."""
         self._loader = make()
+        refuse_prepared(self._loader, "get_train_dataloader returns")
         if self._begins:
             self._begins = False
             self.share_generators(self._loader)  # type: ignore[attr-defined]
