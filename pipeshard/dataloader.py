@@ -112,8 +112,8 @@ class ResumableDataLoader(DataLoader[Any]):
         options: DataLoader's other arguments. A `generator` replaces `seed` by its initial seed; without a
             `collate_fn`, samples with lists of numbers are collated by transformers' default_data_collator.
 
-    Raises ConfigurationError for a sampler together with shuffle, for a sampler that already takes a replica's share,
-    and for an invalid `replica`.
+    Raises ConfigurationError for a sampler together with shuffle, for a sampler or a stream that already takes a
+    replica's share, and for an invalid `replica`.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class ResumableDataLoader(DataLoader[Any]):
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # DataLoader refuses shuffle=True for a stream
             self._order = Order(dataset)
+            _refuse_shares(self._order)
         else:
             sampler: Any = options.get(kind)
             generator = torch.Generator()
@@ -310,9 +311,10 @@ class ResumableDataLoader(DataLoader[Any]):
 
 
 def _refuse_shares(order: Order) -> None:
-    for one in order.shares():
+    for one, count in order.shares():
         raise ConfigurationError(
-            f"{type(one).__name__} already splits the data into {one.num_replicas} shares. The stages of a pipeline "
-            "would read different batches, and each replica would read only a part of a share. Pass a sampler over the "
-            "whole dataset (or shuffle=True): pipeshard then divides the samples among the replicas"
+            f"{type(one).__name__} already splits the data into {count} shares. The stages of a pipeline would read "
+            "different batches, and each replica would read only a part of a share. Pass a sampler over the whole "
+            "dataset (or shuffle=True), or a stream without split_dataset_by_node: pipeshard then divides the samples "
+            "among the replicas"
         )

@@ -1,4 +1,4 @@
-"""Private: torch's private names that pipeshard needs.
+"""Private: private names of torch and `datasets` that pipeshard needs.
 
 A torch release may change such a name without notice. Private functions and classes are therefore imported only here,
 under public names. `tests/test_private.py` lists the private attributes that the package uses, by class, tests the
@@ -152,6 +152,7 @@ __all__ = [
     "leave_below",
     "modes_entered",
     "nccl_options",
+    "nodes_of",
     "profiler_is_enabled",
     "register_pytree_node",
     "reparametrized",
@@ -183,6 +184,13 @@ def without_weakrefs(model: torch.nn.Module) -> Iterator[None]:
     yield
     for module in recurrent:
         module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in module._flat_weights]
+
+
+def nodes_of(stream: Any) -> int:
+    """The number of nodes among which `split_dataset_by_node` of Hugging Face's `datasets` has divided a stream, or
+    1."""
+    nodes: int = getattr(getattr(stream, "_distributed", None), "world_size", 1)
+    return nodes
 
 
 _PATCH = "colossalai._analyzer._subclasses._meta_registration"

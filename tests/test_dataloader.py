@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets.distributed import split_dataset_by_node
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils.data import (
@@ -784,6 +785,14 @@ def test_hugging_face_streams_are_told_their_epoch() -> None:
             pass
     other.load_state_dict(left.state_dict())
     assert epochs(other, 1) == [whole[1][2:]]
+
+
+def test_a_stream_that_is_split_by_node_is_refused() -> None:
+    """Each replica read a half of its own half of the stream."""
+    stream = datasets.Dataset.from_dict({"number": list(range(22))}).to_iterable_dataset()
+    for replicas in (1, 2):
+        with pytest.raises(ConfigurationError, match=r"IterableDataset already splits the data into 2 shares"):
+            make(dataset=split_dataset_by_node(stream, 0, 2), num_replicas=replicas)
 
 
 def test_the_generator_of_a_transform_of_hugging_face_is_seeded() -> None:

@@ -8,9 +8,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
+from datasets.distributed import split_dataset_by_node
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -267,6 +269,12 @@ def test_hooks_of_all_optimizers_are_in_one_place() -> None:
     assert len(private.global_step_pre_hooks) == before + 1
     handle.remove()
     assert len(private.global_step_pre_hooks) == before
+
+
+def test_a_stream_that_is_split_by_node_has_several() -> None:
+    stream = datasets.Dataset.from_dict({"number": [0, 1]}).to_iterable_dataset()
+    assert private.nodes_of(stream) == private.nodes_of(object()) == 1
+    assert private.nodes_of(split_dataset_by_node(stream, 0, 2).map(dict)) == 2
 
 
 def test_modes_that_are_entered_below_are_left_in_any_order() -> None:

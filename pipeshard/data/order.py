@@ -23,6 +23,7 @@ from pipeshard.data.reach import SCALARS, generators_kept, is_entered, is_of_dat
 from pipeshard.errors import CheckpointError
 from pipeshard.graph.places import is_generator, slots
 from pipeshard.graph.rng import seed_generator
+from pipeshard.private import nodes_of
 
 Attribute = tuple[str, str]  # the key of a member, and the name of its attribute
 LARGE_BYTES, MANY_ENTRIES = 1 << 20, 1000  # larger arrays, and collections with more entries, are data of a stream
@@ -96,11 +97,13 @@ class Order:
         """The epoch of the root, or None if the root has no epoch."""
         return _epoch(self.root)
 
-    def shares(self) -> list[Any]:
-        """The samplers that already select one of several shares, such as a DistributedSampler."""
-        samplers = (one for one in self.members.values() if isinstance(one, Sampler))
-        counts = [(one, getattr(one, "num_replicas", 1)) for one in samplers]
-        return [one for one, count in counts if _is_whole_number(count) and count > 1]
+    def shares(self) -> list[tuple[Any, int]]:
+        """The samplers and streams that already select one of several shares, such as a DistributedSampler, each with
+        the number of shares."""
+        members = self.members.values()
+        counts = [(one, getattr(one, "num_replicas", 1)) for one in members if isinstance(one, Sampler)]
+        counts += [(one, nodes_of(one)) for one in members if is_of_datasets(one)]
+        return [(one, count) for one, count in counts if _is_whole_number(count) and count > 1]
 
     def state(self) -> dict[str, Any]:
         """The state that members keep from one epoch to the next: their `state_dict()` or, without one, their
