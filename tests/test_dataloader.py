@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -905,6 +906,32 @@ def test_the_first_samples_leave_the_generators_of_a_collator() -> None:
     first_samples(loader)
     assert collator.generator is None
     assert torch.equal(next(iter(loader))["labels"], expected)
+
+
+class Opening(Dataset[bytes]):
+    """Opens its files when they are first read, which each worker does for itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.first: Any = None
+        self.files: dict[int, Any] = {}
+
+    def __getitem__(self, k: int) -> bytes:
+        self.first = self.first or self.path.open("rb")
+        self.files.setdefault(k, self.path.open("rb"))
+        return self.first.read(1)
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_the_first_samples_leave_no_file_open(tmp_path: Path) -> None:
+    """Spawned workers could not be started, since the file was already open: TypeError: cannot pickle."""
+    (tmp_path / "data").write_bytes(b"0123")
+    parts = [Opening(tmp_path / "data"), Opening(tmp_path / "data")]
+    loader: Any = DataLoader(ConcatDataset(parts), batch_size=6, collate_fn=list)
+    assert first_samples(loader) == [b"0", b"1", b"2", b"3", b"0", b"1"]
+    assert [(part.first, part.files) for part in parts] == [(None, {}), (None, {})]
 
 
 def test_a_collators_own_generator_is_seeded_from_its_first_batch() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
 from pipeshard.batch.read import COLLATORS, dummy_inputs, is_numbers, read_batch
 from pipeshard.batch.tree import is_keyed
-from pipeshard.data.reach import generators_kept, reachable
+from pipeshard.data.reach import MOST_ENTRIES, generators_kept, is_entered, reachable
 from pipeshard.errors import BatchError, ConfigurationError, explained, summary
 from pipeshard.graph.places import is_generator
 from pipeshard.graph.rng import Draws
@@ -57,7 +57,8 @@ def find_sample(
 
 
 def first_samples(dataloader: DataLoader[Any]) -> Any:
-    """The dataset's first samples, collated by the dataloader's collate_fn. The loader's order and state do not change.
+    """The dataset's first samples, collated by the dataloader's collate_fn. The loader's order and state, and the
+    attributes of the dataset, do not change.
 
     Returns None for a loader without a dataset or a collate_fn, for an empty dataset, and for a stream that cannot be
     copied or read in this process. Raises BatchError if default_collate would transpose lists of tokens, and for a
@@ -70,7 +71,7 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
     size, sampler = getattr(dataloader, "batch_size", None), getattr(dataloader, "batch_sampler", None)
     is_whole = size is None and sampler is None  # the dataset's entries are batches
     size = 1 if is_whole else size or getattr(sampler, "batch_size", None) or 1
-    with _generators_kept(dataset, collate_fn):
+    with _kept(dataset, collate_fn):
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             with _explained(dataset):
                 samples = [dataset[k] for k in range(1 if is_whole else min(len(dataset), size))]
@@ -101,17 +102,27 @@ def _explained(dataset: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _generators_kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
-    """Context manager that restores the generators of the process, the dataset and the collator on exit. It also
-    removes a generator that a collator creates in its first call, as transformers' collators with a seed do."""
+def _kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
+    """Context manager that restores the generators of the process, the dataset and the collator on exit, and what the
+    attributes and small dicts of the dataset and the collator refer to. It thus drops what they create in their first
+    call: a generator (as transformers' collators with a seed do), or an open file, which a worker must not inherit."""
     objects = list(reachable(dataset, collate_fn))
-    without = [one for one in objects if getattr(one, "__dict__", {}).get("generator", one) is None]
+    kept = [(own, dict(own)) for own in map(_entries_of, objects)]
     try:
         with Draws.from_here(torch.device("cpu")), generators_kept(filter(is_generator, objects)):
             yield
     finally:
-        for one in without:
-            one.generator = None
+        for own, before in kept:
+            for added in own.keys() - before.keys():
+                del own[added]
+            own.update(before)
+
+
+def _entries_of(value: Any) -> dict[Any, Any]:
+    """The attributes of an object, or the entries of a small dict."""
+    if type(value) is dict:
+        return value if len(value) <= MOST_ENTRIES else {}
+    return getattr(value, "__dict__", {}) if is_entered(value) else {}
 
 
 def _first_of_stream(dataset: Any, count: int) -> list[Any]:
