@@ -72,6 +72,8 @@ class Batches(Iterator[Any]):
             self.place.batches += 1
             if self.sampler is not None and self.place.batches == self.length:
                 self.sampler.finish()
+        else:
+            self.place.behind = self.place.iterators
         return batch
 
 
@@ -263,7 +265,15 @@ class ResumableDataLoader(DataLoader[Any]):
         """The position of the next batch, the same on every replica: numbers, and the states that samplers keep.
 
         If the length is unknown, this method may load the next batch, to determine whether the epoch is over.
+
+        Raises UsageError if an older iterator has been read since the newest one was created.
         """
+        if self.place.is_left:
+            raise UsageError(
+                "this dataloader has no position to save: a batch was read from an older iterator than the newest, but "
+                "only the newest one counts its batches, so the rest of the older one's epoch would be skipped. Create "
+                "another dataloader for an evaluation or a look at a batch within an epoch (next(iter(dataloader)))"
+            )
         ended = self._has_ended()
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
         order = self._began if self.place.begun and not ended else self._order.state()

@@ -815,6 +815,23 @@ def test_a_sampler_that_was_told_its_epoch_by_the_program_keeps_it() -> None:
     assert flat(loader) == list(sampler)
 
 
+def test_the_place_of_an_iterator_that_is_not_counted_is_not_saved() -> None:
+    """After a look at a batch within an epoch, the position was in the next epoch: a resumed run skipped the rest."""
+    loader = make()
+    training = iter(loader)
+    next(training)
+    next(iter(loader))
+    assert loader.state_dict()["epoch"] == 1  # so far, as if the first epoch had been broken off
+    next(training)
+    with pytest.raises(UsageError, match=r"from an older iterator than the newest.* Create another dataloader"):
+        loader.state_dict()
+    for _ in loader:
+        assert loader.state_dict()["epoch"] in (2, 3)
+    next(training)
+    loader.load_state_dict(make().state_dict())
+    assert loader.state_dict() == make().state_dict()
+
+
 def test_two_loaders_in_turn() -> None:
     """An evaluation in the middle of an epoch does not move the training's data."""
     train, evaluate = {"dataset": Noisy(), "sampler": Lazy()}, {"dataset": Noisy(9), "shuffle": True}

@@ -21,6 +21,7 @@ class LoaderPlace:
     seed: int = 0
     iterators: int = 0  # number created; only the newest counts batches
     outdated: int = 0  # number created before the position was loaded or set; these must not be read
+    behind: int = 0  # number created when an older one than the newest was last read
     first: int = 0  # number of batches before the newest iterator
     is_kept: bool = False  # set_epoch was called with the epoch of the newest iterator, before its first batch
     counted: int | None = None  # number of batches in the last epoch that was read completely
@@ -29,6 +30,11 @@ class LoaderPlace:
     def next_epoch(self) -> int:
         """The epoch of the next iterator."""
         return self.epoch + (self.begun and not (self.is_kept and self._is_unread))
+
+    @property
+    def is_left(self) -> bool:
+        """Whether an older iterator is still being read, whose batches are not counted."""
+        return self.behind == self.iterators > self.outdated
 
     @property
     def _is_unread(self) -> bool:
