@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
 from pipeshard.batch.read import collate
-from pipeshard.data.order import Order
+from pipeshard.data.order import Order, refuse_unseeded
 from pipeshard.data.place import OVER, LoaderPlace, Peekable
 from pipeshard.data.seeded import KeyedSampler, SeededSamples
 from pipeshard.data.share import Share, SharedCollate, SharedSampler, SharedStream, length_of
@@ -115,7 +115,7 @@ class ResumableDataLoader(DataLoader[Any]):
             `collate_fn`, samples with lists of numbers are collated by transformers' default_data_collator.
 
     Raises ConfigurationError for a sampler together with shuffle, for a sampler or a stream that already takes a
-    replica's share, and for an invalid `replica`.
+    replica's share, for a stream of `datasets` that was shuffled without a seed, and for an invalid `replica`.
     """
 
     def __init__(
@@ -145,6 +145,7 @@ class ResumableDataLoader(DataLoader[Any]):
         self._workers = torch.Generator()
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # DataLoader refuses shuffle=True for a stream
+            refuse_unseeded(dataset)
             self._order = Order(dataset)
             _refuse_shares(self._order)
         else:

@@ -788,6 +788,32 @@ def test_hugging_face_streams_are_told_their_epoch() -> None:
     assert epochs(other, 1) == [whole[1][2:]]
 
 
+class Around(IterableDataset[Any]):
+    """A stream that reads another one."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stream)
+
+
+def test_hugging_face_streams_without_a_seed_are_refused() -> None:
+    """Each process had its own order: replicas and resumed runs read some samples twice, and others never."""
+    rows = datasets.Dataset.from_dict({"number": list(range(22))}).to_iterable_dataset(num_shards=2)
+
+    def both(**seed: int) -> list[Any]:
+        shuffled = rows.shuffle(buffer_size=8, **seed)
+        mixed = datasets.interleave_datasets([rows, rows], probabilities=[0.5, 0.5], **seed)
+        return [shuffled, Around(shuffled.map(dict).filter(bool)), mixed, mixed.take(4)]
+
+    for stream in both():
+        with pytest.raises(ConfigurationError, match=r"without a seed.* stream\.shuffle\(seed=0, buffer_size=1000\)"):
+            make(dataset=stream)
+    for stream in (rows, *both(seed=4)):
+        make(dataset=stream)
+
+
 def test_a_stream_that_is_split_by_node_is_refused() -> None:
     """Each replica read a half of its own half of the stream."""
     stream = datasets.Dataset.from_dict({"number": list(range(22))}).to_iterable_dataset()

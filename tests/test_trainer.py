@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -465,6 +466,19 @@ def test_a_prepared_dataloader_is_not_prepared_again(tmp_path: Path) -> None:
     loader = made.pipeline.prepare_dataloader(made.train_dataset, 2, collate_fn=padded)
     with pytest.raises(UsageError, match=r"accelerator\.prepare got a dataloader from plugin\.prepare_dataloader"):
         made.accelerator.prepare(loader)
+
+
+def trained_in_any_order(folder: str) -> None:
+    stream = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 8}).to_iterable_dataset().shuffle(buffer_size=4)
+    with launched():
+        trainer("causal", folder, {"pp_size": 2}, {"train_dataset": stream}).train()
+
+
+@pytest.mark.turns
+def test_a_stream_that_is_shuffled_without_a_seed_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """The stages read different batches; the error advised a seed of the process, which such a stream does not use."""
+    for told in pool.run_expecting(ConfigurationError, trained_in_any_order, 2, str(tmp_path)):
+        assert "was shuffled or interleaved without a seed" in told
 
 
 class Preparing(Trainer):

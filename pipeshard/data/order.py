@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from pipeshard.data.reach import SCALARS, generators_kept, is_entered, is_of_datasets, reachable
-from pipeshard.errors import CheckpointError
+from pipeshard.data.reach import SCALARS, generators_kept, is_entered, is_of_datasets, is_unseeded, reachable
+from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.graph.places import is_generator, slots
 from pipeshard.graph.rng import seed_generator
 from pipeshard.private import nodes_of
@@ -155,6 +155,16 @@ class Order:
                 held.pop("epoch", None)
             values |= {(key, name): value for name, value in held.items()}
         return values
+
+
+def refuse_unseeded(root: Any) -> None:
+    """Raise ConfigurationError for a stream of `datasets` whose order each process draws anew."""
+    if is_unseeded(root):
+        raise ConfigurationError(
+            f"the {type(root).__name__} was shuffled or interleaved without a seed, so every rank, and a resumed run, "
+            "would read its samples in another order, some twice and others never: pass a seed, as in "
+            "stream.shuffle(seed=0, buffer_size=1000) or interleave_datasets(streams, probabilities, seed=0)"
+        )
 
 
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)

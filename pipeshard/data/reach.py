@@ -16,6 +16,7 @@ from pipeshard.graph.places import content_of, is_generator, is_object, names_in
 MOST_OBJECTS = 10_000  # maximum number of objects per search, nearest first
 MOST_ENTRIES = 64  # maximum number of entries per collection
 SCALARS = (type(None), bool, int, float, str, bytes)
+LARGEST_SEED = 1 << 64  # numpy seeds a generator without a seed with 128 random bits
 
 
 def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
@@ -95,6 +96,28 @@ def is_of_datasets(value: Any) -> bool:
     """Whether this object is from Hugging Face's `datasets`. Its generators need no seed, since each epoch copies
     them."""
     return type(value).__module__.partition(".")[0] == "datasets"
+
+
+def is_unseeded(root: Any) -> bool:
+    """Whether a stream of Hugging Face's `datasets` reachable from `root` contains a generator without a seed."""
+    queue, seen = deque(filter(is_of_datasets, reachable(root))), set[int]()
+    while queue:
+        value = queue.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, np.random.Generator) and _entropy(value) > LARGEST_SEED:
+            return True
+        if isinstance(value, list | tuple):
+            queue.extend(value)
+        elif is_of_datasets(value):
+            queue.extend(getattr(value, "__dict__", {}).values())
+    return False
+
+
+def _entropy(generator: np.random.Generator) -> int:
+    entropy = getattr(getattr(generator.bit_generator, "seed_seq", None), "entropy", 0)
+    return entropy if isinstance(entropy, int) else 0
 
 
 def generators_of(*roots: Any) -> list[Any]:

@@ -147,7 +147,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             "batch_size, shuffle, seed) or, in a Trainer, self.accelerator.prepare(DataLoader(...)). Your own "
             "DataLoader must not shard the data (DistributedSampler, accelerate's own Accelerator). If it shuffles, or "
             "if its dataset or collator uses random numbers, use the same seed on all ranks, for example with "
-            "transformers.set_seed(0)"
+            "transformers.set_seed(0); shuffle(...) of a stream of `datasets` needs its own seed=0"
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)

@@ -25,6 +25,7 @@ from pipeshard.checkpoint.io import io_of, refuse_unwrapped_adapters
 from pipeshard.checkpoint.optimizer import check_savable
 from pipeshard.checkpoint.training_state import set_random_state
 from pipeshard.data.first_samples import first_samples
+from pipeshard.data.order import refuse_unseeded
 from pipeshard.data.seeded import share_generators
 from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.watching import watch_world
@@ -200,7 +201,10 @@ class Loop(Evaluation):
     # data
 
     def share_generators(self, loader: Any) -> None:
-        """Let the dataset and the collator generate the same random numbers on all stages of a replica."""
+        """Let the dataset and the collator generate the same random numbers on all stages of a replica. Raises
+        ConfigurationError for a stream that every rank shuffles in its own order."""
+        if self.pipeline.grid.world.size() > 1:
+            refuse_unseeded(getattr(loader, "dataset", None))
         watch_world(self.pipeline.config.timeout, self.pipeline.config.watchdog)
         with together_in("trainer.train, evaluate or predict"):
             share_generators(loader, self.pipeline.grid.stages, self.pipeline.grid.slices)
