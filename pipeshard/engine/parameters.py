@@ -60,7 +60,8 @@ class HeldParameters:
         cast = lowered - in_units
         low = self._in_fp32(lowered - cast)
         full, low = precision.lower(cast), low | cast
-        self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
+        glue = policy.flow.glue_parameters
+        self.partial = slice_parameters(model, before, self.units, glue, grid.mesh.along(TP), plan) if plan else set()
         self.sharded = self._sharded(dtype) if is_sharded else None
         now = dict(model.named_parameters())
         self.held = {name: now[name] for name in before}
@@ -128,8 +129,7 @@ class HeldParameters:
         own precision. Without a cast, trained parameters whose dtype is not the most frequent in their unit are also
         excluded, since FSDP reduces gradients of one dtype per unit."""
         now = dict(self.model.named_parameters())
-        apart = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
-        apart |= {now[name] for name in self.kept}
+        apart = {now[name] for name in self.policy.flow.glue_parameters | self.kept}
         for unit in self.units.values() if not self.lowers else ():
             trained = [p for p in unit.parameters() if p.requires_grad and p not in apart]  # in one order on all ranks
             sizes: Counter[torch.dtype] = Counter()

@@ -221,7 +221,7 @@ def unused_modules(model: nn.Module, flow: Dataflow) -> dict[str, int]:
     """The number of parameters of each module of which the trace uses no parameter, without the modules inside it."""
     named = dict(model.named_parameters())
     used = {p for call in flow.calls for p in model.get_submodule(call.unit).parameters()}
-    used |= {named[name] for use in flow.uses() for name in use.parameters}
+    used |= {named[name] for name in flow.glue_parameters}
     found = dict[str, int]()
     for path, module in model.named_modules():
         parameters, is_inside = set(module.parameters()), any(f"{path}.".startswith(f"{name}.") for name in found)
@@ -296,7 +296,8 @@ def study(
         check_plan("tp_plan", tp_plan)
         check_plan("ep_plan", ep_plan)
         styles = plan_of(model, training.tp_size, tp_plan, policy.tp_plan, training.ep_size, ep_plan)
-        sliced = sliced_sizes(model, {call.unit for call in flow.calls}, training.slices, styles)
+        called = {call.unit for call in flow.calls}
+        sliced = sliced_sizes(model, called, flow.glue_parameters, training.slices, styles)
     packed = {layer.get_parameter("weight"): layer for _, layer in packed_layers(model)}
     forms = Forms(lowered, sliced, packed, {m.weight for m in model.modules() if isinstance(m, nn.Embedding)})
     again = partial(study, model, microbatch, criterion, policy, training=training, profile=None)

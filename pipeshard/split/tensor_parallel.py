@@ -313,20 +313,25 @@ PARTIAL = "replicated_with_grad_allreduce"
 
 
 def slice_parameters(
-    model: nn.Module, held: Collection[str], units: Mapping[str, nn.Module], mesh: DeviceMesh, plan: Mapping[str, str]
+    model: nn.Module,
+    held: Collection[str],
+    units: Mapping[str, nn.Module],
+    of_glue: Collection[str],
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
 ) -> set[str]:
     """Shard the parameters that are both in `held` (names) and in the plan across the ranks of `mesh`.
 
     The parameters become DTensors; each rank takes its shard from its own values. The modules' forwards are replaced
     with forwards of parallel layers, which communicate activations. A parameter with several names is sharded once. If
-    the plan shards these names in different ways, the parameter is not sharded. Returns the names of unsharded
-    parameters whose gradients the ranks must sum.
+    the plan shards these names in different ways, or if glue reads the parameter (`of_glue`), the parameter is not
+    sharded. Returns the names of unsharded parameters whose gradients the ranks must sum.
     """
     first = first_names(model)
     modules = dict(model.named_modules())
     sliced = {name for name in plan if first.get(name) in held and _is_in_unit(name, units)}
     with kept_tied(model):
-        for name, style in _sliced(model, units, plan):
+        for name, style in _sliced(model, units, of_glue, plan):
             layer = style_of(style)
             if name in sliced:
                 _slice(layer, modules[name.rpartition(".")[0]], name, mesh)
@@ -336,14 +341,14 @@ def slice_parameters(
 
 
 def sliced_sizes(
-    model: nn.Module, units: Collection[str], size: int, plan: Mapping[str, str]
+    model: nn.Module, units: Collection[str], of_glue: Collection[str], size: int, plan: Mapping[str, str]
 ) -> dict[nn.Parameter, int]:
     """The number of elements of each parameter in the plan on the first of `size` ranks, which has the largest shards.
-    Requires no process group."""
+    The arguments are as in `slice_parameters`. Requires no process group."""
     mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     sizes: dict[nn.Parameter, int] = {}
-    for name, style in _sliced(model, units, plan):
+    for name, style in _sliced(model, units, of_glue, plan):
         if (parameter := parameters.get(name)) is None or parameter in sizes:
             continue
         path, _, key = name.rpartition(".")
@@ -356,10 +361,13 @@ def sliced_sizes(
     return sizes
 
 
-def _sliced(model: nn.Module, units: Collection[str], plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _sliced(
+    model: nn.Module, units: Collection[str], of_glue: Collection[str], plan: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """The names of the parameters and modules of these units that the plan shards, each with its style."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    whole = {path for names in names_of(model).values() for path in _disagreeing(names, plan)}
+    together = [names for first, names in names_of(model).items() if first in of_glue or _disagree(names, plan)]
+    whole = {name.rpartition(".")[0] for names in together for name in names}  # modules
     for name, style in plan.items():
         path = name.rpartition(".")[0] if name in parameters else name
         if style != PARTIAL and path not in whole and _is_in_unit(path, units):
@@ -391,11 +399,9 @@ def _is_in_unit(name: str, units: Collection[str]) -> bool:
     return any(f"{name}.".startswith(f"{unit}.") for unit in units)
 
 
-def _disagreeing(names: tuple[str, ...], plan: Mapping[str, str]) -> set[str]:
-    """The modules that have a parameter under these names, if the plan shards the names along different dimensions, or
-    shards only some of the names."""
-    ways = {_dimension(plan.get(name)) for name in names}
-    return {name.rpartition(".")[0] for name in names} if len(ways) > 1 else set()
+def _disagree(names: tuple[str, ...], plan: Mapping[str, str]) -> bool:
+    """Whether the plan shards the names of a parameter along different dimensions, or shards only some of them."""
+    return len({_dimension(plan.get(name)) for name in names}) > 1
 
 
 def _dimension(style: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.engine import copies, grad_sync, reader
@@ -264,10 +266,10 @@ def test_sliced_stages(pool: Pool, name: str, world: int) -> None:
     pool.run(replicas, world, name, 2, "1f1b", tp_size=2, timeout=120)
 
 
-def sliced(name: str, pp: int, **options: Any) -> str:
+def sliced(name: str, pp: int, changed: Callable[[Any], Any] = lambda model: model, **options: Any) -> str:
     """Two steps under a plan that is not the model's own, and the whole model back; how a weight is sliced."""
     entry = None if name in zoo.MODELS else find(name)[0]
-    model = zoo.build(name, torch.float64) if entry is None else build(entry).double()
+    model = changed(zoo.build(name, torch.float64) if entry is None else build(entry).double())
     data = zoo.batch(name, dtype=torch.float64) if entry is None else batch(entry, model)
     data = {key: value.double() if value.is_floating_point() else value for key, value in data.items()}
     unsplit = Unsplit(copy.deepcopy(model))
@@ -299,6 +301,28 @@ def test_plans_of_policies(pool: Pool, name: str) -> None:
 def test_a_plan_of_one_s_own(pool: Pool) -> None:
     plan = {"transformer.h.*.mlp.c_fc": "conv1d_colwise", "transformer.h.*.mlp.c_proj": "conv1d_rowwise"}
     assert pool.run(sliced, 2, "gpt2", 1, tp_plan=plan, recompute=True, schedule="zb-h1") == ["S(1)"] * 2
+
+
+class FusedHead(transformers.LlamaForCausalLM):
+    """Reads the weight of its head, as a fused loss does, and never calls the head."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        logits = hidden @ self.lm_head.weight.T
+        return CausalLMOutput(loss=self.loss_function(logits, labels, zoo.VOCABULARY), logits=logits)
+
+
+def with_fused_head(model: Any) -> Any:
+    model.__class__ = FusedHead
+    return model
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_weight_that_glue_reads_is_not_sliced(pool: Pool, pp: int) -> None:
+    """TRL reads a tied head's weight without a call of the head: the first stage sharded the weight, the last did not,
+    and the two summed gradients of different sizes."""
+    pool.run(sliced, 2 * pp, "llama-tied", pp, with_fused_head, timeout=120)
 
 
 def packed(folder: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,19 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from pipeshard import AutoConfig, PipelinePlugin, plan
+from pipeshard.batch.read import read_batch
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import local
 from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError, PartitionError
-from pipeshard.graph.units import find_units
 from pipeshard.planner.memory import Memory, Training
 from pipeshard.planner.models import QUANTIZATIONS
 from pipeshard.planner.plan import Estimate
+from pipeshard.planner.planner import study
 from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
-from pipeshard.split.policy import find_policy
-from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from tests import zoo
+from tests.engine.test_data_parallel import with_fused_head
 from tests.pool import Pool
 
 ROWS, LENGTH = 8, 12
@@ -189,11 +190,13 @@ def test_a_trainer_keeps_the_states_of_embeddings_in_fp32(tmp_path: Path, name: 
     assert in_trainer.estimate.memory[0].optimizer > 1.5 * plain.estimate.memory[0].optimizer
 
 
-def slices(name: str, by: str) -> dict[str, tuple[int, int]]:
+def slices(name: str, by: str, *changes: Callable[[Any], nn.Module]) -> dict[str, tuple[int, int]]:
     """Of every parameter here, how many numbers a rank is said to have, and has."""
     model, batch = zoo.build(name), zoo.batch(name, ROWS, LENGTH)
-    planned = plan_of(model, 2, None, find_policy(model).tp_plan, 2 if by == "ep_size" else 1)
-    sizes = sliced_sizes(model, find_units(model).keys(), 2, planned)
+    for change in changes:
+        model = change(model)
+    microbatch = read_batch(model, batch).split(num_microbatches=2)[0]
+    sizes = study(model, microbatch, None, None, "uniform", Training(**{by: 2}), None).forms.sliced
     named = {key: sizes.get(parameter, parameter.numel()) for key, parameter in model.named_parameters()}
     booster = Booster(plugin=PipelinePlugin(1, **{by: 2}, num_microbatches=2, dry_run_input=batch, verify=False))
     boosted, *_ = booster.boost(model)
@@ -212,6 +215,15 @@ def test_what_is_said_to_be_sliced_is(pool: Pool, name: str, by: str) -> None:
     assert all(said >= there for said, there in second.values()), second
     for found in (first, second):
         assert sum(there for _, there in found.values()) < sum(p.numel() for p in zoo.build(name).parameters())
+
+
+@pytest.mark.turns
+def test_what_glue_reads_is_said_to_be_whole(pool: Pool) -> None:
+    """A plan for TRL halved the tied embedding, which no rank can shard."""
+    for found in pool.run(slices, 2, "llama-tied", "tp_size", with_fused_head):
+        said, there = found["model.embed_tokens.weight"]
+        assert said == there == zoo.VOCABULARY * 32
+        assert all(said >= there for said, there in found.values()), found
 
 
 def test_the_end_of_a_step_counts_where_it_takes_more() -> None:
