@@ -318,25 +318,29 @@ def test_unlabeled_data_are_predicted_before_training(pool: Pool, tmp_path: Path
         assert differences(found, expected, 3e-6) == [] and torch.allclose(predicted, scores, atol=1e-5)
 
 
-def with_relative_steps(folder: str, plugin: dict[str, Any] | None) -> list[dict[str, float]]:
+def with_relative_steps(folder: str, plugin: dict[str, Any] | None, resume: str = "") -> list[dict[str, float]]:
     with launched() if plugin else nullcontext():
         model = TASKS["classifier"].model()
         optimizer = Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None)
         more = {"model": model, "optimizers": (optimizer, AdafactorSchedule(optimizer)), "compute_metrics": None}
-        made = trainer("classifier", folder, plugin, more, max_steps=6)
-        made.train()
+        made = trainer("classifier", folder, plugin, more, max_steps=6, save_strategy="steps", save_steps=4)
+        made.train(resume_from_checkpoint=resume or None)
         return logs(made)
 
 
 @pytest.mark.turns
 def test_the_rate_that_adafactor_computes_is_not_compared(pool: Pool, tmp_path: Path) -> None:
     """AdafactorSchedule writes to `lr` the rate of a rank's first parameter, which Adafactor(relative_step=True) does
-    not read. The second step was refused, because this rate differs between ranks."""
-    expected = with_relative_steps(str(tmp_path), None)
-    first, second = pool.run(with_relative_steps, 2, str(tmp_path), {"pp_size": 2})
+    not read. The second step was refused, and later every save, because this rate differs between ranks."""
+    expected = with_relative_steps(str(tmp_path / "whole"), None)
+    first, second = pool.run(with_relative_steps, 2, str(tmp_path / "split"), {"pp_size": 2})
+    checkpoint = str(tmp_path / "split" / "checkpoint-4")
+    resumed, _ = pool.run(with_relative_steps, 2, str(tmp_path / "resumed"), {"pp_size": 2}, checkpoint)
     assert differences(first, expected, 3e-6) == []
-    losses = [[{"loss": entry["loss"]} for entry in log if "loss" in entry] for log in (second, expected)]
-    assert len(losses[0]) == 6 and differences(*losses, 3e-6) == []
+    losses, *others = (
+        [{"loss": entry["loss"]} for entry in log if "loss" in entry] for log in (expected, second, resumed)
+    )
+    assert len(losses) == 6 and [differences(found, losses, 3e-6) for found in others] == [[], []]
 
 
 class Clipping(TrainerCallback):

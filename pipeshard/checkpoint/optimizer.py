@@ -20,6 +20,7 @@ from pipeshard.checkpoint.safetensors_files import OWN, check_shards, contents, 
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
 from pipeshard.checkpoint.untrusted import has_content, load_plain, without_scalars
 from pipeshard.distributed.collectives import encode, gather_objects, is_packed, like, local, slice_like, whole
+from pipeshard.engine.groups import is_compared
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
 
@@ -148,17 +149,23 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
                     "the state of each parameter"
                 )
     for k, groups in enumerate(zip(*(description["param_groups"] for description in descriptions), strict=True)):
-        first, *others = ({key: repr(value) for key, value in group.items() if key != "params"} for group in groups)
-        for rank, other in enumerate(others, start=1):
+        # An optimizer may write options only where a group has parameters.
+        used = [rank for rank, group in enumerate(groups) if group["params"]] or [*range(len(groups))]
+        first, *others = (_compared(groups[rank]) for rank in used)
+        for rank, other in zip(used[1:], others, strict=True):
             if first != other:
                 key = next(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
                 raise CheckpointError(
-                    f"{key} of group {k} is {first.get(key)} on rank 0, but {other.get(key)} on rank {rank}: use the "
-                    "same options for a group on every rank"
+                    f"{key} of group {k} is {first.get(key)} on rank {used[0]}, but {other.get(key)} on rank {rank}: "
+                    "use the same options for a group on every rank"
                 )
         params = dict.fromkeys(name for group in groups for name in group["params"])
-        whole["param_groups"].append(groups[0] | {"params": list(params)})
+        whole["param_groups"].append(groups[used[0]] | {"params": list(params)})
     return whole, owners
+
+
+def _compared(group: Mapping[str, Any]) -> dict[str, str]:
+    return {key: repr(value) for key, value in group.items() if is_compared(key, group)}
 
 
 def content_flaw(content: Content, described: bool) -> str:
@@ -238,7 +245,9 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
 def check_savable(optimizer: Optimizer) -> None:
     """Raise CheckpointError, on every rank, if `save_optimizer` could not write the state that the optimizer has after
     a step. Call it on all ranks."""
-    _described(boosted_optimizer(optimizer))
+    boosted = boosted_optimizer(optimizer)
+    _, own = _described(boosted)
+    merged(gather_objects(own, boosted.group))
 
 
 def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:

@@ -29,6 +29,12 @@ def options_per_parameter(optim: Optimizer) -> set[str]:
     }
 
 
+def is_compared(key: str, group: Mapping[str, Any]) -> bool:
+    """Whether an option of a group must be the same on all ranks. AdafactorSchedule writes the rate of the group's
+    first parameter to `lr`, which Adafactor(relative_step=True) ignores."""
+    return key not in UNCOMPARED and not (key == "lr" and group.get("relative_step"))
+
+
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Replace parameters in the optimizer's groups (`became` maps old to new), and discard the state of the old
     parameters. If a new parameter replaces several old parameters, it stays only in the first group that contains

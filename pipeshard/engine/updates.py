@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather_objects, local
 from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.groups import is_compared
 from pipeshard.errors import UsageError
 from pipeshard.graph.rng import torch_states
 from pipeshard.graph.writes import is_written, note, stored
@@ -256,9 +257,7 @@ class Updates:
         found = []
         for number, optimizer in self.in_use().items():
             for k, (group, keys) in enumerate(zip(optimizer.optim.param_groups, optimizer.options)):
-                for key in keys:
-                    if key == "lr" and group.get("relative_step"):
-                        continue  # AdafactorSchedule writes the rate of one parameter, which Adafactor ignores
+                for key in [key for key in keys if is_compared(key, group)]:
                     value = group.get(key)
                     found.append((number, k, key, value if type(value) in PLAIN else _plain(value)))
         return tuple(found)

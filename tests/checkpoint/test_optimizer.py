@@ -464,6 +464,34 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def described(*groups: dict[str, Any]) -> subject.Content:
+    return {"format": subject.OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [*groups], "state": {}, "shared": {}}
+
+
+def test_options_of_a_group_are_compared_where_it_has_parameters() -> None:
+    """An optimizer that counts steps in its groups (apex' FusedAdam) counts none for a group without parameters, as on
+    a stage without embeddings: no checkpoint could be written."""
+    counted, empty = {"params": ["wte.weight"], "lr": 0.1, "step": 3}, {"params": [], "lr": 0.1}
+    whole, _ = subject.merged([described(empty), described(counted), described(empty)])
+    assert whole["param_groups"] == [counted]
+    with pytest.raises(CheckpointError, match="step of group 0 is 3 on rank 1, but 4 on rank 2: use the same options"):
+        subject.merged([described(empty), described(counted), described({**counted, "step": 4})])
+
+
+def checked(rate: float) -> None:
+    run = Run(OPTIMIZERS["sgd"])
+    run.optimizer.param_groups[1]["lr"] = rate * dist.get_rank()
+    with pytest.raises(CheckpointError, match=r"lr of group 1 is 0.0 on rank 0, but 0.5 on rank 1"):
+        subject.check_savable(run.optimizer)
+
+
+@pytest.mark.turns
+@pytest.mark.local
+def test_options_that_differ_are_told_before_the_first_save(pool: Pool) -> None:
+    """The check after a Trainer's first step looked at one rank's options only."""
+    pool.run(checked, 2, 0.5)
+
+
 def interrupted(folder: Path) -> None:
     run = Run(OPTIMIZERS["adamw"])
     run.train(1)
