@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from pipeshard.distributed.collectives import local, local_grad, slice_like, together_in
 from pipeshard.distributed.watching import calling
@@ -228,7 +229,8 @@ class PipelineOptimizer(Optimizer):
         for before in [p for p in self.optim.state if p in became or p in left]:
             state = self.optim.state.pop(before)
             if (weight := became.get(before)) is not None:
-                self.optim.state[weight.master] = {k: _converted(value, before, weight) for k, value in state.items()}
+                values = _filled(self.optim, state, before.device)
+                self.optim.state[weight.master] = {k: _converted(value, before, weight) for k, value in values.items()}
         for before, weight in became.items():
             self.names.pop(before, None)
             self.names[weight.master] = weight.name
@@ -461,6 +463,21 @@ class PipelineOptimizer(Optimizer):
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
+
+
+def _filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The state of a parameter, with values. States that a constructor created while the model was on meta have none;
+    only those of Adagrad are known, since they begin as constants."""
+    blank = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.is_meta}
+    start = {"step": 0.0, "sum": optim.defaults["initial_accumulator_value"]} if isinstance(optim, Adagrad) else {}
+    if unknown := sorted(blank.keys() - start.keys()):
+        name = type(optim).__name__
+        raise ConfigurationError(
+            f"{name} created its state {unknown[0]!r} in its constructor, when the model was on meta, so this state "
+            "has no values: create the states in the first step, as most optimizers do, or load the model with its own "
+            "from_pretrained instead of PipelinePlugin.from_pretrained, so that it has values before boost"
+        )
+    return {**state, **{key: torch.full_like(value, start[key], device=device) for key, value in blank.items()}}
 
 
 def _converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:

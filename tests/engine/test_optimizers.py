@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from colossalai.booster import Booster
 from torch import nn
 
@@ -16,7 +20,7 @@ from pipeshard.distributed.collectives import whole
 from pipeshard.engine.groups import replace_parameters
 from pipeshard.errors import ConfigurationError
 from tests import zoo
-from tests.pool import Pool
+from tests.pool import Pool, WorkerError
 
 NAME = "llama-tied"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -139,6 +143,49 @@ def test_names_of_replaced_parameters_are_kept_with_the_first_place() -> None:
     replace_parameters(optimizer, {others[1]: tied, others[2]: tied})
     assert [group["param_names"] for group in optimizer.param_groups] == [["a", "b"], []]
     assert [[*map(id, group["params"])] for group in optimizer.param_groups] == [[id(others[0]), id(tied)], []]
+
+
+class Slow(torch.optim.SGD):
+    """Keeps a copy of the weights from its constructor on, as Lookahead."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            self.state[parameter]["slow"] = parameter.detach().clone()
+
+
+def of_meta(folder: str, kind: Callable[[Any], torch.optim.Optimizer], is_whole: bool = False) -> float:
+    """The largest error of a parameter, trained by an optimizer that was created while the model was on meta (or, with
+    `is_whole`, had its values)."""
+    alone, data = zoo.build(NAME), zoo.batch(NAME)
+    if dist.get_rank() == 0:
+        alone.save_pretrained(folder)
+    dist.barrier()
+    booster = Booster(plugin=PipelinePlugin(dist.get_world_size(), num_microbatches=2, dry_run_input=data))
+    auto = transformers.AutoModelForCausalLM
+    model: Any = (auto.from_pretrained(folder) if is_whole else PipelinePlugin.from_pretrained(auto, folder)).train()
+    reference, (boosted, optimizer, *_) = kind(alone.parameters()), booster.boost(model, kind(model.parameters()))
+    for _ in range(2):
+        alone(**data).loss.backward()
+        booster.execute_pipeline(iter([data]), boosted, None, optimizer)
+        for each in (reference, optimizer):
+            each.step()
+            each.zero_grad()
+    held = boosted.pipeline.holdings.held
+    return max(float((p - alone.get_parameter(name)).detach().abs().max()) for name, p in held.items())
+
+
+@pytest.mark.turns
+@pytest.mark.local
+def test_states_of_a_constructor_have_values(pool: Pool, tmp_path: Path) -> None:
+    """Adagrad creates its states in its constructor, on meta if the model was: the first step failed with torch's error
+    about the device meta."""
+    for start in (0.0, 0.1):
+        kind = partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=start, eps=1e-3)
+        assert max(pool.run(of_meta, 2, str(tmp_path), kind)) < 1e-6
+    assert max(pool.run(of_meta, 2, str(tmp_path), Slow, True)) < 1e-6
+    with pytest.raises(WorkerError, match="ConfigurationError: Slow created its state 'slow' in its constructor"):
+        pool.run(of_meta, 2, str(tmp_path), Slow)
 
 
 def refused(options: dict[str, Any], name: str) -> str:
