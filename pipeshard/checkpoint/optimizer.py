@@ -28,7 +28,8 @@ OPTIMIZER_FORMAT = "pipeshard optimizer 2"
 # The previous format: files have the same content, but folders use another torch.distributed.checkpoint layout.
 OLDER = "pipeshard optimizer 1"
 VALUE = "pipeshard.value"  # the key of a parameter's fp32 value among its states
-INSIDE = "::"  # joins the key of a nested dict, as in bitsandbytes states, and a key in this dict
+INSIDE = "::"  # joins the key of a nested dict (as in bitsandbytes states) or sequence, and a key in it
+SEQUENCES: dict[type, str] = {list: "[{}]", tuple: "({})"}  # the keys of tensors in sequences (Shampoo, SOAP)
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
 # value; "shared": key -> value, the states that belong to no parameter and are the same on every rank (a step counter).
 # In a description, the tensors of "state" are also on meta.
@@ -45,23 +46,43 @@ def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a parameter, with nested dicts flattened to entries with joined keys."""
+    """The states of a parameter, with nested dicts and sequences of tensors flattened to entries with joined keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        is_nested = isinstance(value, dict) and value and all(isinstance(inner, str) for inner in value)
-        flat |= {_inside(key, inner): each for inner, each in _flat(value).items()} if is_nested else {key: value}
+        inside = _flat(_entries(value))
+        flat |= {_inside(key, inner): each for inner, each in inside.items()} if inside else {key: value}
     return flat
+
+
+def _entries(value: Any) -> Mapping[str, Any]:
+    """The entries of a nested dict, or of a list or tuple that contains tensors; empty for any other value."""
+    if isinstance(value, dict):
+        return value if all(isinstance(inner, str) for inner in value) else {}
+    key = SEQUENCES.get(type(value))
+    if key is None or not any(isinstance(each, Tensor) or _entries(each) for each in value):
+        return {}
+    return {key.format(place): each for place, each in enumerate(value)}
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `_flat`."""
     values: dict[str, Any] = {}
-    for key, value in flat.items():
-        *outer, last = key.split(INSIDE)
-        place = values
-        for part in outer:
-            place = place.setdefault(part, {})
-        place[last] = value
+    inside: dict[str, dict[str, Any]] = {}
+    for joined, value in flat.items():
+        key, *inner = joined.split(INSIDE, 1)
+        if inner:
+            inside.setdefault(key, {})[inner[0]] = value
+        else:
+            values[key] = value
+    return values | {key: _in_sequence(_nested(inner)) for key, inner in inside.items()}
+
+
+def _in_sequence(values: dict[str, Any]) -> Any:
+    """The list or tuple with these `_entries`, or `values` if they are the entries of a dict."""
+    for kind, key in SEQUENCES.items():
+        keys = [key.format(place) for place in range(len(values))]
+        if values.keys() == {*keys}:
+            return kind(values[key] for key in keys)
     return values
 
 
@@ -430,8 +451,9 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Stat
     optimizer.optim.load_state_dict({**packed, "state": state, "param_groups": groups})
     for _, name, parameter in parameters:  # torch casts all states to the parameter's dtype: restore the saved dtypes
         if content["parameters"][name].dtype == parameter.dtype and states.get(name):
-            loaded = optimizer.optim.state[parameter]
+            loaded = _flat(optimizer.optim.state[parameter])
             for key, value in loaded.items():
                 saved = states[name].get(key)
                 if isinstance(value, Tensor) and isinstance(saved, Tensor) and value.dtype != saved.dtype:
                     loaded[key] = saved.to(value.device)
+            optimizer.optim.state[parameter].update(_nested(loaded))

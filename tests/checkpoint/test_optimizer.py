@@ -39,6 +39,23 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": embeddings, "lr": 1e-4}, {"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
+class Matrices(optim.SGD):
+    """Keeps a matrix for each dimension of a parameter, in lists, as SOAP and Shampoo; none for long dimensions."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state, sizes = self.state[parameter], parameter.shape
+            if not state:
+                state["GG"] = [torch.zeros(n, n, dtype=torch.float64) if n < 64 else [] for n in sizes]
+                state["Q"] = {"left": (torch.eye(sizes[0]), None), "sizes": list(sizes)}
+            for dim, matrix in enumerate(state["GG"]):
+                if isinstance(matrix, Tensor):
+                    rows = parameter.grad.movedim(dim, 0).reshape(len(matrix), -1).double()
+                    matrix += rows @ rows.T
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "adamw": lambda model: optim.AdamW(groups(model), lr=1e-3, betas=(0.8, 0.95)),
     "amsgrad": lambda model: optim.Adam(model.parameters(), amsgrad=True, lr=torch.tensor(1e-3)),
@@ -49,6 +66,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "transformers": lambda model: transformers.Adafactor(model.parameters(), lr=None, beta1=0.9),
     "adagrad": lambda model: optim.Adagrad(groups(model)),
     "asgd": lambda model: optim.ASGD(groups(model)),
+    "lists": lambda model: Matrices(groups(model), lr=1e-2),
 }
 
 
@@ -93,6 +111,8 @@ def same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
 
 
@@ -139,6 +159,11 @@ def test_any_number_of_stages_loads_what_four_saved(pool: Pool, tmp_path: Path) 
         *(f"rank-{rank:05d}-00000.safetensors" for rank in (0, 2, 3)),
     ]
     assert len(stored.storage_data) == len(stored.state_dict_metadata) == 3 * len(content["state"])
+    # The description, which all ranks exchange, has no values, and so none of matrices in lists.
+    described = torch.load(tmp_path / "lists" / "optimizer.pt", weights_only=True)["state"]
+    of_one = described["transformer.h.0.mlp.c_fc.weight"]
+    assert of_one.keys() == {"GG::[0]", "GG::[1]", "Q::left::(0)", "Q::left::(1)", "Q::sizes"}
+    assert of_one["GG::[0]"].is_meta and of_one["Q::left::(0)"].is_meta and of_one["GG::[1]"] == []
     for p in (1, 2, 3):
         pool.run(loading, p, tmp_path)
 
