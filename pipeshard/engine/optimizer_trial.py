@@ -45,6 +45,12 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     """Raise ConfigurationError for an optimizer that would update parts of the model and the whole model
     differently."""
     name = type(optimizer).__name__
+    if not config.lowers and rounds_at_random(optimizer) and grid.size > 1:
+        raise ConfigurationError(
+            f"{name} rounds updates of bf16 parameters at random (bf16_stochastic_round=True), so the ranks that hold "
+            "a weight would round it to different values: use PipelinePlugin(precision='bf16'), which keeps fp32 "
+            "master weights, or bf16_stochastic_round=False"
+        )
     sharded = grid.tp_size > 1 or (config.fsdp and grid.dp_size > 1)
     if grid.pp_size == 1 and not sharded and not (config.zero_stage and grid.dp_size > 1):
         return
@@ -102,6 +108,13 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             f"{name} needs whole parameters, but with tp_size, ep_size or fsdp each rank has only a shard of a "
             "parameter: use zero_stage=1 instead, or an elementwise optimizer"
         )
+
+
+def rounds_at_random(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, such as those of torchao, rounds updates with random numbers."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    is_asked = bool(getattr(optimizer, "bf16_stochastic_round", False))
+    return is_asked and any(parameter.dtype is torch.bfloat16 for parameter in parameters)
 
 
 def looks_at_whole(optimizer: Optimizer) -> bool:

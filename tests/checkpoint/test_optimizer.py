@@ -7,6 +7,7 @@ import copy
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -292,6 +293,23 @@ def test_blocks_of_torchao_are_not_sliced() -> None:
     with pytest.raises(ConfigurationError, match=r"OfTorchao needs whole parameters.*use zero_stage=1 instead"):
         check_separable(OfTorchao(model.parameters()), model, config, grid)
     check_separable(OfTorchao(model.parameters(), math.inf), model, config, grid)
+
+
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"dp_size": 2}])
+def test_updates_that_are_rounded_at_random_are_refused(sizes: dict[str, int]) -> None:
+    """torchao's AdamW rounds to bf16 with torch's random numbers, one parameter after another: the stages of a tied
+    weight, and replicas with other seeds, rounded one weight to different values."""
+    grid: Any = SimpleNamespace(**{"pp_size": 1, "tp_size": 1, "dp_size": 1, "size": 2, "first": True} | sizes)
+    low, config = nn.Linear(4, 4, dtype=torch.bfloat16), PipelineConfig(pp_size=1, num_microbatches=2)
+    rounding = OfTorchao(low.parameters(), math.inf)
+    rounding.bf16_stochastic_round = True  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match=r"OfTorchao rounds.*at random.*precision='bf16'"):
+        check_separable(rounding, low, config, grid)
+    check_separable(OfTorchao(low.parameters(), math.inf), low, config, grid)
+    check_separable(rounding, low, replace(config, precision="bf16"), grid)  # its fp32 values are not rounded
+    full = nn.Linear(4, 4)
+    rounding.param_groups[0]["params"] = [*full.parameters()]
+    check_separable(rounding, full, config, grid)
 
 
 def masters(split: Split) -> dict[str, Tensor]:
