@@ -278,12 +278,14 @@ def _stage_class(stages: Mapping[int, StageModule], gradients: GradientSync, bui
                     gradients.begin()
                 gradients.is_partial = True  # until sync_gradients
 
-        def forward_one_chunk(self, chunk: int, args: Any, kwargs: Any = None, **options: Any) -> Any:
+        def forward_one_chunk(
+            self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any
+        ) -> Any:
             stage = stages[self.stage_index]
             stage.planned = stage.microbatch(kwargs or {})
             _refuse_other_messages(self.stage_index, stage.planned, built[self.stage_index])
             try:
-                return super().forward_one_chunk(chunk, args, kwargs, **options)
+                return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *more, **options)
             finally:
                 stage.planned = None
 
