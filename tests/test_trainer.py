@@ -469,7 +469,8 @@ def test_a_prepared_dataloader_is_not_prepared_again(tmp_path: Path) -> None:
 
 
 def trained_in_any_order(folder: str) -> None:
-    stream = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 8}).to_iterable_dataset().shuffle(buffer_size=4)
+    rows = datasets.Dataset.from_dict({name: [[1, k] for k in range(8)] for name in ("input_ids", "labels")})
+    stream = rows.to_iterable_dataset().with_format("torch").shuffle(buffer_size=4)
     with launched():
         trainer("causal", folder, {"pp_size": 2}, {"train_dataset": stream}).train()
 

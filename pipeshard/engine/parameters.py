@@ -18,7 +18,7 @@ from pipeshard.split.initialize import InitWeights, initialize
 from pipeshard.split.materialize import is_released
 from pipeshard.split.policy import Policy
 from pipeshard.split.tensor_parallel import slice_parameters
-from pipeshard.split.ties import kept_tied, put_parameter
+from pipeshard.split.ties import glue_parameters, kept_tied, put_parameter
 
 logger = logging.getLogger("pipeshard")
 
@@ -60,7 +60,7 @@ class HeldParameters:
         cast = lowered - in_units
         low = self._in_fp32(lowered - cast)
         full, low = precision.lower(cast), low | cast
-        glue = policy.flow.glue_parameters
+        glue = glue_parameters(policy.flow)
         self.partial = slice_parameters(model, before, self.units, glue, grid.mesh.along(TP), plan) if plan else set()
         self.sharded = self._sharded(dtype) if is_sharded else None
         now = dict(model.named_parameters())
@@ -129,7 +129,7 @@ class HeldParameters:
         own precision. Without a cast, trained parameters whose dtype is not the most frequent in their unit are also
         excluded, since FSDP reduces gradients of one dtype per unit."""
         now = dict(self.model.named_parameters())
-        apart = {now[name] for name in self.policy.flow.glue_parameters | self.kept}
+        apart = {now[name] for name in glue_parameters(self.policy.flow) | self.kept}
         for unit in self.units.values() if not self.lowers else ():
             trained = [p for p in unit.parameters() if p.requires_grad and p not in apart]  # in one order on all ranks
             sizes: Counter[torch.dtype] = Counter()

@@ -246,11 +246,6 @@ class Dataflow:
         """The Reads of each call, followed by the joined Reads of the loss and all outputs."""
         return [*(call.reads for call in self.calls), self.needed(True)]
 
-    @property
-    def glue_parameters(self) -> frozenset[str]:
-        """The parameters that glue reads directly, on any stage."""
-        return frozenset().union(*(use.parameters for use in self.uses()))
-
     def needed(self, outputs: Wanted = False) -> Reads:
         """The dependencies of the loss and the requested outputs. Without a loss, False requests all outputs."""
         if isinstance(outputs, frozenset):

@@ -125,11 +125,15 @@ class Recipes:
         self.device, self.real = device, real
         self.questions: list[Question] = []
         self._sizes = {} if batch is None or real is None else _products(batch, real)
-        self._leaves: dict[int, tuple[Tensor, int, str]] = {}
+        self._tensors = [] if batch is None else [(path, tensor, tensor._version) for path, tensor in batch.all_tensors]
+        leaves = {} if batch is None else batch.tensors
+        self._leaves = {id(leaf): (leaf._version, path) for path, leaf in leaves.items()}
         self._results = WeakTensorKeyDictionary()  # a tensor that glue drops is freed: no question needs it
 
-    def leaf(self, tensor: Tensor, path: str) -> None:
-        self._leaves[id(tensor)] = tensor, tensor._version, path
+    @property
+    def rewritten(self) -> frozenset[str]:
+        """The leaves of the batch that have been written to, also lists with such a tensor."""
+        return frozenset(path for path, tensor, version in self._tensors if tensor._version != version)
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
         self._results[output] = _Result(output._version, func, args, kwargs)
@@ -160,8 +164,9 @@ class Recipes:
             if id(leaf) in known:
                 return _Slot(known[id(leaf)])
             if of_batch := self._leaves.get(id(leaf)):
-                is_good &= leaf._version == of_batch[1]
-                return _Slot(of_batch[2])
+                version, path = of_batch
+                is_good &= leaf._version == version
+                return _Slot(path)
             result = self._results.get(leaf)
             if result is None:
                 return leaf  # a constant

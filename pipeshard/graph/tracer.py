@@ -123,10 +123,8 @@ class Tracer:
     def _mark_inputs(self, batch: Batch) -> None:
         for name, parameter in self.model.named_parameters():
             self.taint.mark(parameter, self.taint.of([parameter]) | {Used(name)})  # parameters may share memory
-        self.versions = [(path, tensor, tensor._version) for path, tensor in batch.all_tensors]
         for path, leaf in batch.tensors.items():
             self.taint.mark(leaf, self.taint.of([leaf]) | {Input(path)})
-            self.taint.recipes.leaf(leaf, path)
         for name, tensors in self.kept.items():
             for tensor in tensors:
                 self.taint.mark(tensor, frozenset({Kept(name)}))
@@ -194,8 +192,7 @@ class Tracer:
     ) -> Dataflow:
         """The Dataflow of this run. `sealed` are the unit calls inside custom autograd functions, and `of_forward` are
         the decisions that were made before the criterion was called."""
-        taint, through = self.taint, len(self.calls)
-        rewritten = frozenset(path for path, tensor, version in self.versions if tensor._version != version)
+        taint, rewritten, through = self.taint, self.taint.recipes.rewritten, len(self.calls)
         late = self._use([], taint.decided.get(through, frozenset()))  # read by decisions after the last call
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
@@ -205,9 +202,9 @@ class Tracer:
         used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # all later calls belong to the same autograd function
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
-        sizes = {path: leaf.numel() for path, leaf in batch.tensors.items()}
-        small = {path for path in sizes.keys() & (taint.seen | rewritten) if sizes[path] <= SMALL * batch.rows}
-        watched = frozenset(taint.shaping | small | batch.entries.keys())
+        lists = batch.entries.keys()
+        small = {path for path in (taint.seen | rewritten) - lists if batch.tensors[path].numel() <= SMALL * batch.rows}
+        watched = frozenset(taint.shaping | small | lists)
         return Dataflow(
             calls=tuple(self.calls),
             loss=used,

@@ -34,7 +34,7 @@ from pipeshard.split.packed import packed_layers
 from pipeshard.split.partition import Cost, Cuts, by_cost, is_profile, named_modules_of, speeds_of
 from pipeshard.split.policy import Policy, find_policy, is_plain
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
-from pipeshard.split.ties import tie_on_meta
+from pipeshard.split.ties import glue_parameters, tie_on_meta
 
 # The simplest schedule, with the fewest risks and messages and the least memory, first.
 SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved", "v-half", "v-min", AUTO)
@@ -221,7 +221,7 @@ def unused_modules(model: nn.Module, flow: Dataflow) -> dict[str, int]:
     """The number of parameters of each module of which the trace uses no parameter, without the modules inside it."""
     named = dict(model.named_parameters())
     used = {p for call in flow.calls for p in model.get_submodule(call.unit).parameters()}
-    used |= {named[name] for name in flow.glue_parameters}
+    used |= {named[name] for name in glue_parameters(flow)}
     found = dict[str, int]()
     for path, module in model.named_modules():
         parameters, is_inside = set(module.parameters()), any(f"{path}.".startswith(f"{name}.") for name in found)
@@ -297,7 +297,7 @@ def study(
         check_plan("ep_plan", ep_plan)
         styles = plan_of(model, training.tp_size, tp_plan, policy.tp_plan, training.ep_size, ep_plan)
         called = {call.unit for call in flow.calls}
-        sliced = sliced_sizes(model, called, flow.glue_parameters, training.slices, styles)
+        sliced = sliced_sizes(model, called, glue_parameters(flow), training.slices, styles)
     packed = {layer.get_parameter("weight"): layer for _, layer in packed_layers(model)}
     forms = Forms(lowered, sliced, packed, {m.weight for m in model.modules() if isinstance(m, nn.Embedding)})
     again = partial(study, model, microbatch, criterion, policy, training=training, profile=None)

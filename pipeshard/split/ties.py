@@ -25,6 +25,11 @@ from pipeshard.split.partition import Partition
 logger = logging.getLogger("pipeshard")
 
 
+def glue_parameters(flow: Dataflow) -> frozenset[str]:
+    """The parameters that glue reads directly, on any stage."""
+    return frozenset().union(*(use.parameters for use in flow.uses()))
+
+
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of each parameter, keyed by its first name, in the order of registration."""
     names: dict[nn.Parameter, list[str]] = {}
