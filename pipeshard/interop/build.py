@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -64,7 +64,7 @@ class StageModule(nn.Module):
         self.index, self.num_stages, self.whole, self.names = index, len(policy.placement), whole, tuple(names)
         # A tuple, so that the model, which contains the modules of all stages, is not registered as a submodule.
         self._source = (model, policy, criterion)
-        self._traces = Traces(policy, Recompute.of(False, 0, self.num_stages))
+        self._traces = self._new_traces()
         self._forwards = 0
         self.carry, self.is_carried = carry, False  # is_carried: whether the caller begins and ends the Carry
         self.planned: Microbatch | None = None  # the microbatch of the next forward, if the caller has looked it up
@@ -89,6 +89,26 @@ class StageModule(nn.Module):
         super().train(mode)
         self._source[0].train(mode)
         return self
+
+    def _new_traces(self) -> Traces:
+        return Traces(self._source[1], Recompute.of(False, 0, self.num_stages))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
+        """Raise UsageError for a move to another device, and for a cast if other processes have stages: the parts of
+        the model outside this module would stay as they are."""
+        is_alone = len(self._source[1].chunks) == self.num_stages
+        for dtype, device in {(parameter.dtype, parameter.device) for parameter in self.parameters()}:
+            after = fn(torch.empty(0, dtype=dtype, device=device))
+            if after.device != device or (after.dtype != dtype and not is_alone):
+                raise UsageError(
+                    f"stage {self.index} of {dtype} on {device} cannot be converted to {after.dtype} on {after.device} "
+                    "after build, since the rest of the model would keep its dtype and its device: call "
+                    "model.to(dtype) before build, and pass build the device (device=) on which "
+                    "its runtime trains"
+                )
+            if after.dtype != dtype:
+                self._traces = self._new_traces()
+        return super()._apply(fn, recurse)
 
     def microbatch(self, batch: Mapping[str, Any]) -> Microbatch:
         """The Microbatch of `batch` for this stage, with its route and the shapes of its inputs and outputs."""

@@ -697,6 +697,26 @@ def test_weights_that_only_boost_would_load_are_refused(tmp_path: Path, target: 
             build(blank, 2, target, batch=zoo.batch("llama"))
 
 
+def test_a_stage_is_not_moved_or_cast_after_build() -> None:
+    """A user passed a config with bf16 to DeepSpeed, which cast the stage. The error of a step advised an argument that
+    build has not."""
+    stage = build(zoo.build("llama"), 2, "apart", zoo.batch("llama"))
+    for convert in (stage.bfloat16, lambda: nn.Sequential(stage).to("meta")):
+        with pytest.raises(UsageError, match=r"stage 0 .* call model.to\(dtype\) before build, .*device="):
+            convert()
+    assert stage.to("cpu").float() is stage and {p.dtype for p in stage.parameters()} == {torch.float32}
+
+
+def test_stages_of_one_process_are_cast() -> None:
+    model, data = zoo.build("llama"), zoo.batch("llama")
+    whole = copy.deepcopy(model).double()
+    split = build(model, 2, batch=data)
+    split(**data)
+    assert torch.allclose(split.double()(**data).loss, whole(**data).loss, rtol=1e-6)
+    with pytest.raises(UsageError, match=r"to torch.float64 on meta"):
+        split.to("meta")
+
+
 class Stopped(nn.Module):
     """A later layer reads the result of a gate without its gradient."""
 
