@@ -203,7 +203,8 @@ class Stage:
         self.pending.clear()
         self.microbatches = ()
         self.outputs, self.criterion, self.replay.criterion = Outputs(False), None, None
-        self.replay.end()
+        self.replay.repeats.clear()
+        self.replay.free_blanks()
 
     def values_in(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each value that `forward(i, ...)` receives."""

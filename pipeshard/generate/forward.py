@@ -236,7 +236,8 @@ class Forward:
                 changed += copies
         pipeline.forwards += 1
         self._finish_sending()
-        replay.end()
+        replay.repeats.clear()
+        replay.free_blanks()
         for entries, copy in changed:
             entries.adopt(copy)
         return self._joined(outputs, [batch.rows for batch in batches])

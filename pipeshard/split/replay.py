@@ -123,9 +123,8 @@ class Replay:
         self._used: dict[tuple[Any, Blank], Tensor] = {}  # used in this step
         self._zeros: Zeros | None = None  # set while zeros are tracked
 
-    def end(self) -> None:
-        """End a step: keep the blanks that were used in the step, and discard all others."""
-        self.repeats.clear()
+    def free_blanks(self) -> None:
+        """Keep the blanks that were used since the last call, and discard all others."""
         self._blanks, self._used = (self._used or self._blanks), {}
 
     @contextmanager

@@ -697,6 +697,16 @@ def test_weights_that_only_boost_would_load_are_refused(tmp_path: Path, target: 
             build(blank, 2, target, batch=zoo.batch("llama"))
 
 
+def test_blanks_of_earlier_lengths_are_freed() -> None:
+    """Each length of a batch kept one tensor of the size of the activations forever."""
+    data = zoo.batch("llama")
+    split = build(zoo.build("llama"), 2, batch=data)
+    for length in range(4, 12):
+        split(**{name: value[:, :length] for name, value in data.items()})
+    replay = split.stages[0]._source[1].replay
+    assert {shape[1] for shape, _ in {**replay._blanks, **replay._used} if len(shape) == 3} <= {10, 11}
+
+
 def test_a_stage_is_not_moved_or_cast_after_build() -> None:
     """A user passed a config with bf16 to DeepSpeed, which cast the stage. The error of a step advised an argument that
     build has not."""

@@ -14,11 +14,11 @@ def test_blanks_are_kept_from_step_to_step_and_no_longer() -> None:
     replay = Replay(nn.Linear(1, 1), {}, frozenset(), 0, torch.device("cpu"))
     kind = Blank(torch.float32, float("nan"))
     first = replay._blank((2, 3), kind)
-    replay.end()
-    replay.end()  # of another stage on this rank
+    replay.free_blanks()
+    replay.free_blanks()  # of another stage on this rank
     assert replay._blank((2, 3), kind).data_ptr() == first.data_ptr()
-    replay.end()
+    replay.free_blanks()
     for length in range(4, 40):
         replay._blank((2, length), kind)
-        replay.end()
+        replay.free_blanks()
         assert len(replay._blanks) == 1
