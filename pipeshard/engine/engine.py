@@ -178,7 +178,8 @@ class Pipeline:
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
         self.blank = set() if init_weights else on_meta  # names of the parameters without values, on all stages
         kind = HostedWeight if config.offloads("optimizer") and has_own_memory(self.device) else MasterWeight
-        self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan, kind)
+        copies = config.ep_size > 1  # of attention, whose backward is not deterministic on GPUs
+        self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan, kind, copies)
         for name in self.blank & self.holdings.weights.keys():
             self.holdings.weights[name].blank()
         self.places = Places(model)

@@ -32,20 +32,28 @@ class Bucket:
     """Parameters, by name, that all ranks of `group` hold. These ranks are the stages of a tie, data-parallel replicas,
     tensor-parallel ranks, or a combination. The gradients have the same dtype, and are all-reduced as one flat tensor.
     A `tie` and shards are all-reduced at the end of a step. Other parameters are all-reduced when the `stages` of this
-    rank that use them have finished."""
+    rank that use them have finished. If `copies` ranks compute the same gradient, only one of them `contributes`, so
+    that all of them get its gradient."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: frozenset[int], tie: bool
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        stages: frozenset[int],
+        tie: bool,
+        copies: int = 1,
+        contributes: bool = True,
     ) -> None:
         self.parameters, self.group, self.stages, self.tie = parameters, group, stages, tie
+        self.copies, self.contributes = copies, contributes
         self.trained: list[nn.Parameter] = []
         self.unsummed: set[nn.Parameter] = set()  # trained under no_sync since the last all-reduce; may be frozen now
         self.flat = torch.empty(0)
         self.work: dist.Work | None = None
 
     def start(self) -> None:
-        """Start the all-reduce. A holder without a gradient contributes zeros. The flat tensor ends with a count for
-        each parameter: the number of holders that have a gradient."""
+        """Start the all-reduce. A holder without a gradient, or whose gradient is a copy, contributes zeros. The flat
+        tensor ends with a count for each parameter: the number of contributed gradients."""
         self.trained = [p for p in self.parameters.values() if p.requires_grad or p in self.unsummed]
         self.unsummed = set()
         if not self.trained:
@@ -55,14 +63,15 @@ class Bucket:
         *parts, counts = self.flat.split([*sizes, len(sizes)])
         for parameter, part, count in zip(self.trained, parts, counts, strict=True):
             align_grad(parameter)
-            if (gradient := local_grad(parameter)) is not None:
+            gradient = local_grad(parameter)
+            if gradient is not None and self.contributes:
                 count.fill_(1.0)  # no device sync, unlike a tensor made from Python numbers
                 part.copy_((gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1))
-                set_local_grad(parameter, None)
+            set_local_grad(parameter, None)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def wait(self) -> Tensor:
-        """Wait for the all-reduce. Returns the number of holders with a gradient, for each trained parameter."""
+        """Wait for the all-reduce. Returns the number of contributed gradients, for each trained parameter."""
         assert self.work is not None
         own_progress().wait_in(self.group, self.work)
         self.work = None
@@ -70,7 +79,7 @@ class Bucket:
 
     def summed(self, counts: Iterator[float]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Yield each trained parameter with its summed gradient, or with None if the parameter's entry in `counts` is 0
-        (no holder has a gradient)."""
+        (no holder has contributed a gradient)."""
         flat, self.flat = self.flat, torch.empty(0)
         shapes = [local(parameter).shape for parameter in self.trained] if len(flat) else []
         *parts, _ = flat.split([*map(math.prod, shapes), len(shapes)])
@@ -79,16 +88,21 @@ class Bucket:
 
 
 def reduction_buckets(
-    grid: Grid, policy: Policy, parameters: Mapping[str, nn.Parameter], axes: Callable[[str], Sequence[int]]
+    grid: Grid,
+    policy: Policy,
+    parameters: Mapping[str, nn.Parameter],
+    axes: Callable[[str], Sequence[int]],
+    copied: Collection[str] = (),
 ) -> list[Bucket]:
     """Sort this rank's `parameters` into buckets. Call it on every rank of the world, since it creates process groups.
 
-    `axes(name)` returns the mesh axes along which a parameter's gradient is summed, in addition to the stage axis.
+    `axes(name)` returns the mesh axes along which a parameter's gradient is summed, in addition to the stage axis. The
+    slices of a stage compute copies of the gradients of the parameters in `copied`; slice 0 contributes its own.
     """
-    keys = {name: (tuple(axes(name)), tuple(policy.ownership.holders(name))) for name in parameters}
+    keys = {name: (tuple(axes(name)), tuple(policy.ownership.holders(name)), name in copied) for name in parameters}
     wanted = sorted(set().union(*gather_objects(set(keys.values()), grid.world)))
-    groups = {key: grid.sharing(*key) for key in wanted}  # created in the same order on all ranks
-    members: dict[tuple[Any, tuple[int, ...]], list[str]] = {}
+    groups = {key: grid.sharing(*key[:2]) for key in wanted}  # created in the same order on all ranks
+    members: dict[tuple[tuple[Any, tuple[int, ...], bool], tuple[int, ...]], list[str]] = {}
     for name, key in keys.items():
         # A tie is reduced at the end of a step, since its holders use it in different stages.
         held = policy.ownership.held_by_parts
@@ -99,11 +113,12 @@ def reduction_buckets(
         group, is_tie = groups[key], len(key[1]) > 1
         if group is None or group.size() == 1:
             continue
+        copies, contributes = (grid.tp_size, grid.slice == 0) if key[2] else (1, True)
         # Last parameters first: roughly the order in which backward passes complete gradients.
         names = sorted(members[key, stages]) if is_tie else members[key, stages][::-1]
         items = [(name, parameters[name]) for name in names]
         bundles = bundled(items, lambda i: grad_dtype(i[1]), lambda i: local(i[1]).numel() * grad_dtype(i[1]).itemsize)
-        buckets += [Bucket(dict(bundle), group, frozenset(stages), is_tie) for bundle in bundles]
+        buckets += [Bucket(dict(each), group, frozenset(stages), is_tie, copies, contributes) for each in bundles]
     return sorted(buckets, key=lambda bucket: bucket.tie)
 
 
@@ -142,7 +157,7 @@ class GradientSync:
             f"{name} has a gradient hook, but several ranks hold the parameter (tied stages, or replicas). The hook "
             "would see only one rank's part of the gradient: remove the hook, and modify the summed gradient between "
             "execute_pipeline and optimizer.step"
-            for name, parameter in self.shared
+            for name, parameter in self._of_several()
             if has_hooks(parameter)
         ] + self.modified()
 
@@ -153,9 +168,15 @@ class GradientSync:
             f"the gradient of {name} was modified before it was summed over the ranks (no_sync): call "
             "plugin.sync_grads(model) before you modify the gradient, or set the gradient to None "
             "(optimizer.zero_grad())"
-            for name, parameter in self.shared
+            for name, parameter in self._of_several()
             if parameter in self._partial and self._is_modified(parameter)
         ]
+
+    def _of_several(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters whose gradient is a sum of several ranks' gradients."""
+        for bucket in self.buckets:
+            if bucket.group.size() > bucket.copies:
+                yield from bucket.parameters.items()
 
     def _is_modified(self, parameter: nn.Parameter) -> bool:
         before, noted = self._partial[parameter]

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,7 +28,9 @@ class HeldParameters:
 
     One holder of a parameter broadcasts the values to the other holders. Then the parameters are cast to 16 bits if
     `precision` requires it, sharded across tensor-parallel ranks according to `plan`, and with `fsdp` sharded across
-    replicas. Each of these conversions may replace parameters. `kind` is the class of the MasterWeights.
+    replicas. Each of these conversions may replace parameters. `kind` is the class of the MasterWeights. With `copies`,
+    all slices of a stage use the gradients that the first computes for unsharded parameters: the slices' own gradients
+    differ on devices whose kernels are not deterministic.
 
     Attributes:
         held: the current parameters, by name (tied parameters: by their first name).
@@ -44,6 +46,7 @@ class HeldParameters:
         fsdp: bool,
         plan: Mapping[str, str] | None = None,
         kind: type[MasterWeight] = MasterWeight,
+        copies: bool = False,
     ) -> None:
         model = self.model = policy.model
         self.policy, self.grid, self._warned = policy, grid, False
@@ -80,7 +83,9 @@ class HeldParameters:
             for weight in self.weights.values():
                 weight.moved = self.sharded.moved
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
-        self.sync = GradientSync(self._buckets(self._summed_along), tp_sharded, self.sharded)
+        unsharded = {name for name, parameter in self.held.items() if not grid.divides(parameter, TP)}
+        self.copied = unsharded - self.partial if copies else set()
+        self.sync = GradientSync(self._buckets(self._summed_along, self.copied), tp_sharded, self.sharded)
 
     def trained(self) -> dict[str, bool]:
         """Map each parameter's name to whether the parameter requires a gradient."""
@@ -110,12 +115,14 @@ class HeldParameters:
         for buffer in self.model.buffers():
             share_tensor(buffer, copies)
 
-    def _buckets(self, axes: Callable[[str], Sequence[int]]) -> list[Bucket]:
-        return reduction_buckets(self.grid, self.policy, self.held, axes)
+    def _buckets(self, axes: Callable[[str], Sequence[int]], copied: Collection[str] = ()) -> list[Bucket]:
+        return reduction_buckets(self.grid, self.policy, self.held, axes, copied)
 
     def _summed_along(self, name: str) -> tuple[int, ...]:
-        """The axes of the grid along which a parameter's gradients must be summed after the backward passes."""
-        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * (name in self.partial)
+        """The axes of the grid along which a parameter's gradients must be summed after the backward passes. Of copies
+        along TP, one is summed."""
+        along_slices = name in self.partial or name in self.copied
+        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * along_slices
 
     def _holders(self, name: str) -> int:
         """The number of ranks that have the same gradient of a parameter."""

@@ -258,9 +258,10 @@ class Training:
 
     def update(self, gradients: int) -> int:
         """The temporary bytes at the end of a step, given the bytes of the gradients. These bytes are the larger of two
-        sizes: the messages between replicas (two are in flight), and the square roots of the second moments. torch's
-        AdamW computes these roots together on a GPU (`foreach`), unless it is fused or the states are on the host."""
-        messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
+        sizes: the messages between the ranks that hold a weight (two are in flight), and the square roots of the second
+        moments. torch's AdamW computes these roots together on a GPU (`foreach`), unless it is fused or the states are
+        on the host."""
+        messages = min(2 * BUCKET, gradients) if self.dp_size * self.ep_size > 1 else 0
         has_roots = self.optimizer in WITH_ROOTS and not self.offloads("optimizer")
         return max(messages, gradients // self.parts if has_roots else 0)
 
