@@ -198,6 +198,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def free_storage(tensor: Tensor) -> None:
+    """Release a tensor's values (of a DTensor, those of this rank's shard). Its version counter does not change."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = tensor._local_tensor.new_empty(0)
+    else:
+        tensor.data = tensor.new_empty(0)
+
+
 def local_grad(parameter: nn.Parameter) -> Tensor | None:
     return None if parameter.grad is None else local(parameter.grad)
 

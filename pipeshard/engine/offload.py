@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeshard.distributed.collectives import local
+from pipeshard.distributed.collectives import free_storage, like, local
 from pipeshard.engine.weight_grad import Gradients
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.residence import Holding, residences
@@ -92,14 +92,16 @@ class Block:
 
 
 class Saved:
-    """A tensor that autograd has saved: on the host as a view of `block`, or on the device if `block` is None."""
+    """A tensor (of a DTensor, this rank's shard) that autograd has saved: on the host as a view of `block`, or on the
+    device if `block` is None."""
 
     def __init__(self, tensor: Tensor, block: Block | None = None) -> None:
         self.block, self.version, self.kept = block, tensor._version, tensor.detach()
         self.requires_grad = tensor.requires_grad
         if block is not None:
-            self.view = tensor.storage_offset(), tensor.shape, tensor.stride()
-            self.kept.data = tensor.new_empty(0)  # frees the storage, but keeps the version counter
+            part = local(tensor)
+            self.view = part.storage_offset(), part.shape, part.stride()
+            free_storage(self.kept)  # keeps the version counter and, of a DTensor, the placements
 
     def tensor(self) -> Tensor:
         """Return the saved tensor on the device. Raises RuntimeError if the tensor was modified in place after it was
@@ -115,7 +117,8 @@ class Saved:
             self.block.load()
             self.block.transfer.wait()
         assert self.block.here is not None
-        return self.kept.new_empty(0).set_(self.block.here.untyped_storage(), *self.view)
+        part = local(self.kept).new_empty(0).set_(self.block.here.untyped_storage(), *self.view)
+        return like(part, self.kept)
 
     def argument(self) -> Tensor:
         """Return the saved tensor as an argument of a recomputed unit. The argument requires a gradient if the original
@@ -137,9 +140,9 @@ class Seen:
 class Offload:
     """Offloads the activations of a rank's stages, except the activations of the running action and of the next B or W.
 
-    Not offloaded: weights and buffers, small tensors, tensors on other devices, sparse tensors, tensor subclasses,
-    lazily conjugated or negated tensors, and storages that another microbatch or stage has already saved (copying would
-    not free these storages).
+    Not offloaded: weights and buffers, small tensors, tensors on other devices, sparse tensors, tensor subclasses other
+    than DTensor, lazily conjugated or negated tensors, and storages that another microbatch or stage has already saved
+    (copying would not free these storages).
     """
 
     def __init__(self, transfer: Transfer, device: torch.device) -> None:
@@ -201,7 +204,7 @@ class Offload:
                 block.load()
 
     def _save(self, holding: Holding, tensor: Tensor) -> Saved:
-        return Saved(tensor, self._block(holding, tensor))
+        return Saved(tensor, self._block(holding, local(tensor)))
 
     def _block(self, holding: Holding, tensor: Tensor) -> Block | None:
         """Return the host copy of the tensor's storage, or None if the storage stays on the device."""

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeshard.config import PipelineConfig
@@ -217,6 +219,47 @@ def peaks(schedule: str, offloads: bool, **how: Any) -> float:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_microbatches_at_most_are_on_a_device(pool: Pool, schedule: str, recompute: bool) -> None:
     assert max(pool.run(peaks, 4, schedule, True, recompute=recompute)) <= 2
+
+
+def of_sharded_layers() -> list[bool]:
+    """Whether each large DTensor that is saved for a backward, and is no weight, goes to the host."""
+    save, stored, data = Offload._save, list[bool](), zoo.batch("llama", rows=8)
+
+    def noted(offload: Offload, holding: Any, tensor: Tensor) -> Any:
+        saved, storage = save(offload, holding, tensor), local(tensor).untyped_storage()
+        if isinstance(tensor, DTensor) and storage.nbytes() >= SMALL and storage._cdata not in offload._held:
+            stored.append(saved.block is not None)
+        return saved
+
+    how: dict[str, Any] = {"tp_size": 2, "num_microbatches": 8, "schedule": "gpipe", "offload": "activations"}
+    with offloading(Device()), mock.patch.object(Offload, "_save", noted):
+        Split(zoo.build("llama"), 1, data, verify=False, **how).backward(data)
+    return stored
+
+
+@pytest.mark.turns
+def test_activations_of_sharded_layers_are_offloaded(pool: Pool) -> None:
+    """With `tp_size`, the inputs of linear layers are DTensors, which stayed on the device: a third of what a plan
+    counts as offloaded."""
+    for stored in pool.run(of_sharded_layers, 2):
+        assert len(stored) > 50 and all(stored)
+
+
+def test_a_dtensor_is_offloaded_with_its_placements() -> None:
+    device, (actions,) = Device(), make_program("gpipe", 1, 3).ranks
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    offload = Offload(device, torch.device("cpu"))
+    offload.begin(actions, ())
+    parts = [torch.rand(400, requires_grad=True) for _ in range(2)]
+    x, written = (DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for part in parts)
+    with offload.saving(1, 0):
+        y, z = x.exp(), written.exp()
+    assert device.stores == 2
+    y.to_local().sum().backward()
+    assert parts[0].grad is not None and torch.equal(parts[0].grad, parts[0].exp())
+    z.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.to_local().sum().backward()
 
 
 @pytest.mark.turns
