@@ -125,7 +125,7 @@ class Noise(torch.autograd.Function):
 def noisy(pp: int, dp: int, **options: Any) -> tuple[int, int, dict[str, Tensor]]:
     """Two steps, the first of two batches, with gradients that differ between ranks; the stage and slice of this rank,
     and its parameters that are not sharded across slices."""
-    model: Any = build_with(entry_of("qwen3_moe"))
+    model: Any = build_with(entry_of("qwen3_moe"), tie_word_embeddings=pp > 1)
     plain = model.model.norm.forward
     model.model.norm.forward = lambda x: Noise.apply(plain(x))
     data = batch(entry_of("qwen3_moe"), model)
