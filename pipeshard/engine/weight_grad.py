@@ -198,6 +198,8 @@ class _Deferred:
         weight, bias = map(self.module._parameters.get, ("weight", "bias"))
         if weight is None or hasattr(type(self.module), "bias"):  # the layer must compute this weight only once
             return False
+        if getattr(self.module, "bias", None) is not bias:  # a buffer, or another attribute
+            return False
         if not torch.is_grad_enabled() or not (_is_deferrable(weight) and (bias is None or _is_ordinary(bias))):
             return False
         if torch.is_autocast_enabled(x.device.type):  # autograd must differentiate autocast's casts

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -167,6 +168,22 @@ def test_layers_of_what_the_user_has_compiled_are_plain() -> None:
         assert not pending
     plain(ids(0)).backward()
     assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("kind", ["buffer", "pruned", "attribute"])
+def test_a_bias_that_is_not_a_parameter_is_added(kind: str) -> None:
+    """Only in passes whose weight gradients wait for W, the layer computed x Wᵀ without its bias."""
+    layer = nn.Linear(4, 3)
+    if kind == "pruned":
+        prune.l1_unstructured(layer, "bias", amount=1)
+    else:
+        bias = layer.bias.detach().clone()
+        del layer.bias
+        layer.register_buffer("bias", bias) if kind == "buffer" else setattr(layer, "bias", bias)
+    x = torch.randn(2, 4)
+    expected = layer(x)
+    with Deferral([layer]).installed():
+        assert torch.equal(layer(x), expected)
 
 
 def test_layers_may_be_called_by_keyword() -> None:
