@@ -19,7 +19,16 @@ from pipeshard.checkpoint.files import existing, new_file, new_folder, together,
 from pipeshard.checkpoint.safetensors_files import OWN, check_shards, contents, read_shards, write_files
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
 from pipeshard.checkpoint.untrusted import has_content, load_plain, without_scalars
-from pipeshard.distributed.collectives import encode, gather_objects, is_packed, like, local, slice_like, whole
+from pipeshard.distributed.collectives import (
+    encode,
+    gather_objects,
+    is_packed,
+    laid_out,
+    like,
+    local,
+    slice_like,
+    whole,
+)
 from pipeshard.engine.groups import is_compared
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
@@ -427,7 +436,9 @@ def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, 
         if isinstance(tensor, DTensor):
             return local(tensor)
         sliced = slice_like(tensor, parameters[name]) if tensor.shape == parameters[name].shape else tensor
-        return sliced if sliced is tensor and source.is_dir() else sliced.clone()
+        kept = sliced if sliced is tensor and source.is_dir() else sliced.clone()
+        master = optimizer.weights[name].master
+        return laid_out(kept, master) if kept.shape == master.shape else kept
 
     if source.is_dir():
         states = converted(states, blank)

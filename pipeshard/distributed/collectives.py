@@ -214,6 +214,14 @@ def set_local_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.grad = gradient if gradient is None else like(gradient, parameter)
 
 
+def laid_out(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient or optimizer state with the strides of its parameter, as autograd and torch's optimizers create it:
+    fused optimizers read the three as flat memory. Shards (DTensors) are returned unchanged."""
+    if tensor.stride() == parameter.stride() or isinstance(parameter, DTensor):
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def align_grad(parameter: nn.Parameter) -> None:
     """Redistribute a parameter's gradient to the parameter's placements if the gradient's placements differ."""
     gradient = parameter.grad

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.distributed.collectives import align_grad, gather_objects, local, local_grad, set_local_grad
+from pipeshard.distributed.collectives import align_grad, gather_objects, laid_out, local, local_grad, set_local_grad
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.fsdp import ShardedUnits
@@ -84,7 +84,7 @@ class Bucket:
         shapes = [local(parameter).shape for parameter in self.trained] if len(flat) else []
         *parts, _ = flat.split([*map(math.prod, shapes), len(shapes)])
         for parameter, part, shape in zip(self.trained, parts, shapes):
-            yield parameter, part.view(shape) if next(counts) else None
+            yield parameter, laid_out(part.view(shape), local(parameter)) if next(counts) else None
 
 
 def reduction_buckets(

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
+from pipeshard.distributed.collectives import laid_out
 from pipeshard.engine.grad_sync import grad_dtype, has_hooks
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.units import Interception
@@ -168,7 +169,7 @@ class Deferral:
                 if remaining[key]:
                     sums[key] = value
                 elif total is None:
-                    parameter.grad = value.to(grad_dtype(parameter))
+                    parameter.grad = laid_out(value.to(grad_dtype(parameter)), parameter)
                 else:
                     total += value.to(grad_dtype(parameter))
 

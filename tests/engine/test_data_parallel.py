@@ -141,6 +141,40 @@ def test_fsdp_trains_numbers_and_weights_in_channels_last(pool: Pool, precision:
     assert len(found) == 6 and found == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 1e-2)
 
 
+def fused(folder: Path, precision: str) -> None:
+    """Fused updates in channels_last, without and with resumes in between, match updates that are not fused."""
+
+    def trained(fused: bool, resumes: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model, x = Vision(), torch.randn(8, 4, 6, 6).to(memory_format=torch.channels_last)
+        plugin = PipelinePlugin(1, num_microbatches=2, dp_size=2, precision=precision, dry_run_input={"x": x[:4]})
+        booster = Booster(plugin=plugin)
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused))
+        for step in range(3):
+            batch = {"x": x.chunk(2)[plugin.grid.replica]}
+            booster.execute_pipeline(iter([batch]), boosted, None, optimizer, return_loss=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            if resumes and step < 2:
+                booster.save_optimizer(optimizer, folder / f"{step}", shard=step == 0)
+                booster.load_optimizer(optimizer, folder / f"{step}")
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    expected = trained(fused=False, resumes=False)
+    for resumes in (False, True):
+        for name, value in trained(fused=True, resumes=resumes).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=f"{name}, {resumes}")
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.turns
+def test_fused_updates_of_weights_in_channels_last(pool: Pool, tmp_path: Path, precision: str) -> None:
+    """A user trained a vision model in channels_last with AdamW(fused=True), the default of a Trainer: summed
+    gradients, and the states of a resume, were contiguous, and each element was updated with another's."""
+    pool.run(fused, 2, tmp_path, precision)
+
+
 def warnings_of_repeated() -> list[str]:
     """The warnings of steps on one batch of both replicas, after a step on different batches and an evaluation."""
     data = zoo.batch("gpt2")

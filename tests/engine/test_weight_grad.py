@@ -73,6 +73,22 @@ def test_two_microbatches_bitwise() -> None:
     assert "forward" not in model.first.__dict__
 
 
+def test_gradients_have_the_layout_of_their_weights() -> None:
+    """A user made a weight of another's transpose; the fused optimizers of a CPU read weight and gradient as flat
+    memory, so each element was updated with the gradient of another."""
+    model = nn.Linear(4, 3)
+    model.weight = nn.Parameter(torch.randn(4, 3).t())
+    plain, deferral, x = copy.deepcopy(model), Deferral([model]), torch.randn(5, 4)
+    with deferral.installed():
+        pending = deferral.begin()
+        model(x).sum().backward()
+        deferral.finish(pending)
+    plain(x).sum().backward()
+    assert model.weight.grad is not None and plain.weight.grad is not None
+    assert model.weight.grad.stride() == plain.weight.grad.stride() == (1, 3)
+    assert_same(gradients(model), gradients(plain))
+
+
 def test_a_unit_with_few_trained_elements_defers_nothing() -> None:
     """Between B and W, the inputs and output gradients of all adapters took more memory than anything else, for almost
     no work in W."""
