@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -329,16 +330,18 @@ class Counting:
     """A trainer whose compute_loss counts what it has seen, from its first call on."""
 
     def __init__(self) -> None:
-        self.accelerator: Any = SimpleNamespace(is_muted=False)
+        self.accelerator: Any = SimpleNamespace(is_muted=False, gathers=0)
         self.callback_handler: Any = SimpleNamespace(callbacks=[])
         self.model: Any = nn.Identity()
         self.pipeline: Any = None
         self.autocasts = False
         self.steps = {"seen": 1}
+        self.gathers = 0  # in each call
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **beside: Any) -> Tensor:
         self.total = getattr(self, "total", 0) + 1
         self.steps["seen"] += 1
+        self.accelerator.gathers += self.gathers
         result: Tensor = model(**inputs)["loss"]
         return result
 
@@ -355,6 +358,29 @@ def test_a_loss_that_is_only_tried_counts_nothing() -> None:
     objective = Objective(trainer)
     objective({"loss": torch.tensor(1.0)}, {})
     assert trainer.steps == {"seen": 1} and not hasattr(trainer, "total")
+
+
+def losses_of(steps: int, is_gathering: bool) -> int:
+    """The number of losses that compute_loss returns in steps of two microbatches with two replicas."""
+    trainer, pipeline = Counting(), mock.Mock(ran=[0, 1])
+    trainer.accelerator = SimpleNamespace(is_muted=False, gathers=0, num_processes=2)
+    trainer.gathers = int(is_gathering)
+    objective = Objective(trainer)
+    computed = Objective._loss
+    with mock.patch.object(Objective, "_share"), mock.patch.object(Objective, "_loss", autospec=True) as loss:
+        loss.side_effect = computed
+        for _ in range(steps):
+            with objective.stepping(pipeline):
+                for _ in range(2):
+                    objective.in_step({"loss": torch.tensor(1.0)}, {})
+    return int(loss.call_count)
+
+
+def test_only_a_loss_that_gathers_is_computed_without_gathering() -> None:
+    """With replicas, compute_loss was called twice for each microbatch, to find a loss of gathered values."""
+    assert losses_of(20, is_gathering=False) == 40
+    compared = 1 + 2 * 5  # the second microbatch of the first step, and steps 1, 2, 4, 8 and 16
+    assert losses_of(20, is_gathering=True) == 40 + compared
 
 
 def test_what_is_muted_sends_nothing() -> None:

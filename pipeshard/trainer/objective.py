@@ -15,6 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from pipeshard.checkpoint.training_state import random_state, set_random_state
 from pipeshard.data.order import is_equal
 from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.updates import FIRST
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.nodes import nodes_from
 from pipeshard.plugin import PipelinePlugin
@@ -70,6 +72,21 @@ class Resized(TraceError):
     a trace varies each size separately."""
 
 
+@dataclass
+class Gathering:
+    """Whether compute_loss has gathered values from other replicas, also in a trace or a trial, and the number of steps
+    since then."""
+
+    is_seen: bool = False
+    steps: int = 0
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a step compares the loss with a loss without gathered values: the first steps, and steps whose number
+        is a power of two."""
+        return self.is_seen and (self.steps < FIRST or self.steps & (self.steps - 1) == 0)
+
+
 class Objective:
     """A criterion that calls `trainer.compute_loss`. `num_items` is Trainer's `num_items_in_batch`, counted over a full
     gradient accumulation window."""
@@ -87,12 +104,14 @@ class Objective:
         # From the last trial with consistent sizes: the sizes, and the outputs that receive a gradient from the loss.
         self._sizes: dict[str, torch.Size] = {}
         self._reached: tuple[int, ...] = ()
+        self._gathering = Gathering()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Objective":
         """A copy that is used only for trials."""
         made = Objective(self.trainer)
         made.num_items, made.added = copy.deepcopy(self.num_items, memo), self.added
         made._sizes, made._reached = dict(self._sizes), self._reached
+        made._gathering = self._gathering  # shared, since a trial shows that compute_loss gathers
         return made
 
     @property
@@ -117,6 +136,7 @@ class Objective:
             yield
         finally:
             self._pipeline, accelerator.is_last_call, accelerator.uneven = None, True, ""
+            self._gathering.steps += self._gathering.is_seen
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +209,7 @@ class Objective:
         self.trainer.accelerator.is_last_call = self._calls == len(self._pipeline.ran)
         try:
             set_random_state(self._random)
-            muted = self(outputs, inputs) if self.trainer.accelerator.num_processes > 1 else None
+            muted = self(outputs, inputs).detach() if self._gathering.is_compared else None
             set_random_state(self._random)
             with self.trainer.keeping_logs(self._logs):
                 loss = self._loss(outputs, inputs)
@@ -246,8 +266,10 @@ class Objective:
         answer = Answer(trainer.model, outputs, inputs, self.added, is_trial)
         left_out = {*self.added, ITEMS}
         given = {name.removeprefix(FOR_CRITERION): inputs[name] for name in inputs if name not in left_out}
+        gathers = trainer.accelerator.gathers
         with outside:
             loss = trainer.compute_loss(answer, given, num_items_in_batch=self.num_items)
+        self._gathering.is_seen |= trainer.accelerator.gathers > gathers
         if not isinstance(loss, Tensor):
             raise UsageError(f"compute_loss of {type(trainer).__name__} returned a {type(loss).__name__}, not a tensor")
         return loss

@@ -53,6 +53,7 @@ class PipelineAccelerator(Accelerator):
     is_alone: bool
     is_muted: bool  # whether gathers return unused ones instead of communicating
     is_last_call: bool  # whether this is the last call of compute_loss in a step
+    gathers: int = 0  # the number of calls that gather from other replicas, also of muted ones
     uneven: str  # the argument with which replicas call compute_loss different numbers of times in this step, or ""
 
     @classmethod
@@ -118,12 +119,17 @@ class PipelineAccelerator(Accelerator):
 
     def gather_entries(self, values: list[Any]) -> list[Any]:
         """Gather the entries of every replica's list."""
-        if self.num_processes == 1:
+        self._count_gather()
+        if self.is_muted or self.num_processes == 1:
             return values
         self._refuse_uneven()
         return gather_lists(values, self.grid.replicas)
 
+    def _count_gather(self) -> None:
+        self.gathers += self.num_processes > 1
+
     def _of_replicas(self, combine: Callable[[Tensor], Tensor], tensor: Any) -> Any:
+        self._count_gather()
         if self.is_muted:
             return recursively_apply(_ones, tensor, error_on_other_type=True)
         if self.num_processes == 1:
@@ -144,6 +150,7 @@ class PipelineAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather from replicas, and omit samples that were repeated at the end of an epoch. For objects, returns a
         list."""
+        self._count_gather()
         if self.is_muted:
             return recursively_apply(_ones, input_data)
         try:
@@ -154,6 +161,7 @@ class PipelineAccelerator(Accelerator):
         return super().gather_for_metrics(input_data)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        self._count_gather()
         if self.is_muted or self.num_processes == 1:
             return tensor
         self._refuse_uneven()
