@@ -19,7 +19,7 @@ from pipeshard.engine.loss_state import of_entries
 from pipeshard.engine.loss_trial import ROUNDING, Losses, Measured
 from pipeshard.engine.loss_values import Range, ranges_of
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.hf import IGNORED
+from pipeshard.hf import IGNORED, MASK
 
 CLOSE = {torch.float32: ROUNDING, torch.float64: 1e-9}  # tolerated relative error of a sum; see `tolerance_of`
 CLOSE_SLOPES = 2e-2  # the same for a gradient, relative to its largest element: glue may round to 16 bits
@@ -32,14 +32,16 @@ class LossRule:
     divided by the batch's count.
 
     The count is the number of valid labels: the entries at `path`, from column `shift` on, that are not `ignore`. With
-    `adds`, the count is the sum of all entries from this column on. If `path` is None, the count is the number of
-    samples. With `summed`, losses are added unweighted; with `each`, every microbatch counts as 1. With `counted`, the
-    criterion returns a sum and its count for each microbatch.
+    `masked`, only labels with an attention mask other than 0 are valid: some losses omit padding by the mask, whatever
+    its labels are. With `adds`, the count is the sum of all entries from this column on. If `path` is None, the count
+    is the number of samples. With `summed`, losses are added unweighted; with `each`, every microbatch counts as 1.
+    With `counted`, the criterion returns a sum and its count for each microbatch.
     """
 
     path: str | None = None
     shift: int = 0
     ignore: float = IGNORED
+    masked: bool = False
     summed: bool = False
     each: bool = False
     adds: bool = False
@@ -72,10 +74,16 @@ class LossRule:
             return [1.0] * len(microbatches)
         if self.path is None:
             return [microbatch.rows for microbatch in microbatches]
-        leaves = [microbatch.by_sample(self.path) for microbatch in microbatches]
-        leaves = [leaf[..., self.shift :] if leaf.ndim > 1 else leaf for leaf in leaves]
-        counts = [leaf.double().sum() if self.adds else is_valid(leaf, self.ignore).sum() for leaf in leaves]
+        counts = [self._count(microbatch, self.path) for microbatch in microbatches]
         return [float(count) for count in torch.stack(counts).tolist()]
+
+    def _count(self, microbatch: Batch, path: str) -> Tensor:
+        leaf = microbatch.by_sample(path)
+        counted = leaf if self.adds else is_valid(leaf, self.ignore)
+        if self.masked:
+            counted = counted & microbatch.by_sample(MASK).ne(0)
+        counted = counted[..., self.shift :] if leaf.ndim > 1 else counted
+        return counted.double().sum() if self.adds else counted.sum()
 
     def holds(self, losses: Losses, looser: float = 1.0) -> bool:
         """Whether this rule gives the loss of the whole from the losses of the parts, within `looser` times the

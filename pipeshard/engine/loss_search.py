@@ -32,7 +32,7 @@ from pipeshard.engine.loss_values import SPAN
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.shapes import TensorSpec
-from pipeshard.hf import IGNORED, has_known_loss, is_target, padding_token, targets
+from pipeshard.hf import IGNORED, MASK, has_known_loss, is_target, padding_token, targets
 
 logger = logging.getLogger("pipeshard")
 CUTS = 1, 2, 3  # numbers of samples in the first of two parts
@@ -226,8 +226,9 @@ class _Search:
     def _candidates(self) -> Iterator[LossRule]:
         integers, floats = self.samples.integers, self.samples.floats
         for path in targets(integers) or [path for path in integers[::-1] if path in self.read]:
-            for ignore in self._ignored(path):
-                yield from (LossRule(path, shift, ignore) for shift in (0, 1))
+            masks = (True, False) if self._reads_mask_of(path) else (False,)  # no trial tells them apart without a 0
+            for ignore, masked in itertools.product(self._ignored(path), masks):
+                yield from (LossRule(path, shift, ignore, masked) for shift in (0, 1))
         yield from (LossRule(), SUM)
         for path in (*floats, *integers):  # masks, and weights
             if path in self.read:
@@ -242,6 +243,11 @@ class _Search:
             if path in self.read and not is_target(path):
                 paddings = dict.fromkeys([padding_token(self.model) or 0, 0])
                 yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
+
+    def _reads_mask_of(self, path: str) -> bool:
+        """Whether the loss reads an attention mask with an entry for each label."""
+        mask, labels = self.batch.tensors.get(MASK), self.batch.tensors[path]
+        return path != MASK and MASK in self.read and mask is not None and mask.shape == labels.shape
 
     def _ignored(self, path: str) -> list[int]:
         """The labels that may mean "no label". GPU kernels abort for a label that is out of range. So on a GPU, a

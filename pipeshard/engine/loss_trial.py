@@ -28,7 +28,7 @@ from pipeshard.graph.taint import Value
 from pipeshard.graph.trace import trace
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import find_units, handled
-from pipeshard.hf import MASK, is_target, special_tokens
+from pipeshard.hf import is_target, special_tokens
 from pipeshard.private import reparametrized
 from pipeshard.split.differences import END, other_way
 from pipeshard.split.materialize import is_released
@@ -135,7 +135,6 @@ class Samples:
         three or more labels has at least two valid labels. With one label per sample, all samples but one have a valid
         label. In every second draw, the valid labels of a long sample are spread over the sample, with fewer labels
         towards the end, since code that processes chunks of positions may fail for a chunk without labels."""
-        mask = batch.by_sample(MASK) if MASK in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 
         def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -145,8 +144,6 @@ class Samples:
             valid = 2 if ignore == 1 else 1
             is_invalid = leaf.isnan() if math.isnan(ignore) else leaf < 0 if ignore < 0 else leaf == ignore
             leaf = torch.where(is_invalid, valid, leaf)
-            if mask is not None and mask.shape == leaf.shape:
-                leaf = leaf.masked_fill(mask == 0, ignore)  # some losses use the mask to omit padding
             if leaf.ndim == 1 or leaf.shape[1] == 1:
                 leaf[-1 if number % 2 else len(leaf) // 2] = ignore
             elif leaf.shape[1] > LENGTH and number % 2 == 0:
@@ -191,7 +188,7 @@ def _pool(leaf: Tensor, special: Tensor) -> Tensor:
         repeated = torch.cat([present, pool[-1:]]).unique()
         return torch.cat([pool, repeated.repeat(len(pool) // SPAN)])
     fill = torch.arange(max(last, 1) + 1)
-    if leaf.ndim > 1:  # tokens
+    if leaf.ndim > 1 and last > 1:  # tokens; zeros and ones may be a mask
         fill = fill[~torch.isin(fill, special) | torch.isin(fill, present)]
     return torch.cat([pool[pool < 0], fill, pool[len(classes) :]])
 

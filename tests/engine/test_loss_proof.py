@@ -351,6 +351,45 @@ def test_criteria_are_told_apart() -> None:
     assert key_of(captured[0]) == key_of(captured[1]) != key_of(captured[2])
 
 
+def active(out: Any, batch: Any) -> Tensor:
+    """The loss of BERT's taggers, which omits padding by the mask and other positions by their label."""
+    is_active = batch["attention_mask"].flatten() == 1
+    labels = torch.where(is_active, batch["labels"].flatten(), torch.tensor(-100))
+    return cross_entropy(out["logits"].flatten(0, 1), labels)
+
+
+def twice_masked(out: Any, batch: Any) -> Tensor:
+    losses = cross_entropy(out["logits"].transpose(1, 2), batch["labels"], reduction="none")
+    counted = batch["attention_mask"] * (batch["labels"] != -100)
+    return (losses * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("criterion", [active, twice_masked])
+@pytest.mark.parametrize("lengths", [[6, 6, 6, 6], [6, 2, 3, 6]], ids=["full", "padded"])
+def test_labels_of_padding_that_the_mask_omits_are_not_counted(criterion: Criterion, lengths: list[int]) -> None:
+    """A tagger's labels were padded with 0 (class "O"), and its loss omitted padding by the mask: the rule counted the
+    labels of padding, so short samples weighed too much in each step."""
+    found = rule(criterion, tokens(attention_mask=of_lengths(lengths)))
+    batch = tokens(seed=1, attention_mask=of_lengths([6, 6, 1, 2]))
+    batch["labels"] *= batch["attention_mask"]
+    batch["labels"][0, 0] = -100
+    assert found.shares(Batch.of(batch).split(num_microbatches=2)) == pytest.approx([11 / 14, 3 / 14])
+
+
+def test_masks_of_full_samples_are_drawn_although_0_is_a_special_token() -> None:
+    """BioGPT's first token is 0, so trials drew no 0 for a mask of ones: a loss that omits padding by its mask had a
+    rule that counts padding."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BioGptForTokenClassification(transformers.BioGptConfig(vocab_size=TOKENS, **sizes))
+    data = tokens()
+    full = {"input_ids": data["ids"], "attention_mask": of_lengths([6, 6, 6, 6]), "labels": data["labels"].clamp(max=1)}
+    assert found(model, read_batch(model, full)) == LossRule("labels", masked=True)
+
+
+def of_lengths(lengths: list[int]) -> Tensor:
+    return (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
+
+
 def test_a_criterion_with_parameters_is_refused() -> None:
     """Uncertainty weighting, ArcFace: nothing trained them, silently."""
     criterion = nn.Module()
