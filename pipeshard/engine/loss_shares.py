@@ -19,8 +19,11 @@ from pipeshard.engine.loss_state import LossState, of_batch
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.ways import Way
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, summary
+from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import has_known_loss
 from pipeshard.split.policy import Policy
+
+MOST_COUNTED = 64  # at most this many Dataflows are remembered
 
 
 class LossShares:
@@ -46,6 +49,7 @@ class LossShares:
         self.state: tuple[int, int] = 0, 0  # numbers of the states of the model and the criterion
         self._is_known = has_known_loss(policy.model)
         self._seen: tuple[Hashable, ...] | None = None  # the kinds of values that the loss depends on
+        self._counted: dict[int, tuple[Dataflow, bool]] = {}  # by id: whether the first count of the batch was right
 
     def look(self, criterion: Criterion | None, state: tuple[int, int]) -> None:
         """Record the state of the model and the criterion, and the values that the loss depends on."""
@@ -155,9 +159,32 @@ class LossShares:
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None
     ) -> list[tuple[float, bool]]:
         """The count that the criterion returns for each microbatch, and whether the sum of nothing is NaN. The counts
-        are computed before the first backward, which needs their sum."""
-        glue = Glue(self.model, criterion, self.device)
-        return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
+        are computed before the first backward, which needs their sum: from the batch alone if the trace shows how, and
+        otherwise by the criterion itself, with made-up unit results. A trace's first count is computed in both ways."""
+        if len(self._counted) > MOST_COUNTED:
+            self._counted.clear()
+        glue: Glue | None = None
+        counts = []
+        for batch, (flow, deltas) in zip(batches, ways, strict=True):
+            found = self._count_of_batch(batch, flow, deltas)
+            if found is None or id(flow) not in self._counted:
+                glue = glue or Glue(self.model, criterion, self.device)
+                count, is_nan = glue.count(batch.to(glue.device), flow, deltas)
+                counts.append((count, is_nan))
+                if found is not None:
+                    self._counted[id(flow)] = flow, found == count
+            else:
+                counts.append((found, False))
+        return counts
+
+    def _count_of_batch(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float | None:
+        """The criterion's count, computed from the batch alone, or None if it is 0 or the trace does not show how."""
+        _, is_right = self._counted.get(id(flow), (flow, True))
+        question = next((asked for asked in flow.questions if asked.is_count), None)
+        if question is None or not is_right:
+            return None
+        can_be_asked, count = question.ask(batch.tensors, deltas)
+        return float(count) or None if can_be_asked else None
 
     def _total(self, count: float, rule: LossRule) -> float:
         """The sum of a count over the replicas. Raises BatchError if a replica uses a different rule."""

@@ -60,17 +60,19 @@ def _are_alike(a: Any, b: Any) -> bool:
 class Question:
     """A decision of glue on the batch's leaves `paths`. `steps` are the operators that compute the decision; the last
     operator returned `answer` in the trace. `steps` is None if the question cannot be evaluated for other batches. The
-    answer is then valid only for the traced values."""
+    answer is then valid only for the traced values. The question of a criterion's count (`is_count`) decides nothing,
+    so it has no `answer`, and any value holds."""
 
     steps: tuple[Operator, ...] | None
     answer: Any
     device: torch.device
     paths: frozenset[str]
+    is_count: bool = False
 
     def holds(self, tensors: Mapping[str, Tensor], deltas: Sequence[int]) -> bool:
         """Whether the answer is the same for a batch with these leaves and with sizes that differ from the traced sizes
         by `deltas`."""
-        return self.ask(tensors, deltas) == (True, self.answer)
+        return self.is_count or self.ask(tensors, deltas) == (True, self.answer)
 
     def ask(self, tensors: Mapping[str, Tensor], deltas: Sequence[int] = ()) -> tuple[bool, Any]:
         """Return (True, answer) for these leaves of a batch, or (False, None) if the question cannot be evaluated for
@@ -151,6 +153,14 @@ class Recipes:
             question = replace(question, answer=next((value for can, value in answers if can), answer))
         self.questions.append(question)
         return question
+
+    def ask_count(self, count: Any) -> None:
+        """Record the question of a criterion's count, if glue computed this count from the batch alone."""
+        if isinstance(count, Tensor) and (of_count := self._results.get(count)) is not None:
+            steps: list[Operator] = []
+            is_known = self._follow(of_count.func, of_count.args, of_count.kwargs, steps, {})
+            if is_known and count._version == of_count.version:
+                self.questions.append(Question(tuple(steps), None, self.device, frozenset(), is_count=True))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, steps: list[Operator], known: dict[int, int]) -> bool:
         """Append to `steps` the operators that compute the inputs of a call of `func`, and the call itself. Returns

@@ -179,6 +179,7 @@ class Tracer:
         ):
             loss, count = sum_and_count(output, self.criterion, batch)
         self.counts_results = isinstance(count, Tensor) and bool(self._use([count]).values)
+        self.taint.recipes.ask_count(count)
         return loss if loss is None or count is None else loss / count
 
     def _refuse_foreign(self, loss: Tensor | None) -> None:
@@ -202,9 +203,8 @@ class Tracer:
         used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # all later calls belong to the same autograd function
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
-        lists = batch.entries.keys()
-        small = {path for path in (taint.seen | rewritten) - lists if batch.tensors[path].numel() <= SMALL * batch.rows}
-        watched = frozenset(taint.shaping | small | lists)
+        small = {path for path, leaf in batch.tensors.items() if leaf.numel() <= SMALL * batch.rows}
+        watched = frozenset(taint.shaping | (small & (taint.seen | rewritten)) | batch.entries.keys())
         return Dataflow(
             calls=tuple(self.calls),
             loss=used,
@@ -222,7 +222,7 @@ class Tracer:
             python_random=self.python_random,
             tail=taint.of_glue,
             touched=frozenset(taint.touched),
-            questions=tuple(question for question in taint.recipes.questions if not question.paths <= watched),
+            questions=tuple(asked for asked in taint.recipes.questions if asked.is_count or not asked.paths <= watched),
             hooks=tuple(taint.hooks),
             rewritten=rewritten,
             together=tuple(self.groups.spans),

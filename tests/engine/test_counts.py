@@ -1,0 +1,96 @@
+"""Tests of a criterion's counts: a step computes them from the batch alone, without a run of the glue."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipeshard
+from pipeshard.engine.loss_trial import Glue
+from pipeshard.hf import IGNORED
+from tests.pool import Pool
+from tests.verify.test_whole_batch import WORDS, Net
+
+pytestmark = pytest.mark.local
+
+
+class Weighted(nn.Module):
+    """A mean over words, weighted by the kind of word and by a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.linspace(0.5, 3.0, WORDS))
+        self.scale = 1.0
+
+    def forward(self, out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"][:, 1:]
+        is_valid = labels != IGNORED
+        weights = torch.where(is_valid, self.weights[labels.clamp(min=0)], 0.0)
+        losses = F.cross_entropy(out["logits"][:, :-1].flatten(0, 1), labels.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum(), weights.sum() * self.scale
+
+
+class Counted(Weighted):
+    """The same mean, with a count as a Python number."""
+
+    def forward(self, out: Any, batch: Any) -> tuple[Tensor, float]:  # type: ignore[override]
+        total, count = super().forward(out, batch)
+        return total, float(count)
+
+
+def batch_of(length: int, valid: list[int]) -> dict[str, Tensor]:
+    """Samples of a length; each has its first `valid` labels."""
+    ids = torch.randint(0, WORDS, (len(valid), length), generator=torch.Generator().manual_seed(length))
+    labels = ids.masked_fill(torch.arange(length) >= torch.tensor(valid)[:, None], IGNORED)
+    return {"ids": ids, "labels": labels}
+
+
+def differences(kind: type[Weighted]) -> tuple[float, list[int]]:
+    """The largest relative difference of a loss or gradient, and the number of runs of the glue in each step."""
+    torch.manual_seed(0)
+    model, criterion = Net(), kind()
+    unsplit, whole = copy.deepcopy((model, criterion))
+    engine = pipeshard.initialize(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        criterion,
+        pp_size=1,
+        num_microbatches=3,
+        verify=False,
+        dry_run_input=batch_of(7, [7] * 6),
+    )
+    worst, runs = 0.0, []
+    lengths = [(7, [7, 3, 5, 2, 6, 4]), (7, [7, 7, 1, 1, 7, 5]), (9, [2, 9, 5, 1, 7, 8]), (8, [8, 2, 3, 8, 8, 8])]
+    for step, (length, valid) in enumerate(lengths):
+        batch = batch_of(length, valid)
+        if step == 1:
+            criterion.scale = whole.scale = 0.5
+        if step == 2:
+            for each in (criterion, whole):
+                each.weights.mul_(torch.linspace(1.0, 2.0, WORDS))
+        with mock.patch.object(Glue, "count", autospec=True, side_effect=Glue.count) as count:
+            loss = engine.execute_pipeline(iter([batch]))["loss"]
+        total, number = whole(unsplit(**batch), batch)
+        expected = total / number
+        unsplit.zero_grad()
+        expected.backward()
+        pairs = [(loss, expected.detach())]
+        pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), unsplit.parameters(), strict=True)]
+        worst = max(worst, *(float((a - b).norm() / b.norm()) for a, b in pairs))
+        runs.append(count.call_count)
+        engine.optimizer.zero_grad()
+    return worst, runs
+
+
+@pytest.mark.parametrize(("kind", "runs"), [(Weighted, [1, 2, 1, 0]), (Counted, [3, 3, 3, 3])])
+def test_counts_are_computed_from_the_batch_alone(pool: Pool, kind: type[Weighted], runs: list[int]) -> None:
+    """To count the labels of a microbatch, each step ran the glue and the criterion once more. Now they run for the
+    first count after a change (a new scale, weights that were written to), and for a count of 0, as in the second step.
+    """
+    ((worst, found),) = pool.run(differences, 1, kind)
+    assert worst < 1e-6
+    assert found == runs
