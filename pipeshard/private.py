@@ -105,6 +105,18 @@ def _stack(mode: TorchDispatchMode | TorchFunctionMode) -> _Stack:
     return _Stack(torch._C._len_torch_function_stack, overrides._pop_mode, overrides._push_mode)
 
 
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile(function, **options)`, but modules without hooks do not share their code with modules that have
+    hooks, and a module is compiled again if its hooks change. torch omits these guards by default."""
+    code = torch.compile(function, **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # in each context, since torch keeps it per context
+        return code(*args, **kwargs)
+
+    return call
+
+
 def nccl_options(timeout: timedelta) -> Any:
     """Options of an NCCL process group with this timeout and high-priority streams."""
     options = getattr(dist, "ProcessGroupNCCL").Options(is_high_priority_stream=True)  # noqa: B009
@@ -138,6 +150,7 @@ __all__ = [
     "SequenceKey",
     "StridedShard",
     "TreeSpec",
+    "compiled",
     "default_store",
     "disable_current_modes",
     "disabled_torch_function",

@@ -285,6 +285,36 @@ def test_classes_made_of_single_operations(monkeypatch: pytest.MonkeyPatch) -> N
     assert compiled == [wide]
 
 
+class Halved(nn.Module):
+    """A layer whose inner linear layer may have hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def test_hooks_inside_compiled_units_run() -> None:
+    """A hook inside a layer, with compile=True, ran only in the first layer that was compiled on a stage: torch reused
+    the code of this layer, without a guard on hooks, for all others."""
+    units = {f"layers.{k}": Halved() for k in range(3)}
+    materialize.compile_units(units, backend="eager")
+    x = torch.randn(2, 2, requires_grad=True)
+
+    def compare() -> None:
+        for name, unit in units.items():
+            expected = unit.forward.original(x)  # type: ignore[attr-defined]
+            assert torch.equal(unit(x), expected), name
+            assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (unit(x), expected))), name
+
+    units["layers.1"].linear.register_forward_hook(lambda module, args, output: output * 0.5)
+    compare()
+    units["layers.2"].linear.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
+    compare()
+
+
 def step_of(stage: Stage, *reached: Sequence[bool]) -> None:
     """A step in which the results that a stage received get a gradient or none, microbatch by microbatch."""
     stage.reached, stage.dropped = {}, set()

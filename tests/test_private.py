@@ -238,6 +238,13 @@ def test_a_compiled_function_may_put_attributes_of_its_own_on_results() -> None:
         assert all(name.startswith(private.OF_COMPILER) for name in vars(compiled(torch.ones(length))))
 
 
+def test_compiled_code_is_not_shared_with_a_module_that_has_hooks() -> None:
+    layers = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())
+    layers[1][0].register_forward_hook(lambda module, args, output: output * 0.5)
+    plain, hooked = (private.compiled(layer.forward, backend="eager")(torch.ones(2)) for layer in layers)
+    assert torch.equal(hooked, plain * 0.5)
+
+
 def test_torchs_functions_of_norms_call_what_is_set() -> None:
     """References that were imported earlier call it, too, and `clip_grad_norm_` calls `get_total_norm`."""
     clip, norm = nn.utils.clip_grad_norm_, nn.utils.get_total_norm

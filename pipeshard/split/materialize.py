@@ -17,7 +17,7 @@ from torch import nn
 from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.graph.units import CutPoint, intercept
-from pipeshard.private import without_weakrefs
+from pipeshard.private import compiled, without_weakrefs
 from pipeshard.split.adapters import begin
 from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons, written_again
 from pipeshard.split.policy import Policy
@@ -84,7 +84,7 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
     single = (nn.Linear, nn.Embedding)  # not their subclasses, which may do more
     fusible = {name: u for name, u in units.items() if type(u) not in single and not isinstance(u, CutPoint)}
     for interception in intercept(fusible):
-        interception.compiled = torch.compile(interception.original, **options)
+        interception.compiled = compiled(interception.original, **options)
 
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
