@@ -33,6 +33,14 @@ MEDIA = {
 }
 SIZES = "_thw", "_sizes", "_shapes", "_hws"  # suffixes of leaves that have one row of sizes per image
 
+# Registries of functions, by module of transformers, and the config fields that select a function of a registry.
+REGISTRIES = {
+    "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
+    "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.integrations.moe": "ALL_EXPERTS_FUNCTIONS",
+}
+IMPLEMENTATIONS = "_attn_implementation", "_experts_implementation"
+
 # Config fields: head counts that tp_size must divide, and dropouts on sharded activations.
 HEADS = "num_attention_heads", "num_key_value_heads", "decoder_attention_heads"
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout", "dropout_rate")
@@ -316,6 +324,15 @@ def has_known_loss(model: nn.Module) -> bool:
     return is_of_transformers(model) and all(
         loss is None or getattr(loss, "__module__", "").startswith("transformers.") for loss in own
     )
+
+
+def registered_functions(model: nn.Module) -> list[Any]:
+    """The functions for attention, masks and experts in transformers' registries that the configs of the model
+    select."""
+    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    selected = {name for config in configs for field in IMPLEMENTATIONS if (name := getattr(config, field, None))}
+    registries = [getattr(sys.modules.get(path), name, {}) for path, name in REGISTRIES.items()]
+    return [registry[name] for registry in registries for name in selected if name in registry]
 
 
 _is_lone: ContextVar[bool] = ContextVar("is_lone", default=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -227,6 +228,15 @@ def test_the_name_of_neftune() -> None:
     setattr(embedding, hf.NOISE, 1.0)
     embedding.register_forward_hook(neftune_post_forward_hook)
     assert hf.adds_noise(embedding) and not torch.equal(embedding(torch.zeros(1, 1).long()), embedding.weight[:1, None])
+
+
+def test_registries_have_the_functions_that_a_config_selects() -> None:
+    config = transformers.MixtralConfig(attn_implementation="sdpa", **TINY)
+    found = hf.registered_functions(transformers.MixtralForCausalLM(config))
+    expected = {getattr(config, field) for field in hf.IMPLEMENTATIONS}
+    registries = [getattr(importlib.import_module(path), name) for path, name in hf.REGISTRIES.items()]
+    assert found == [registry[name] for registry in registries for name in expected if name in registry]
+    assert len(found) == 3
 
 
 def fields() -> set[str]:

@@ -1,7 +1,9 @@
 """Decide: the choice of models that are proven when they are boosted, and the log of the result."""
 
 import contextlib
+import inspect
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -21,7 +23,7 @@ from pipeshard.distributed.progress import NOW
 from pipeshard.engine.ragged import Ragged
 from pipeshard.errors import BatchError, ConfigurationError, VerificationError
 from pipeshard.graph.preserve import preserving
-from pipeshard.hf import has_known_loss, padding_token, without_adapters
+from pipeshard.hf import has_known_loss, padding_token, registered_functions, without_adapters
 from pipeshard.planner.memory import format_bytes
 from pipeshard.private import disable_current_modes
 from pipeshard.schedule.given import name_of
@@ -218,13 +220,17 @@ def _warn_of_batch_norms(model: nn.Module, trains: bool) -> None:
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified: all
-    modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced forwards or hooks, `criterion` is
-    None, and the optimizer is from KNOWN_PACKAGES."""
+    modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced methods or hooks, registered
+    functions that they call are from KNOWN_PACKAGES, `criterion` is None, and the optimizer is from KNOWN_PACKAGES."""
     if criterion is not None or not has_known_loss(model):
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
         return False
     if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN_PACKAGES:
+        return False
+    classes = {kind for module in model.modules() if not isinstance(module, Packed) for kind in type(module).__mro__}
+    methods = [value for kind in classes for value in vars(kind).values() if inspect.isfunction(value)]
+    if not all(map(_is_of_known_package, [*methods, *registered_functions(model)])):
         return False
     return all(
         (isinstance(module, Packed) or type(module).__module__.split(".")[0] in KNOWN_PACKAGES)
@@ -232,6 +238,17 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
         and not any(getattr(module, hooks) for hooks in HOOK_TABLES)
         for module in model.modules()
     )
+
+
+def _is_of_known_package(function: Any) -> bool:
+    """Whether a function, and each function that it wraps, was defined in one of KNOWN_PACKAGES, in pipeshard or in
+    Python's own library. `__module__` does not tell, since functools.wraps copies it."""
+    while function is not None:
+        package = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
+        if package not in (*KNOWN_PACKAGES, "pipeshard") and package not in sys.stdlib_module_names:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _remedies(sample: Batch) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import re
 import subprocess
@@ -20,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from colossalai.booster import Booster
 from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from pipeshard import PipelinePlugin
 from pipeshard.batch.batch import Batch
@@ -316,6 +319,34 @@ def test_which_models_are_known() -> None:
     assert is_known(llama, None)
     llama.lm_head = Layer()
     assert not is_known(llama, None)
+
+
+def centred(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """An attention whose result depends on all samples of the batch."""
+    return (query - query.mean(0)).transpose(1, 2), None
+
+
+def test_classes_with_replaced_methods_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user replaced the forward of LlamaAttention, or registered an attention, whose result depends on the batch: the
+    class was taken for transformers' own, and microbatches trained with other numbers than the batch."""
+    llama = zoo.build("llama", layers=2)
+    plain = LlamaAttention.forward
+
+    @functools.wraps(plain)
+    def halved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, weights = plain(self, *args, **kwargs)
+        return output * 0.5, weights
+
+    for kind, name in ((LlamaAttention, "forward"), (LlamaForCausalLM, "prepare_inputs_for_generation")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, halved)
+            assert not is_known(llama, None)
+    assert is_known(llama, None)
+    with monkeypatch.context() as patch:
+        patch.setitem(AttentionInterface._global_mapping, "centred", centred)
+        assert is_known(llama, None)
+        llama.set_attn_implementation("centred")
+        assert not is_known(llama, None)
 
 
 def test_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
