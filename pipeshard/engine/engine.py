@@ -231,6 +231,7 @@ class Pipeline:
         """Raise an error if the model has changed since boost in a way that a step does not support."""
         refuse_criterion(criterion, self.model)
         self.refuse_blank()
+        self.holdings.refuse_cast()
         refuse_recomputed(self.model, self.containers)
         self.places.check()
         if any(module._compiled_call_impl is not None for module in self.called):

@@ -36,6 +36,8 @@ class Whole:
         gradients would be wrong."""
         pipeline, precision = self.pipeline, self.pipeline.precision
         pipeline.refuse_blank()
+        if torch.is_grad_enabled():
+            pipeline.holdings.refuse_cast()
         pipeline.gradients.follow(adopts=torch.is_grad_enabled(), shares=False)
         if torch.is_grad_enabled():
             pipeline.gradients.add_to()

@@ -13,7 +13,7 @@ from pipeshard.distributed.mesh import DP, TP, Grid
 from pipeshard.engine.fsdp import ShardedUnits
 from pipeshard.engine.grad_sync import Bucket, GradientSync, has_hooks, reduction_buckets
 from pipeshard.engine.mixed_precision import MasterWeight, Precision, copy_attributes
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.initialize import InitWeights, initialize
 from pipeshard.split.materialize import is_released
 from pipeshard.split.policy import Policy
@@ -75,6 +75,7 @@ class HeldParameters:
             for parameter in [p for name, p in self.held.items() if name not in self.kept]:
                 parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # its compute dtype, for traces
         self._refuse_hooks(before)
+        self.dtypes = {name: parameter.dtype for name, parameter in self.held.items()}
         self.weights = {
             name: kind(name, p, self._holders(name), full.get(before[name]), before[name] in low)
             for name, p in self.held.items()
@@ -86,6 +87,17 @@ class HeldParameters:
         unsharded = {name for name, parameter in self.held.items() if not grid.divides(parameter, TP)}
         self.copied = unsharded - self.partial if copies else set()
         self.sync = GradientSync(self._buckets(self._summed_along, self.copied), tp_sharded, self.sharded)
+
+    def refuse_cast(self) -> None:
+        """Raise UsageError if a parameter has been cast since boost (`model.half()`). Traces have the former dtypes,
+        and an fp32 master weight is recognized by its dtype. Quantized weights may replace parameters."""
+        for name, parameter in self.held.items():
+            if parameter.dtype is not self.dtypes[name] and parameter.is_floating_point():
+                raise UsageError(
+                    f"the parameter {name} was {str(self.dtypes[name])[6:]} at boost, but is "
+                    f"{str(parameter.dtype)[6:]} now: cast the model before boost, or pass precision='bf16' or 'fp16' "
+                    "to PipelinePlugin. After a cast for an evaluation, cast the model back before it trains"
+                )
 
     def trained(self) -> dict[str, bool]:
         """Map each parameter's name to whether the parameter requires a gradient."""

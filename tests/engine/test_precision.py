@@ -442,3 +442,33 @@ def priced() -> list[float]:
 def test_targets_beyond_fp16_are_finite(pool: Pool) -> None:
     """A price of 1e5 became inf where the model was cast to fp16: all steps were skipped."""
     assert pool.run(priced, 2)[0] == pytest.approx([1e5] * 3, rel=1e-4)
+
+
+def cast_after_boost(precision: str) -> list[str]:
+    """What is said of steps of a model that was cast after boost, in place and in an evaluation alone."""
+    data, said = zoo.batch("gpt2"), list[str]()
+    split = Split(zoo.build("gpt2"), 1, data, num_microbatches=2, precision=precision)
+    before, other = split.model.unwrap().dtype, torch.float32 if precision == "bf16" else torch.bfloat16
+    split.backward(data)
+    split.step()
+    split.model.unwrap().to(other)
+    with torch.no_grad():
+        assert split.model(**data).loss.isfinite()
+    for step in (lambda: split.backward(data), lambda: split.model(**data)):
+        with pytest.raises(UsageError) as caught:
+            step()
+        said.append(str(caught.value))
+    split.model.unwrap().to(before)
+    split.backward(data)
+    split.step()
+    return said
+
+
+@pytest.mark.local
+@pytest.mark.turns
+@pytest.mark.parametrize(("precision", "told"), [("fp32", "float32 at boost, but is bfloat16"), ("bf16", "is float32")])
+def test_a_model_that_is_cast_after_boost_does_not_train(pool: Pool, precision: str, told: str) -> None:
+    """After .float() the optimizer updated values that the model no longer read, silently; after .bfloat16(), a step
+    advised a sample for the trace, which did not help."""
+    (said,) = pool.run(cast_after_boost, 1, precision)
+    assert all(told in each and "cast the model before boost" in each for each in said)
