@@ -117,6 +117,12 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return call
 
 
+def has_global_backward_hooks() -> bool:
+    """Whether a backward hook is registered for all modules (`register_module_full_backward_hook`)."""
+    of_modules = torch.nn.modules.module
+    return bool(of_modules._global_backward_hooks or of_modules._global_backward_pre_hooks)
+
+
 def nccl_options(timeout: timedelta) -> Any:
     """Options of an NCCL process group with this timeout and high-priority streams."""
     options = getattr(dist, "ProcessGroupNCCL").Options(is_high_priority_stream=True)  # noqa: B009
@@ -160,6 +166,7 @@ __all__ = [
     "functorch_is_active",
     "functorch_unwrapped",
     "global_step_pre_hooks",
+    "has_global_backward_hooks",
     "is_namedtuple_instance",
     "keystr",
     "leave_below",

@@ -270,6 +270,16 @@ def test_torchs_functions_of_norms_call_what_is_set() -> None:
     assert len(called) == 2
 
 
+def test_backward_hooks_of_all_modules_are_in_two_places() -> None:
+    of_all = nn.modules.module
+    for register in (of_all.register_module_full_backward_hook, of_all.register_module_full_backward_pre_hook):
+        assert not private.has_global_backward_hooks()
+        handle = register(lambda *_: None)
+        assert private.has_global_backward_hooks()
+        handle.remove()
+    assert not private.has_global_backward_hooks()
+
+
 def test_hooks_of_all_optimizers_are_in_one_place() -> None:
     before = len(private.global_step_pre_hooks)
     handle = register_optimizer_step_pre_hook(lambda *_: None)

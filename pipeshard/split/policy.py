@@ -22,6 +22,7 @@ from pipeshard.errors import ConfigurationError, PartitionError, TraceError, Usa
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
+from pipeshard.private import has_global_backward_hooks
 from pipeshard.split.balance import balance
 from pipeshard.split.boundary import boundaries, forbidden_cuts
 from pipeshard.split.partition import Cuts, Partition, call_costs, speeds_of, weights
@@ -274,7 +275,8 @@ def refuse_backward_hooks(
 ) -> None:
     """Raise UsageError for a module's backward hook if no stage has all of the hook's gradients, since the module
     contains units (`around`), or is a unit with a result that has a gradient and crosses a cut."""
-    hooked = {m for m in (*around, *units.values()) if m._backward_hooks or m._backward_pre_hooks}
+    of_all = has_global_backward_hooks()
+    hooked = {m for m in (*around, *units.values()) if of_all or m._backward_hooks or m._backward_pre_hooks}
     if not hooked or partition.num_stages == 1:
         return
     crossing = boundaries(flow, partition.of_calls(flow), partition.num_stages, outputs)
@@ -285,7 +287,8 @@ def refuse_backward_hooks(
             where = "is itself split into stages" if module in around else "returns a result to another stage"
             raise UsageError(
                 f"{name or 'the model'} ({type(module).__name__}) has a backward hook (register_full_backward_hook, "
-                f"register_full_backward_pre_hook), but {where}, so no stage has all the gradients for the hook: "
+                "register_full_backward_pre_hook, or register_module_full_backward_hook for all modules), but "
+                f"{where}, so no stage has all the gradients for the hook: "
                 "register the hook on a module inside a unit, or cut elsewhere (the partition argument of "
                 "PipelinePlugin)"
             )

@@ -25,7 +25,7 @@ from pipeshard.errors import BatchError, ConfigurationError, VerificationError
 from pipeshard.graph.preserve import preserving
 from pipeshard.hf import has_known_loss, padding_token, registered_functions, without_adapters
 from pipeshard.planner.memory import format_bytes
-from pipeshard.private import disable_current_modes
+from pipeshard.private import disable_current_modes, has_global_backward_hooks
 from pipeshard.schedule.given import name_of
 from pipeshard.slices.cut import shortened, with_padding
 from pipeshard.split.packed import Packed
@@ -222,7 +222,7 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
     """Whether docs/parity.md lists the class of the model as exact, and model, loss and optimizer are unmodified: all
     modules are from KNOWN_PACKAGES (or are quantized layers) and have no replaced methods or hooks, registered
     functions that they call are from KNOWN_PACKAGES, `criterion` is None, and the optimizer is from KNOWN_PACKAGES."""
-    if criterion is not None or not has_known_loss(model):
+    if criterion is not None or not has_known_loss(model) or has_global_backward_hooks():
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
         return False

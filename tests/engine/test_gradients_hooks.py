@@ -254,6 +254,23 @@ def test_hooks(pool: Pool) -> None:
             assert message in told, told
 
 
+def hooked_in_all() -> None:
+    """A step with a backward hook that is registered for all modules at once."""
+    both = Both(Net)
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
+    try:
+        both.booster.execute_pipeline(iter([data()]), both.model, None, both.optimizer)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.turns
+def test_backward_hooks_of_all_modules_are_refused(pool: Pool) -> None:
+    """A logger of gradients saw none, or a part, at the modules next to a cut, and nothing said so."""
+    for told in pool.run_expecting(UsageError, hooked_in_all, 2):
+        assert "(Net) has a backward hook" in told and "register_module_full_backward_hook" in told, told
+
+
 class Force(nn.Module):
     """Forces of a potential, by autograd in the model's own forward: from a stage that has the end of the graph alone
     they were zeros."""
