@@ -333,9 +333,7 @@ class _Proving:
         return reference, loss
 
     def _fickle(self) -> frozenset[str]:
-        """The attributes that differ between two runs, such as values from torch.seed() or the clock."""
-        if not self.draws:
-            return frozenset()
+        """The attributes that differ between two runs, such as values from torch.seed(), or durations."""
         with undisturbed(self.device):
             return differing(self._unsplit()[0].model, self._unsplit()[0].model)
 
