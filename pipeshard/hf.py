@@ -178,6 +178,16 @@ def has_label_per_sample(model: nn.Module) -> bool:
     return type(without_adapters(model)[1]).__name__.endswith("SequenceClassification")
 
 
+def use_eager_kernels(model: nn.Module) -> None:
+    """Replace kernels that do not support fp64: flash attention, and the grouped matrix product of experts."""
+    if (experts := getattr(model, "set_experts_implementation", None)) is not None:
+        experts("eager")
+    for module in model.modules():
+        attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if "flash" in str(attention) and (change := getattr(module, "set_attn_implementation", None)) is not None:
+            change("eager")
+
+
 def disable_caches(model: nn.Module) -> list[Any]:
     """Turn off key-value caches in every (sub-)config in which they are on, and return these configs.
 

@@ -50,6 +50,7 @@ ATTRIBUTES = {
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_lazy_init", "_root_post_backward_final_callback"),
     "transformers.PreTrainedModel": ("_init_weights", "_from_config", "_keys_to_ignore_on_save", "_tied_weights_keys"),
     "transformers.AutoModel": ("_model_mapping",),
+    "transformers.PretrainedConfig": ("_attn_implementation",),
 }
 # What Python, numpy and ColossalAI call so, and what the Booster puts on a model that it is to load.
 OTHERS = {"_pretrained", "_orig_mod", "_exit", "_current_frames", "_inst", "_rand", "_op_impls", "_destroy"}

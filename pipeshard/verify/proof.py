@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from pipeshard.errors import BatchError, PartitionError, PipeshardError, TraceEr
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.indices import checking_indices
 from pipeshard.graph.taint import Lone
+from pipeshard.hf import use_eager_kernels
 from pipeshard.split.policy import Policy
 from pipeshard.verify.compare import Comparison, differing
 from pipeshard.verify.limit import Limit, TooMuch
@@ -285,9 +285,8 @@ class _Proving:
     def _copy(self, dtype: torch.dtype | None = None) -> Copies:
         self.limit.tick()
         made = self.given.copy(self.device, dtype)
-        experts: Any = getattr(made.model, "set_experts_implementation", None)
-        if dtype is torch.float64 and experts is not None:
-            experts("eager")  # the grouped matrix product does not support fp64
+        if dtype is torch.float64:
+            use_eager_kernels(made.model)
         for parameter in made.model.parameters():
             parameter.grad = None
         if self.config.has_slices or self.config.is_ragged:  # the random numbers of dropout depend on the length

@@ -14,10 +14,14 @@ import torch
 import torch.nn.functional as F
 from colossalai.booster import Booster
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from pipeshard import PipelinePlugin
 from pipeshard.errors import VerificationError
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Large, prove
+from tests import zoo
 from tests.pool import Pool
 from tests.verify.test_verify import proof_of
 
@@ -362,6 +366,56 @@ class Noisy(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + torch.tensor([0.1 * random.random() for _ in x]).view(-1, 1, 1))
+
+
+class Rounded(Layer):
+    """As a kernel that has no fp64, and rounds other numbers of samples differently."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            raise TypeError("only supports fp16 and bf16")
+        return super().forward(x * (1 + 2e-5 * len(x)))
+
+
+class RoundedAndCentred(Rounded):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0, keepdim=True))
+
+
+def without_fp64() -> list[str]:
+    proofs = [proof_of(Net(layer), words()) for layer in (Rounded, RoundedAndCentred)]
+    return [f"{proof.kind} {proof.but} {proof.coupled} {proof.reason}" for proof in proofs]
+
+
+def rounded_attention(module: nn.Module, query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """As flash attention, which has no fp64, and rounds other numbers of samples differently."""
+    if query.dtype is torch.float64:
+        raise TypeError("only supports fp16 and bf16")
+    return eager_attention_forward(module, query * (1 + 1e-2 * len(query)), *args, **options)
+
+
+def with_flash() -> str:
+    AttentionInterface.register("flash_of_test", rounded_attention)
+    AttentionMaskInterface.register("flash_of_test", eager_mask)
+    model = zoo.build("llama")
+    model.config._attn_implementation = "flash_of_test"
+    proof = proof_of(model, zoo.batch("llama"))
+    return f"{proof.kind} {proof.but} {proof.reason} {model.config._attn_implementation}"
+
+
+@pytest.mark.turns
+def test_flash_attention_is_compared_in_fp64_with_eager_attention(pool: Pool) -> None:
+    """The second comparison, in fp64, failed in the kernel. The model itself keeps its kernel."""
+    assert pool.run(with_flash, 1) == [f"{EXACT} ()  flash_of_test"]
+
+
+@pytest.mark.turns
+def test_rounding_of_a_model_without_fp64_is_no_difference(pool: Pool) -> None:
+    """A model with flash attention was refused, "samples depend on each other": its loss was rounded, and the error of
+    its repetition in fp64 was a verdict."""
+    (said,) = pool.run(without_fp64, 1)
+    assert said[0].startswith(PARTLY) and "does not run in fp64: TypeError: only supports fp16" in said[0], said
+    assert said[1].startswith(DIFFERENT) and "unit layers.0" in said[1], said
 
 
 def partly() -> list[str]:
