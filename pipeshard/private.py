@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import overrides
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -146,6 +147,7 @@ def set_wrapped(function: Any, inner: Any) -> None:
 __all__ = [
     "OF_COMPILER",
     "SUPPORTED_NODES",
+    "ActivationWrapper",
     "BatchNorm",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",

@@ -19,6 +19,7 @@ from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.units import containers
 from pipeshard.hf import adds_noise, has_adapters, recomputes, rope_limit
+from pipeshard.private import ActivationWrapper
 from pipeshard.slices.cut import positions_of
 from pipeshard.split.adapters import BEGINNING, base_names
 from pipeshard.split.packed import is_quantized
@@ -31,6 +32,7 @@ REFUSED: dict[type, str] = {
     FullyShardedDataParallel: "PipelinePlugin(fsdp=True) shards parameters across replicas",
     FSDPModule: "PipelinePlugin(fsdp=True) shards parameters across replicas",
     ScriptModule: "no stage can release TorchScript parameters; compile=True compiles each layer",
+    ActivationWrapper: "pass recompute=True to PipelinePlugin: no save would find the names of this wrapper",
 }
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import dispatch_model
 from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -93,6 +94,13 @@ def listed() -> nn.Module:
     return model
 
 
+def recomputed() -> nn.Module:
+    """Its save raised KeyError after hours of training: parameters have other names than in its state_dict."""
+    model = Net()
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    return model
+
+
 def scripted() -> nn.Module:
     model = Net()
     model.layers[1] = torch.jit.trace(model.layers[1], torch.ones(2, 8))
@@ -110,6 +118,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fsdp": (sharded, r"layers\.2 is wrapped in FSDPModule.*fsdp=True"),
     "layer.compile": (compiled_layer, r"layers\.1 \(Block\) was compiled separately.*compile=True"),
     "compiled body": (compiled_body, r"net \(OptimizedModule\) was compiled separately"),
+    "checkpoint_wrapper": (recomputed, r"layers\.1 is wrapped in ActivationWrapper.*pass recompute=True"),
     "scripted layer": (scripted, r"layers\.1 is wrapped in ScriptModule.*release TorchScript parameters"),
     "synced batch norm": (synced, r"layers\.1 is an nn\.SyncBatchNorm.*use nn\.BatchNorm.*deferred_batch_norm=True"),
     "cuts in a list": (listed, "CutPoint that is not one of its modules.*nn.ModuleList"),
