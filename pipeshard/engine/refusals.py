@@ -18,7 +18,7 @@ from pipeshard.distributed.agreement import texts_of
 from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.units import containers
-from pipeshard.hf import adds_noise, has_adapters, recomputes, rope_limit
+from pipeshard.hf import IMPLEMENTATIONS, adds_noise, has_adapters, recomputes, rope_limit
 from pipeshard.private import ActivationWrapper
 from pipeshard.slices.cut import positions_of
 from pipeshard.split.adapters import BEGINNING, base_names
@@ -79,6 +79,12 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                 f"{name} is a bitsandbytes {type(module).__name__}, whose forward replaces its weight. Create the "
                 "model with PipelinePlugin.from_pretrained(cls, folder, "
                 "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then quantizes its own weights"
+            )
+        if getattr(getattr(module, "config", None), IMPLEMENTATIONS[0], None) == "flex_attention":
+            raise ConfigurationError(
+                f"{name or 'the model'} ({type(module).__name__}) uses attn_implementation='flex_attention', a "
+                "higher-order operator, which a trace does not support: call "
+                "model.set_attn_implementation('sdpa') before boost"
             )
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigurationError(

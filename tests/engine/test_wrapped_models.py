@@ -17,12 +17,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeshard import CutPoint, build
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
+from tests.zoo import TINY
 
 pytestmark = pytest.mark.local
 
@@ -101,6 +103,11 @@ def recomputed() -> nn.Module:
     return model
 
 
+def flexible() -> nn.Module:
+    config = LlamaConfig(**TINY, attn_implementation="flex_attention")
+    return LlamaForCausalLM(config)
+
+
 def scripted() -> nn.Module:
     model = Net()
     model.layers[1] = torch.jit.trace(model.layers[1], torch.ones(2, 8))
@@ -119,6 +126,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "layer.compile": (compiled_layer, r"layers\.1 \(Block\) was compiled separately.*compile=True"),
     "compiled body": (compiled_body, r"net \(OptimizedModule\) was compiled separately"),
     "checkpoint_wrapper": (recomputed, r"layers\.1 is wrapped in ActivationWrapper.*pass recompute=True"),
+    "flex_attention": (flexible, r"flex_attention.*call model\.set_attn_implementation\('sdpa'\) before boost"),
     "scripted layer": (scripted, r"layers\.1 is wrapped in ScriptModule.*release TorchScript parameters"),
     "synced batch norm": (synced, r"layers\.1 is an nn\.SyncBatchNorm.*use nn\.BatchNorm.*deferred_batch_norm=True"),
     "cuts in a list": (listed, "CutPoint that is not one of its modules.*nn.ModuleList"),
