@@ -146,6 +146,11 @@ class Snapshot:
         in_code = {float(number) for function in functions for number in numbers_in(function)}
         return Thresholds(in_code, Counter(float(value) for value in values if type(value) in (int, float)))
 
+    @property
+    def reached(self) -> Iterable[Any]:
+        """All objects and tensors that the walk has met, including objects that it does not enter."""
+        return self._seen.values()
+
     def constants(self) -> set[int]:
         """The ids of values to which other values refer without a place, such as items of a tuple."""
         return {id(value) for seen in self._seen.values() for _, value in constants_of(seen)}

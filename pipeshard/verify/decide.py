@@ -286,10 +286,11 @@ def _say(proof: Proof, name: str) -> None:
         return
     logger.log(
         logging.INFO if proof.refused else logging.WARNING,
-        "could not verify that %s split into stages matches the unsplit model: %s. To check it, run `pipeshard verify "
-        "SCRIPT` or pass PipelinePlugin(verify=True). verify=False silences this message",
+        "could not verify that %s split into stages matches the unsplit model: %s. %s. verify=False silences this "
+        "message",
         name,
         proof.reason,
+        proof.remedy or "To check it, run `pipeshard verify SCRIPT` or pass PipelinePlugin(verify=True)",
     )
 
 

@@ -25,7 +25,7 @@ from pipeshard.split.policy import Policy
 from pipeshard.verify.compare import Comparison, differing
 from pipeshard.verify.limit import Limit, TooMuch
 from pipeshard.verify.local import Different, LocalPipeline, Unproven
-from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
+from pipeshard.verify.reference import Copies, NoLoss, Reference, Uncopyable, Weights, generators, undisturbed
 from pipeshard.verify.samples import Samples
 from pipeshard.verify.sides import ALL, SEED, Sides, StepCut, Undivided
 from pipeshard.verify.smaller import smaller
@@ -36,6 +36,7 @@ logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
 STEPS_LEFT = 4  # smallest number of steps of a proof after its first one
 STEPS_OF_PROOF = 6  # duration of a proof after its first step if nothing differs, in steps of the unsplit model
+COPY_REMEDY = "To have it checked, hold the object outside of the model and criterion, or give its class a __deepcopy__"
 BEGINS = {
     "forward": "All units return the same results: the difference begins in the model's code between or after units, "
     "or in the criterion",
@@ -52,7 +53,7 @@ class Proof:
     other, so that microbatches do not give the result of the batch. `moving`: state that changes with each microbatch,
     as in gradient accumulation. `dependent`: whether a microbatch does not run by itself, because of the error `cause`.
     `smaller`: the reductions of the copy that was proven instead of a large model. `padding`: how slices of samples
-    with padding differ from whole samples.
+    with padding differ from whole samples. `remedy`: what makes an unproven model provable, if this is known.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Proof:
     cause: BaseException | None = None
     smaller: str = ""
     padding: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ def prove(
             made = Proof(UNPROVEN, str(error), dependent=True, cause=error.__cause__)
         except Unproven as error:
             made = Proof(UNPROVEN, str(error))
+        except Uncopyable as error:
+            made = Proof(UNPROVEN, str(error), remedy=COPY_REMEDY)
         except PipeshardError as error:  # for the model itself, boost or the first step also raises it
             made = Proof(UNPROVEN, summary(error), refused=not proving.smaller)
         except Exception as error:  # the user's code, or copying it, may raise anything

@@ -2,25 +2,33 @@
 
 import contextlib
 import copy
+import functools
+import io
 import logging
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.engine.optimizer_trial import copied_optimizer
 from pipeshard.engine.step_guard import contents
-from pipeshard.graph.places import PLAIN
+from pipeshard.errors import summary
+from pipeshard.graph.places import PLAIN, PathStep, entries_of, format_path
 from pipeshard.graph.preserve import without_tf32
 from pipeshard.graph.rng import Randomness, python_state
+from pipeshard.graph.snapshot import Snapshot
 from pipeshard.hf import disable_caches
 from pipeshard.private import tree_map_only
 from pipeshard.split.adapters import begin
@@ -29,6 +37,14 @@ from pipeshard.split.materialize import allocate
 from pipeshard.split.packed import packed_layers
 
 PACKED_STD = 0.02  # standard deviation of the values for a quantized weight
+# Objects without state of a model, which copies share: data, files, connections, locks, writers and progress bars.
+SHARED = Dataset, DataLoader, dist.ProcessGroup, io.IOBase, type(threading.Lock()), type(threading.RLock()), ModuleType
+PACKAGES_OF_SHARED = {"threading", "queue", "_queue", "multiprocessing", "concurrent", "socket", "sqlite3"}
+PACKAGES_OF_SHARED |= {"tqdm", "rich", "wandb", "trackio", "tensorboard", "tensorboardX", "datasets"}
+
+
+class Uncopyable(Exception):
+    """A model, criterion or optimizer holds an object that cannot be copied."""
 
 
 @dataclass
@@ -45,16 +61,16 @@ class Copies:
         """Copy all fields again, to `device`, with floating-point tensors cast to `dtype`.
 
         Closures (hooks, lambdas) are also copied: otherwise every copy would modify the user's own captured objects.
-        Raises deepcopy's error for objects that cannot be copied.
+        Objects without state of a model, such as the writer of a trainer whose method is the criterion, are shared.
+        Raises Uncopyable or deepcopy's error for other objects that cannot be copied.
         """
-        memo = copies_of_kept(self.model)
-        closures = hollow(memo, self.model, self.criterion, self.optimizer)
-        model, criterion = copy.deepcopy((self.model, self.criterion), memo)
-        for old, new in zip(self.model.parameters(), model.parameters(), strict=True):
-            copy_hooks(old, new, memo)
-        fill(memo, closures)
-        optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
-        made = Copies(model, criterion, optimizer, copy.deepcopy(self.sample))
+        memo = copies_of_kept(self.model) | {id(one): one for one in self._reached.reached if is_shared(one)}
+        try:
+            made = self._copied(memo)
+        except Exception as error:  # deepcopy may raise anything
+            if place := self._uncopyable():
+                raise Uncopyable(f"{place} cannot be copied ({summary(error)})") from error
+            raise
         for tensor in made._tensors():
             to = dtype if tensor.is_floating_point() else None
             tensor.data = tensor.data.to(device, to)
@@ -62,6 +78,31 @@ class Copies:
             made.sample = made.sample.map(lambda path, leaf, dim: leaf.to(dtype) if leaf.is_floating_point() else leaf)
         made.sample = made.sample if device is None else made.sample.to(device)
         return made
+
+    def _copied(self, memo: dict[int, Any]) -> "Copies":
+        closures = hollow(memo, self.model, self.criterion, self.optimizer)
+        model, criterion = copy.deepcopy((self.model, self.criterion), memo)
+        for old, new in zip(self.model.parameters(), model.parameters(), strict=True):
+            copy_hooks(old, new, memo)
+        fill(memo, closures)
+        optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
+        return Copies(model, criterion, optimizer, copy.deepcopy(self.sample))
+
+    @functools.cached_property
+    def _reached(self) -> Snapshot:
+        return Snapshot({"": self.model, "the criterion": self.criterion, "the optimizer": self.optimizer})
+
+    def _uncopyable(self) -> str:
+        """The place of the first object that cannot be copied, or "" if it is not found."""
+        for path, _, how, content, *_ in self._reached.holders:
+            for key, value in entries_of(content) if how not in ("global", "class") else ():
+                if is_shared(value) or isinstance(value, nn.Module | Tensor | Optimizer | dict | list):
+                    continue
+                try:
+                    copy.deepcopy(value)
+                except Exception:  # deepcopy may raise anything
+                    return format_path((*path, PathStep(how, key)))
+        return ""
 
     def drawn(self, device: torch.device, rule: InitWeights, seed: int) -> "Copies":
         """A copy in which meta tensors are allocated and initialized."""
@@ -97,6 +138,13 @@ class Copies:
         states = self.optimizer.state.values() if self.optimizer is not None else ()
         for state in (state for state in states if isinstance(state, Mapping)):  # others belong to no parameter
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
+
+
+def is_shared(value: Any) -> bool:
+    """Whether this object has no state of a model: copies of the model share it."""
+    package = type(value).__module__.partition(".")[0]
+    is_writer = package in PACKAGES_OF_SHARED or type(value).__module__.startswith("torch.utils.tensorboard")
+    return isinstance(value, SHARED) or (is_writer and not isinstance(value, type | nn.Module | threading.local))
 
 
 def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from colossalai.booster import Booster
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from tqdm import tqdm
 from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -266,14 +268,42 @@ def test_what_is_broken_on_purpose_is_found(pool: Pool, name: str) -> None:
     assert proof.refused or told(name, proof), proof
 
 
+class Trainer:
+    """A user's trainer, whose method is the criterion. It also holds its data and what reports its progress."""
+
+    def __init__(self) -> None:
+        self.scale, self.losses = torch.tensor(2.0), [0.0]
+        self.data, self.bar, self.lock = TensorDataset(torch.zeros(3)), tqdm(disable=True), threading.Lock()
+        self.file, self.functional = open(__file__), F  # noqa: SIM115
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        with self.lock:
+            loss = self.scale * F.cross_entropy(output["logits"], batch["y"])
+            self.losses.append(float(loss.detach()))
+        return loss
+
+
+def trained_by_a_method() -> str:
+    trainer = Trainer()
+    proof = proof_of(made(), data(), trainer.loss)
+    trainer.file.close()
+    return f"{proof.kind} {proof.reason} {trainer.losses}"
+
+
+@pytest.mark.turns
+@pytest.mark.local
+def test_a_criterion_of_a_trainer_with_files_and_locks_is_proven(pool: Pool) -> None:
+    """Nothing was ever verified for it: the trainer was copied, "cannot pickle '_thread.lock' object"."""
+    assert pool.run(trained_by_a_method, 1) == [f"{EXACT}  [0.0]"]
+
+
 def unprovable() -> list[str]:
     """What cannot be copied, run or trained is said, whatever else it is."""
     locked, empty, failing = made(), made(), made()
-    locked.file = open(__file__)  # type: ignore[assignment]  # noqa: SIM115
+    locked.rows = (row for row in ())  # type: ignore[assignment]
     empty.forward = lambda x, y: {"logits": x}  # type: ignore[method-assign]
     failing.forward = lambda x: x  # type: ignore[method-assign]
     proofs = [proof_of(model, data()) for model in (locked, empty, failing)]
-    locked.file.close()  # type: ignore[operator]
     return [f"{proof.kind}: {proof.reason}" for proof in proofs]
 
 
@@ -281,6 +311,7 @@ def unprovable() -> list[str]:
 def test_what_cannot_be_proven_is_said(pool: Pool) -> None:
     (said,) = pool.run(unprovable, 1)
     assert all(line.startswith(UNPROVEN) for line in said)
+    assert "rows cannot be copied (TypeError: cannot pickle" in said[0]
     assert "cannot pickle" in said[0] and "no loss to train on" in said[1]
     assert "fails on its batch: TypeError" in said[2]
 
