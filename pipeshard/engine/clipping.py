@@ -26,7 +26,7 @@ from pipeshard.errors import ConfigurationError, UsageError, listed
 from pipeshard.ghost import Ghost
 from pipeshard.graph.foreign import NO_GRADIENT, state_of_gradient
 from pipeshard.graph.writes import stored
-from pipeshard.private import foreach_mul_
+from pipeshard.private import foreach_mul_, foreach_norm
 
 
 class ModelGradients:
@@ -233,7 +233,8 @@ class ModelGradients:
                 f"the gradient norm is {self.norm.item()}, and error_if_nonfinite=True. Skip this step, or "
                 "pass check_finite=True to PipelinePlugin to find the stage that computes non-finite values"
             )
-        self._multiply(torch.clamp(max_norm / (self.norm + 1e-6), max=1.0))
+        if (factor := torch.clamp(max_norm / (self.norm + 1e-6), max=1.0)) != 1.0:  # also a NaN
+            self._multiply(factor)
         return self.norm
 
     def total(self, norm_type: float) -> Tensor:
@@ -290,7 +291,8 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
     """The norm of the model's gradients over all ranks of `group`. `holders` maps each of this rank's parameters to the
     number of ranks that have the same gradient; each of these ranks contributes an equal share."""
     is_max, group = math.isinf(norm_type), control(group)
-    dtype, terms = torch.float32, []
+    dtype = torch.float32
+    counted: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}  # gradients and numbers of ranks
     for parameter, count in holders.items():
         if (gradient := local_grad(parameter)) is None:
             continue
@@ -299,12 +301,14 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
             dtype = torch.float64
         if gradient.numel() == 0:  # an empty shard has no infinity norm
             continue
-        finer = torch.promote_types(gradient.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(gradient.to(finer), norm_type).double()
-        terms.append(norm if is_max else norm**norm_type / count)
-    nothing = torch.zeros((), dtype=torch.float64, device=terms[0].device if terms else CPU)
-    every = torch.stack([*terms, nothing]).to(CPU)  # one device sync, not one per parameter
-    total = every.max() if is_max else every.sum()
+        gradients, counts = counted.setdefault(gradient.dtype, ([], []))
+        gradients.append(gradient)
+        counts.append(count)
+    total = torch.zeros((), dtype=torch.float64)
+    for kind, (gradients, counts) in counted.items():
+        norms = foreach_norm(gradients, norm_type, dtype=torch.promote_types(kind, torch.float32))
+        every = torch.stack(norms).to(CPU).double()  # one device sync, not one per parameter
+        total = torch.maximum(total, every.max()) if is_max else total + (every**norm_type / torch.tensor(counts)).sum()
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     own_progress().wait_in(group, dist.all_reduce(total, operation, group=group, async_op=True))
     return (total if is_max else total ** (1.0 / norm_type)).to(dtype)

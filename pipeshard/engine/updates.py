@@ -440,4 +440,10 @@ def _is_close(one: Any, other: Any) -> bool:
 def _norm(parameters: Iterable[Tensor]) -> float:
     """The norm of the gradients that the inner optimizer is about to use on this rank."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    return math.hypot(*(float(torch.linalg.vector_norm(stored(gradient).float())) for gradient in gradients))
+    return math.hypot(*map(_vector_norm, map(stored, gradients)))
+
+
+def _vector_norm(gradient: Tensor) -> float:
+    """The norm, without a copy of a 16-bit gradient in fp32."""
+    finer = torch.promote_types(gradient.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(gradient, dtype=finer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -32,6 +33,7 @@ from pipeshard.distributed.mesh import Grid, ProcessGroupMesh, backend_here, own
 from pipeshard.distributed.p2p import BroadcastP2P, ISendP2P, options_of_kernels
 from pipeshard.engine.clipping import grad_norm
 from pipeshard.errors import ConfigurationError
+from pipeshard.private import DispatchMode
 from pipeshard.trainer import pipelined
 from tests import zoo
 from tests.pool import Pool
@@ -111,6 +113,39 @@ def test_what_ranks_tell_each_other_needs_no_gpu(pool: Pool) -> None:
     """All of it went through the first GPU of each machine where the process group was NCCL's alone."""
     told = [[[0], [1], [2]], [{"rank": 0}, {"rank": 1}, {"rank": 2}], 0.5, 3.0, pytest.approx(10**0.5)]
     assert pool.run(told_without_a_cpu, 3) == [told] * 3
+
+
+class Operators(DispatchMode):
+    """Counts the operators that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def operators_of_a_norm(kind: torch.dtype, norm_type: float) -> tuple[int, int]:
+    """The numbers of operators for the norm of one gradient and for that of 20 gradients."""
+    counts = []
+    for number in (1, 20):
+        holders = {torch.nn.Parameter(torch.zeros(3, dtype=kind)): 1 + k % 2 for k in range(number)}
+        for k, parameter in enumerate(holders):
+            parameter.grad = torch.full((3,), k + 1.0, dtype=kind)
+        with Operators() as operators:
+            norm = grad_norm(holders, dist.group.WORLD, norm_type)  # type: ignore[arg-type]
+        terms = [3 * (k + 1.0) ** 2 / (1 + k % 2) for k in range(number)]
+        assert norm.item() == pytest.approx(number if norm_type == math.inf else sum(terms) ** 0.5, rel=1e-6)
+        counts.append(operators.count)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_norm_takes_no_operators_per_gradient(pool: Pool, kind: torch.dtype, norm_type: float) -> None:
+    """Each gradient took four operators, and a copy of its own if it had 16 bits."""
+    ((one, twenty),) = pool.run(operators_of_a_norm, 1, kind, norm_type)
+    assert one == twenty
 
 
 def used_at_boost() -> list[tuple[int, ...]]:
