@@ -64,7 +64,7 @@ class Copies:
         Objects without state of a model, such as the writer of a trainer whose method is the criterion, are shared.
         Raises Uncopyable or deepcopy's error for other objects that cannot be copied.
         """
-        memo = copies_of_kept(self.model) | {id(one): one for one in self._reached.reached if is_shared(one)}
+        memo = copies_of_kept(self.model) | self.shared
         try:
             made = self._copied(memo)
         except Exception as error:  # deepcopy may raise anything
@@ -87,6 +87,11 @@ class Copies:
         fill(memo, closures)
         optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
         return Copies(model, criterion, optimizer, copy.deepcopy(self.sample))
+
+    @property
+    def shared(self) -> dict[int, Any]:
+        """A memo for deepcopy with the objects that all copies share."""
+        return {id(one): one for one in self._reached.reached if is_shared(one)}
 
     @functools.cached_property
     def _reached(self) -> Snapshot:

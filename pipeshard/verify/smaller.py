@@ -90,7 +90,7 @@ def _from_config(
         built = _with_adapters(given.model, built) if prefix else built
     _refuse_large(built.parameters(), most)
     _check_alike(given.model, built)
-    memo = _memo(given.model, built)
+    memo = given.shared | _memo(given.model, built)
     closures = hollow(memo, given.model, given.criterion, given.optimizer)
     _adopt(given.model, built, memo)
     sample = given.sample if ids is None else _renumbered(given, ids)
@@ -161,7 +161,7 @@ def _shortened(given: Copies, stages: int, most: float) -> Smaller:
         raise Unlike("the model has no list of layers that could be shortened")
     kept = _kept(given.model, lists)
     _refuse_large(kept, most, f"a copy with {', '.join(what)}")
-    memo: dict[int, Any] = {id(p): _dropped() for p in given.model.parameters() if p not in kept}
+    memo = given.shared | {id(p): _dropped() for p in given.model.parameters() if p not in kept}
     closures = hollow(memo, given.model, given.criterion, given.optimizer)
     for module, count in lists.items():
         memo[id(module)] = copy.deepcopy(nn.ModuleList(list(module)[:count]), memo)
