@@ -5,6 +5,7 @@ valid labels. A weighted mean divides by a number that only the criterion has. M
 accumulation ignore both problems.
 """
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from pipeshard.batch.batch import Batch
 from pipeshard.engine.loss_sizes import Sizes, Tried
 from pipeshard.engine.loss_state import of_entries
 from pipeshard.engine.loss_trial import ROUNDING, Losses, Measured
-from pipeshard.engine.loss_values import Range, ranges_of
+from pipeshard.engine.loss_values import Range, ranges_of, valid_entries
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.hf import IGNORED, MASK
+from pipeshard.hf import IGNORED
 
 CLOSE = {torch.float32: ROUNDING, torch.float64: 1e-9}  # tolerated relative error of a sum; see `tolerance_of`
 CLOSE_SLOPES = 2e-2  # the same for a gradient, relative to its largest element: glue may round to 16 bits
@@ -74,16 +75,10 @@ class LossRule:
             return [1.0] * len(microbatches)
         if self.path is None:
             return [microbatch.rows for microbatch in microbatches]
-        counts = [self._count(microbatch, self.path) for microbatch in microbatches]
-        return [float(count) for count in torch.stack(counts).tolist()]
-
-    def _count(self, microbatch: Batch, path: str) -> Tensor:
-        leaf = microbatch.by_sample(path)
-        counted = leaf if self.adds else is_valid(leaf, self.ignore)
-        if self.masked:
-            counted = counted & microbatch.by_sample(MASK).ne(0)
-        counted = counted[..., self.shift :] if leaf.ndim > 1 else counted
-        return counted.double().sum() if self.adds else counted.sum()
+        valid = functools.partial(valid_entries, path=self.path, ignore=self.ignore, masked=self.masked)
+        leaves = [each.by_sample(self.path) if self.adds else valid(each) for each in microbatches]
+        leaves = [leaf[..., self.shift :] if leaf.ndim > 1 else leaf for leaf in leaves]
+        return [float(count) for count in torch.stack([leaf.double().sum() for leaf in leaves]).tolist()]
 
     def holds(self, losses: Losses, looser: float = 1.0) -> bool:
         """Whether this rule gives the loss of the whole from the losses of the parts, within `looser` times the
@@ -115,11 +110,6 @@ def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Te
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]
     return torch.stack(slopes).sum(0) if slopes else None
-
-
-def is_valid(leaf: Tensor, ignore: float) -> Tensor:
-    """A mask of the entries of `leaf` that differ from `ignore`, which may be NaN."""
-    return leaf.isnan().logical_not() if math.isnan(ignore) else leaf.ne(ignore)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

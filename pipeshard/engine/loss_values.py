@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch
+from pipeshard.hf import MASK
 
 SPAN = 64  # an integer leaf with at most this many values is tried with all of them
 TINY = math.ulp(0.0)  # the smallest positive number: a bound of ranges without zero
@@ -86,6 +87,14 @@ def ranges_of(batch: Batch, paths: Collection[str], is_known: bool) -> dict[str,
         elif not is_known:
             ranges[path] = Range.of_floats(leaf.detach())
     return ranges
+
+
+def valid_entries(batch: Batch, path: str, ignore: float, masked: bool) -> Tensor:
+    """A mask of the entries at `path` that differ from `ignore`, which may be NaN. With `masked`, entries whose
+    attention mask is 0 are not valid either."""
+    leaf = batch.by_sample(path)
+    is_valid = leaf.isnan().logical_not() if math.isnan(ignore) else leaf.ne(ignore)
+    return is_valid & batch.by_sample(MASK).ne(0) if masked else is_valid
 
 
 class Values:
