@@ -30,7 +30,7 @@ from pipeshard.private import functorch_is_active, will_execute
 from pipeshard.replaced import replaced
 
 LARGE = 2**17  # dW of a weight with at least this many elements is accumulated without materializing it
-FEW = 1 / 8  # a unit that trains a smaller part of its elements, as with adapters, defers no products
+LEAST_TRAINED = 1 / 8  # a unit that trains a smaller part of its elements, as with adapters, defers no products
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,4 +319,4 @@ def defers(unit: nn.Module) -> bool:
     adapted layer, the input and the gradient of the result) would take memory until W."""
     parameters = set(unit.parameters())
     trained = sum(parameter.numel() for parameter in parameters if is_trainable(parameter))
-    return trained > 0 and trained >= FEW * sum(map(Tensor.numel, parameters))
+    return trained > 0 and trained >= LEAST_TRAINED * sum(map(Tensor.numel, parameters))
