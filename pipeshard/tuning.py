@@ -343,11 +343,9 @@ def name_checkpoint(folder: str, earlier: Mapping[int, int]) -> None:
 
 def complete_in(folder: str) -> dict[int, int]:
     """The steps of the complete checkpoints in the folder, each with the time at which it was written."""
-    from pipeshard.trainer.checkpoint import CHECKPOINT_NAME, STATE, flaw_of
+    from pipeshard.trainer import checkpoint  # takes a second to import
 
-    paths = [path for path in Path(folder).glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name)]
-    complete = [path for path in paths if not flaw_of(path)]
-    return {int(path.name.partition("-")[2]): (path / STATE).stat().st_mtime_ns for path in complete}
+    return checkpoint.complete_in(Path(folder))
 
 
 def has_checkpoint(folder: str) -> bool:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from pipeshard.distributed.collectives import local
 from pipeshard.engine.hosted import stored_grad
 from pipeshard.engine.mixed_precision import MasterWeight
-from pipeshard.engine.updates import FIRST, Updates
+from pipeshard.engine.updates import Updates, is_sampled
 from pipeshard.ghost import Ghost
 from pipeshard.graph.taint import COLLECTIVES, SCALAR, draws, mutated, storage_of, tensors_in
 from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below, modes_entered
@@ -84,7 +84,7 @@ class Coupling:
         """Start watching the loop, if this update is to be watched and some parameters are trained only on other
         ranks."""
         count = self._updates.count
-        if self._is_watching or not (count < FIRST or count & (count - 1) == 0):
+        if self._is_watching or not is_sampled(count):
             return
         self._held = frozenset(name for name, weight in self._weights.items() if weight.parameter.requires_grad)
         of_others = {w.name for each in self._optimizers for w in each.weights.values() if w.master not in each.names}

@@ -437,6 +437,11 @@ def _is_close(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def is_sampled(count: int) -> bool:
+    """Whether an expensive check runs in the step after `count` steps: in the first ones, and in powers of two."""
+    return count < FIRST or count & (count - 1) == 0
+
+
 def _norm(parameters: Iterable[Tensor]) -> float:
     """The norm of the gradients that the inner optimizer is about to use on this rank."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]

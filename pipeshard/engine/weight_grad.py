@@ -95,7 +95,9 @@ class Deferral:
     """
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
-        self.layers = {layer: unit for unit in units for layer in unit.modules() if deferring_function(layer)}
+        self.layers = {
+            layer: (unit, kind) for unit in units for layer in unit.modules() if (kind := deferring_function(layer))
+        }
         self.whole = False
         self._pending: list[Gradients] | None = None
         self._within: Node | None = None  # a node executed only by the backward pass that fills the list
@@ -106,9 +108,9 @@ class Deferral:
         they defer dW, and restores the forwards on exit."""
         with ExitStack() as stack:
             stack.callback(self.end)
-            deferring = set() if lookups else {unit for unit in set(self.layers.values()) if defers(unit)}
-            for module, unit in self.layers.items():
-                kind = deferring_function(module)
+            units = () if lookups else {unit for unit, _ in self.layers.values()}
+            deferring = {unit for unit in units if defers(unit)}
+            for module, (unit, kind) in self.layers.items():
                 if unit not in deferring and not _is_large_lookup(kind, module):
                     continue
                 forward = module.__dict__.get("forward")

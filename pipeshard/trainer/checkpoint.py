@@ -151,10 +151,7 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
     """The path of the newest complete, intact checkpoint in `folder`. Newer checkpoints are skipped with a warning.
     Raises CheckpointError if no checkpoint is intact. Call it on all ranks."""
-    found = {
-        int(match[1]): path for path in folder.glob("checkpoint-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))
-    }
-    flaws = gather_objects({step: flaw_of(path) for step, path in found.items()}, group)[0]
+    flaws = gather_objects({step: flaw_of(path) for step, path in _checkpoints(folder).items()}, group)[0]
     for step in sorted(flaws, reverse=True):
         path = folder / f"checkpoint-{step}"
         if not (why := flaws[step] or damage(path, group)):
@@ -165,6 +162,17 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
         f"No valid checkpoint found in output directory ({folder}): "
         "pass resume_from_checkpoint=None to start from the beginning"
     )
+
+
+def complete_in(folder: Path) -> dict[int, int]:
+    """The steps of the complete checkpoints in `folder`, each with the time in ns at which it was written."""
+    complete = {step: path for step, path in _checkpoints(folder).items() if not flaw_of(path)}
+    return {step: (path / STATE).stat().st_mtime_ns for step, path in complete.items()}
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    names = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in folder.glob("checkpoint-*")}
+    return {int(name[1]): path for path, name in names.items() if name}
 
 
 def flaw_of(folder: Path) -> str:

@@ -30,7 +30,7 @@ from pipeshard.checkpoint.training_state import random_state, set_random_state
 from pipeshard.data.order import is_equal
 from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.engine.engine import Pipeline
-from pipeshard.engine.updates import FIRST
+from pipeshard.engine.updates import is_sampled
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.nodes import nodes_from
 from pipeshard.plugin import PipelinePlugin
@@ -84,7 +84,7 @@ class Gathering:
     def is_compared(self) -> bool:
         """Whether a step compares the loss with a loss without gathered values: the first steps, and steps whose number
         is a power of two."""
-        return self.is_seen and (self.steps < FIRST or self.steps & (self.steps - 1) == 0)
+        return self.is_seen and is_sampled(self.steps)
 
 
 class Objective:
