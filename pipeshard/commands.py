@@ -200,7 +200,7 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
         return Proven(
             Proof(UNPROVEN, f"the script exited with {ended.code!r} before it called booster.boost"), path.name
         )
-    except Exception as error:  # of the script itself
+    except Exception as error:  # raised by the script
         sys.stderr.write(traceback.format_exc())
         return Proven(Proof(UNPROVEN, f"the script raised {summary(error)}"), path.name)
     return Proven(Proof(UNPROVEN, "the script ended without calling booster.boost"), path.name)

@@ -158,7 +158,7 @@ class Order:
 
 
 def refuse_unseeded(root: Any) -> None:
-    """Raise ConfigurationError for a stream of `datasets` whose order each process draws anew."""
+    """Raise ConfigurationError for a stream of `datasets` that each process shuffles in a different order."""
     if is_unseeded(root):
         raise ConfigurationError(
             f"the {type(root).__name__} was shuffled or interleaved without a seed, so every rank, and a resumed run, "

@@ -159,8 +159,9 @@ class LossShares:
         self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None
     ) -> list[tuple[float, bool]]:
         """The count that the criterion returns for each microbatch, and whether the sum of nothing is NaN. The counts
-        are computed before the first backward, which needs their sum: from the batch alone if the trace shows how, and
-        otherwise by the criterion itself, with made-up unit results. A trace's first count is computed in both ways."""
+        are computed before the first backward, which needs their sum. If the trace recorded how the count depends on
+        the batch, the count is computed from the batch. Otherwise, the criterion computes it from placeholder unit
+        results. The first count of each trace is computed in both ways and compared."""
         if len(self._counted) > MOST_COUNTED:
             self._counted.clear()
         glue: Glue | None = None
@@ -178,7 +179,7 @@ class LossShares:
         return counts
 
     def _count_of_batch(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float | None:
-        """The criterion's count, computed from the batch alone, or None if it is 0 or the trace does not show how."""
+        """The criterion's count, computed from the batch alone, or None if it is 0 or the trace did not record it."""
         _, is_right = self._counted.get(id(flow), (flow, True))
         question = next((asked for asked in flow.questions if asked.is_count), None)
         if question is None or not is_right:

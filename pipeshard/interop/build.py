@@ -139,7 +139,7 @@ class StageModule(nn.Module):
                 else f"stage 0 got {len(received)} tensors, but takes none: pass the microbatch as stage(**batch)"
             )
         if self.index == policy.chunks[0]:
-            policy.replay.free_blanks()  # no runtime says where a step ends
+            policy.replay.free_blanks()  # no runtime reports the end of a step
         randomness = policy.replay.randomness
         policy.replay.repeats.is_unknown = len(policy.chunks) > 1 and not self.is_carried
         is_again = self.index != policy.chunks[0] and not self.is_carried
