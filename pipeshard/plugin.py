@@ -55,6 +55,8 @@ from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
 from pipeshard.verify.decide import standing_alone
 
+PASSED = "pass {} to PipelinePlugin or pipeshard.initialize instead"
+CHANGING = "For a limit that changes, omit max_norm, and call optimizer.clip_grad_by_norm(limit) before step"
 ONE_GRID = {"pg_mesh": "mesh", "dp_group": "replicas", "pp_group": "stages", "tp_group": "slices", "device": "device"}
 
 
@@ -75,7 +77,8 @@ class PipelinePlugin:
     has boosted several models, pass the model to the plugin's methods.
 
     Attributes:
-        config: the arguments as a PipelineConfig. Each of its fields is also an attribute of the plugin.
+        config: the arguments as a PipelineConfig. Each of its fields is also an attribute of the plugin, which can only
+            be read.
         grid: this process's position and the process groups. If you use it before `booster.boost`, do so on every rank.
 
     Raises ConfigurationError for invalid arguments. `booster.boost` raises it if arguments differ between ranks.
@@ -136,7 +139,7 @@ class PipelinePlugin:
             self.config = PipelineConfig(**arguments)
             sizes = (pp_size, dp_size, tp_size, ep_size) if alone is None else (1, 1, 1, 1)
             join_alone(*sizes)
-            self.dp_size = num_replicas(*sizes)
+            self._dp_size = num_replicas(*sizes)
             self._sizes = *sizes[:2], sizes[2] * sizes[3]
             own_device()  # the rank's GPU becomes the current one before the script builds its model
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
@@ -153,6 +156,18 @@ class PipelinePlugin:
             return getattr(self.grid, ONE_GRID[name])
         raise missing_attribute(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, unless it is an argument: the config and the boosted models would keep their values."""
+        if name in PipelineConfig.__dataclass_fields__ or name == "pp_style":
+            also = f". {CHANGING}" if name == "max_norm" else ""
+            raise UsageError(f"plugin.{name} cannot be set: {PASSED.format(name)}{also}")
+        super().__setattr__(name, value)
+
+    @property
+    def dp_size(self) -> int:
+        """The number of replicas."""
+        return self._dp_size
+
     @property
     def grid(self) -> Grid:
         """This process's Grid. The first use in a world is a collective that compares the arguments of all ranks."""
@@ -161,7 +176,7 @@ class PipelinePlugin:
             assert world is not None
             compare_ranks(versions() | texts_of(self.config.of_all_ranks), world, named)
             self._grid = world, shared_grid(*self._sizes)
-            self.dp_size = self._grid[1].dp_size
+            self._dp_size = self._grid[1].dp_size
             vars(self).pop("stage_manager", None)
         return self._grid[1]
 

@@ -20,7 +20,15 @@ import pipeshard
 from pipeshard import P2P, PipelinePlugin, Policy, register_policy
 from pipeshard.compat import INSTEAD, SPEED
 from pipeshard.config import PipelineConfig
-from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, PartitionError, PipeshardError, TraceError
+from pipeshard.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigurationError,
+    PartitionError,
+    PipeshardError,
+    TraceError,
+    UsageError,
+)
 from pipeshard.split.policy import find_policy
 from tests import zoo
 from tests.hunt import nets
@@ -140,6 +148,25 @@ def test_arguments_by_place_are_not_misread() -> None:
         ConfigurationError, match=r"takes only pp_size as a positional argument, got 1 more \(2\): pass"
     ):
         PipelinePlugin(1, 2)
+
+
+def set_arguments() -> None:
+    plugin = PipelinePlugin(pp_size=1, max_norm=1.0)
+    for field in fields(PipelineConfig):
+        before = getattr(plugin, field.name)
+        with pytest.raises(UsageError, match=f"^plugin.{field.name} cannot be set: pass {field.name} to "):
+            setattr(plugin, field.name, before)
+        assert getattr(plugin, field.name) == before
+    with pytest.raises(UsageError, match=r"clip_grad_by_norm\(limit\)"):
+        plugin.max_norm = 0.5
+    with pytest.raises(UsageError, match="pass pp_style to PipelinePlugin"):
+        plugin.pp_style = "zbv"
+    plugin.of_a_script = 1  # type: ignore[attr-defined]
+
+
+def test_an_argument_that_is_set_on_the_plugin_is_refused(pool: Pool) -> None:
+    """`plugin.max_norm = 0.5` was ignored, but read back as 0.5: a script trained without clipping."""
+    pool.run(set_arguments, 1)
 
 
 def boosting(data: Any = None, **given: Any) -> None:
