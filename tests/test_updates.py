@@ -568,6 +568,101 @@ def renewed() -> None:
         sides.optimizer.zero_grad()
 
 
+def phases(layout: dict[str, Any], keeps: str) -> tuple[int, list[str]]:
+    """Two optimizers, one after the other, with writes to the model between their steps. Returns the number of
+    optimizers in use after the garbage collector was off, and what differs from the unsplit loop."""
+    sides = Sides(layout)
+    kept: list[Any] = []
+    for phase, rate in enumerate((0.1, 0.2)):
+        if phase:
+            kept += [sides.optimizer] if keeps == "all" or (keeps == "first" and dist.get_rank() == 0) else []
+            sides.reference = torch.optim.Adam(sides.unsplit.parameters(), lr=rate)
+            sides.engine.boost(sides.engine.model, torch.optim.Adam(sides.model.parameters(), lr=rate))
+            sides.optimizer = sides.engine.optimizer
+        for step in range(3):
+            sides.train(sides.batches(step))
+            sides.step()
+            for parameter in (*sides.unsplit.parameters(), *(held for _, held in sides.held())):
+                parameter.data.mul_(0.5)
+    return len(sides.engine.model.pipeline.gradients.updates.in_use()), sides.done()
+
+
+def without_collector(layout: dict[str, Any], keeps: str) -> tuple[int, list[str]]:
+    gc.disable()
+    try:
+        return phases(layout, keeps)
+    finally:
+        gc.enable()
+
+
+LAYOUTS = [{}, {"dp_size": 2, "zero_stage": 1}]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_replaced_optimizer_is_freed_at_once(pool: Pool, layout: dict[str, Any]) -> None:
+    """An optimizer and its boosted optimizer referenced each other: the states of a first phase of training stayed in
+    memory, until Python's garbage collector ran."""
+    assert pool.run(without_collector, 2, layout, "", timeout=120) == [(1, [])] * 2
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("keeps", ["first", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_that_some_ranks_keep_has_no_effect(pool: Pool, layout: dict[str, Any], keeps: str) -> None:
+    """With ZeRO, a rank that still had the optimizer of an earlier phase sent all weights once more than others."""
+    found = pool.run(phases, 2, layout, keeps, timeout=120)
+    assert [differ for _, differ in found] == [[], []]
+    assert [number for number, _ in found] == ([2, 1] if keeps == "first" else [2, 2])
+
+
+def written() -> bool:
+    """Whether a loop that writes to the model's 16-bit parameters in a second phase has its writes in the next step."""
+    sides = Sides({}, sgd, precision="bf16")
+    first = sides.optimizer
+    for phase in range(2):
+        if phase:
+            sides.engine.boost(sides.engine.model, sgd(sides.model))
+        for step in range(3):
+            sides.split_loss(sides.batches(step))
+            sides.engine.optimizer.step()
+            sides.engine.optimizer.zero_grad()
+            for _, parameter in sides.held():
+                parameter.data.zero_()
+    sides.split_loss(sides.batches(0))
+    assert first is not sides.engine.optimizer
+    return not any(bool(tensor.any()) for tensor in of_optimizer(sides.engine.optimizer))
+
+
+@pytest.mark.turns
+def test_a_write_after_the_step_of_a_second_optimizer_is_one_write(pool: Pool) -> None:
+    """In 16 bits, the update of the second optimizer counted as a write to the tensors of the first one, so a loop that
+    wrote to the model was refused."""
+    assert pool.run(written, 2, timeout=120) == [True, True]
+
+
+def kept_inner() -> None:
+    """Only the inner optimizer is kept: its step is refused, and its other methods are those of its class."""
+    for precision in ("fp32", "bf16"):
+        sides = Sides({}, sgd, precision=precision)
+        inner = sides.optimizer.unwrap()
+        sides.engine.optimizer = sides.optimizer = None
+        sides.engine.execute_pipeline(sides.own(sides.batches(0)), sides.engine.model)
+        for parameter in of_optimizer(inner):
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(UsageError, match=r"this SGD was not boosted.*Call step\(\) on the returned optimizer"):
+            inner.step()
+        inner.zero_grad()
+        assert not gradients(of_optimizer(inner))
+        inner.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        assert len(inner.param_groups) == 2
+
+
+def test_an_optimizer_whose_boosted_optimizer_is_gone_is_refused(pool: Pool) -> None:
+    """It would train without max_norm, the loss scale and fp32 master weights."""
+    pool.run(kept_inner, 2)
+
+
 @pytest.mark.turns
 def test_an_optimizer_that_is_collected_on_some_ranks_alone_is_not_compared(pool: Pool) -> None:
     """Ranks compared the options of one optimizer with those of another, as garbage is collected at other times: a

@@ -6,6 +6,7 @@ first optimizer that steps.
 """
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from pipeshard.distributed.collectives import CPU, control, gather_lists, local_grad
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
+from pipeshard.engine.copies import WeightCopies
 from pipeshard.engine.coupling import Coupling
-from pipeshard.engine.mixed_precision import LossScale
+from pipeshard.engine.mixed_precision import LossScale, MasterWeight
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.updates import Updates
 from pipeshard.errors import ConfigurationError, UsageError, listed
@@ -38,6 +40,9 @@ class ModelGradients:
     Attributes:
         names: maps each parameter of the full model to its name, including parameters that boost has replaced.
         trained: the names of the parameters that the model's optimizers train.
+        updated: the MasterWeights of this rank that are, or were, in an optimizer. Weights of optimizers that no longer
+        exist remain, since ranks may free optimizers at different times.
+        copies: the WeightCopies of these weights.
         norm: the last gradient norm of the full model (of `norm_type`) before clipping, or None if this step has not
         computed it.
         overflow: whether the last step was skipped because a gradient overflowed.
@@ -62,11 +67,13 @@ class ModelGradients:
         self.sync, self.weights, self.names = holdings.sync, holdings.weights, names
         self.grid, self.max_norm, self.scaling = grid, max_norm, scaling
         self.all, self.trained = frozenset(names.values()), set[str]()
+        self.updated: dict[str, MasterWeight] = {}
+        self.copies = WeightCopies(self.updated, grid)
         self.norm: Tensor | None = None
         self.norm_type = 2.0
         self._holders = {weight.parameter: weight.holders for weight in holdings.weights.values()}
         self._factor = self._scale  # the factor that the gradients currently include
-        self._stepped: list[object] | None = None  # the optimizers that have stepped with the current gradients
+        self._stepped: weakref.WeakSet[Any] | None = None  # the optimizers that have stepped with the current gradients
         self.updates = Updates(grid)
         self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
@@ -150,10 +157,9 @@ class ModelGradients:
 
     def follow(self, adopts: bool, shares: bool = True) -> bool:
         """After the loop has written to parameters or master weights, copy the writes so that both are equal (see
-        MasterWeight.follow). Returns whether the replicas must call `share` afterwards. With `shares=False`, optimizers
-        with ZeRO are skipped."""
-        followed = [optimizer.follow(adopts) for optimizer in self._optimizers if shares or not optimizer.zero]
-        return any(followed)
+        MasterWeight.follow). Returns whether the replicas must call `share` afterwards. With `shares=False`, does
+        nothing with ZeRO."""
+        return (shares or not self.copies.zero) and self.copies.follow(adopts)
 
     def complete(self) -> None:
         """Sum the gradients that were accumulated under `no_sync` over the ranks that hold each parameter. Such
@@ -185,8 +191,7 @@ class ModelGradients:
 
     def share(self) -> None:
         """With ZeRO, broadcast each replica's updated parameters to the other replicas. Call it on all ranks."""
-        for optimizer in self._optimizers:
-            optimizer.share()
+        self.copies.share()
 
     def added(self) -> None:
         """Assign the new gradients to the master weights as well, and record the gradients to detect later changes."""
@@ -206,7 +211,7 @@ class ModelGradients:
         if self._stepped is None or optimizer in self._stepped:
             before = self.norm, self.norm_type  # of the loop's own clipping
             is_clipped = self._stepped is None and self.norm is not None
-            self._stepped, self.overflow, self.norm = [], False, None
+            self._stepped, self.overflow, self.norm = weakref.WeakSet(), False, None
             self._settle()
             self.updates.judge()
             if self.max_norm > 0:
@@ -220,7 +225,7 @@ class ModelGradients:
                 self.scaling.update(self.overflow)
             if is_clipped:
                 self.norm, self.norm_type = before
-        self._stepped.append(optimizer)
+        self._stepped.add(optimizer)
         return not self.overflow
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -247,12 +252,11 @@ class ModelGradients:
         the same gradient. With ZeRO, only a parameter's owner contributes, since a loop can change the gradient only in
         the owner's optimizer groups."""
         counted = dict(self._holders)
-        for optimizer in self._optimizers:
-            for weight in optimizer.weights.values() if optimizer.zero else ():
-                if weight.owner == self.grid.replica:
-                    counted[weight.parameter] = max(1, weight.holders // self.grid.dp_size)
-                else:
-                    counted.pop(weight.parameter, None)
+        for weight in self.updated.values() if self.copies.zero else ():
+            if weight.owner == self.grid.replica:
+                counted[weight.parameter] = max(1, weight.holders // self.grid.dp_size)
+            else:
+                counted.pop(weight.parameter, None)
         return counted
 
     @property

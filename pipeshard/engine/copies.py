@@ -19,38 +19,41 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.grad_sync import bundled
 from pipeshard.engine.hosted import HostedWeight, HostParameter
-from pipeshard.engine.mixed_precision import MasterWeight
+from pipeshard.engine.mixed_precision import MasterWeight, State
 from pipeshard.graph.writes import count_reads, reads
 
 VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writes
-State = tuple[int, int, int, int]
 
 
 class WeightCopies:
-    """Tracks writes to the weights in `weights` that have several copies. With `zero`, one replica updates each weight
-    for all replicas."""
+    """Tracks writes to the weights in `weights` that have several copies: those of an optimizer, or of all optimizers
+    of a model. The recorded states are stored on the weights, so a write is copied once even if several optimizers have
+    the weight.
 
-    def __init__(self, weights: Mapping[str, MasterWeight], zero: bool, grid: Grid) -> None:
-        self._weights, self._zero, self._grid = weights, zero, grid
+    Attributes:
+        zero: whether one replica updates each weight for all replicas.
+    """
+
+    def __init__(self, weights: Mapping[str, MasterWeight], grid: Grid) -> None:
+        self._weights, self._grid = weights, grid
+        self.zero = False
         self._watched: list[MasterWeight] = []
         self._tensors: list[Tensor] = []
         self._locals: list[Tensor] = []
-        self._noted: list[State] = []
-        self._shared: dict[int, State] = {}  # the state of each tensor, by its id, after the last `share`
         self._has_frozen: bool | None = None  # whether a weight was frozen at boost, where all replicas agree on it
 
     def watch(self) -> None:
         """Track the weights that now have several copies. The recorded state of tensors that are already tracked is
         kept, so earlier writes to these tensors are still detected."""
-        before = dict(zip(map(id, self._tensors), self._noted, strict=True))
-        self._watched = [weight for weight in self._weights.values() if self._zero or weight.is_double]
+        self.zero = any(weight.owner is not None for weight in self._weights.values())
+        self._watched = [weight for weight in self._weights.values() if self.zero or weight.is_double]
         if self._has_frozen is None:
             self._has_frozen = not all(weight.parameter.requires_grad for weight in self._watched)
         self._tensors = [tensor for w in self._watched for tensor in (w.parameter, w.master)]
         self._locals = [*map(local, self._tensors)]
         for tensor in self._tensors:
             count_reads(tensor)
-        self._noted = [before.get(id(tensor), now) for tensor, now in zip(self._tensors, self._states())]
+        self._note(self._noted(self._states()))
 
     def _states(self) -> list[State]:
         """The version, the address and the number of `data` reads of each tracked tensor. A loop can write through
@@ -59,20 +62,27 @@ class WeightCopies:
         places = map(Tensor.data_ptr, self._locals)
         return [*zip(map(VERSION, self._tensors), map(VERSION, self._locals), places, map(reads, self._tensors))]
 
-    def note(self) -> None:
-        """Record the state of the tracked tensors. Call it when the copies are equal."""
-        self._noted = self._states()
+    def _noted(self, now: list[State]) -> list[State]:
+        """The recorded state of each tracked tensor, or its state `now` if none is recorded."""
+        pairs = zip(self._tensors, now, strict=True)
+        return [self._watched[k // 2].noted.get(id(tensor), state) for k, (tensor, state) in enumerate(pairs)]
+
+    def _note(self, states: list[State]) -> None:
+        """Record the states of the tracked tensors."""
+        for weight, one, other in zip(self._watched, states[::2], states[1::2], strict=True):
+            weight.noted = {id(weight.parameter): one, id(weight.master): other}
 
     def follow(self, adopts: bool, is_updated: bool = False) -> bool:
         """Make the copies on this rank equal again if a loop has written to one of them (`MasterWeight.follow`). With
         `is_updated`, also copy values of which no write is recorded: some kernels do not change the version. Returns
         whether the replicas must `share` the values afterwards."""
         now = self._states()
-        if now == self._noted and not is_updated:
+        noted = self._noted(now)
+        if now == noted and not is_updated:
             return False
         followed = []
         for k, weight in enumerate(self._watched):
-            (one, other), (one_before, other_before) = (states[2 * k : 2 * k + 2] for states in (now, self._noted))
+            (one, other), (one_before, other_before) = (states[2 * k : 2 * k + 2] for states in (now, noted))
             if other != other_before:  # a read of the parameter's data does not imply a write
                 followed.append(weight.follow(one[:3] != one_before[:3], True, adopts))
             elif one != one_before:
@@ -80,8 +90,8 @@ class WeightCopies:
             elif is_updated:
                 weight.take_value()
         if all(followed):
-            self.note()
-        return self._zero and any(followed)
+            self._note(self._states())
+        return self.zero and any(followed)
 
     def take_values(self) -> None:
         """Copy the updated values to the parameters on this rank. An optimizer with its own list (LBFGS) has updated
@@ -91,7 +101,7 @@ class WeightCopies:
     def share(self) -> None:
         """With ZeRO, broadcast each weight that may have changed on any replica from its owner to the other replicas:
         the base of adapters is frozen, and its weights are not sent again. Call it on all ranks."""
-        if not self._zero or not self._watched:
+        if not self.zero:
             return
         changed = self._watched
         if self._has_frozen:
@@ -99,16 +109,19 @@ class WeightCopies:
             changed = [*compress(self._watched, flags.any(dim=0).tolist())]
         share_updates(changed, self._grid.replicas)
         states = self._states()
-        self._shared = dict(zip(map(id, self._tensors), states, strict=True))
-        self._noted[::2] = states[::2]  # a broadcast also changes the version of the parameter that it sends
+        noted = self._noted(states)
+        noted[::2] = states[::2]  # a broadcast also changes the version of the parameter that it sends
         for k, weight in enumerate(self._watched):
+            weight.shared = {id(weight.parameter): states[2 * k], id(weight.master): states[2 * k + 1]}
             if not weight.is_double:  # this replica owns each double weight, so it was not received
-                self._noted[2 * k + 1] = states[2 * k + 1]
+                noted[2 * k + 1] = states[2 * k + 1]
+        self._note(noted)
 
     def _changed(self) -> list[bool]:
         """Whether each tracked weight may have changed since the last `share`. A trained weight may also have changed
         if no write is recorded."""
-        same = [self._shared.get(id(t)) == now for t, now in zip(self._tensors, self._states(), strict=True)]
+        pairs = enumerate(zip(self._tensors, self._states(), strict=True))
+        same = [self._watched[k // 2].shared.get(id(tensor)) == now for k, (tensor, now) in pairs]
         return [
             w.parameter.requires_grad or w.parameter.grad is not None or not (one and other)
             for w, one, other in zip(self._watched, same[::2], same[1::2], strict=True)

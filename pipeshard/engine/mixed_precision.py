@@ -27,6 +27,7 @@ from pipeshard.options import PRECISIONS
 from pipeshard.split.materialize import rebuilt_models, storageless
 
 LEAST, MOST = 1.0, 2.0**32
+State = tuple[int, int, int, int]  # of a tensor: see WeightCopies
 
 
 class LossScale:
@@ -83,6 +84,8 @@ class MasterWeight:
         plain: whether `master` is the parameter itself.
         owner: with ZeRO, the replica that updates the parameter for all replicas (only this replica has the fp32 master
         weight); otherwise None.
+        noted: the states of the parameter and of `master`, by id, when they were last equal (see WeightCopies).
+        shared: their states after they were last sent to the other replicas.
         moved: a function to call after the shard has moved to other memory, or None.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
@@ -93,6 +96,8 @@ class MasterWeight:
     ) -> None:
         self.name, self.parameter, self.holders, self.lowered = name, parameter, holders, lowered
         self.owner: int | None = None
+        self.noted: dict[int, State] = {}
+        self.shared: dict[int, State] = {}
         self.moved: Callable[[str, nn.Parameter], None] | None = None
         self._lent: Tensor | None = None  # the gradient that was assigned to `master`
         self.plain = full is None and not isinstance(parameter, DTensor)

@@ -8,7 +8,9 @@ a single process group.
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -68,16 +70,18 @@ class PipelineOptimizer(Optimizer):
         self.weights: dict[str, MasterWeight] = {}
         self.given: list[frozenset[str]] = []
         self.options: list[tuple[str, ...]] = []
-        self._copies = WeightCopies(self.weights, self.zero, self.grid)
+        self._copies = WeightCopies(self.weights, self.grid)
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
         self._depth = 0  # number of its nested steps that have called their pre-hooks, but not their post-hooks
         self._is_updated = False  # whether the parameters have the values of the current step
-        self._last_hook = optim.register_step_pre_hook(self._before_update)
-        self._first_hook = optim.register_step_post_hook(self._after_update)
+        self._last_hook = optim.register_step_pre_hook(weak(self._before_update))
+        self._first_hook = optim.register_step_post_hook(weak(self._after_update))
         GUARD.boosted(self)
         gradients.updates.boosted(self)
-        optim.add_param_group, optim.zero_grad = self.add_param_group, self.zero_grad  # type: ignore[method-assign]
+        for method in (self.add_param_group, self.zero_grad):
+            own = MethodType(getattr(type(optim), method.__name__), weakref.proxy(optim))
+            setattr(optim, method.__name__, weak(method, own))
         self._is_made = True
 
     def __getattr__(self, name: str) -> Any:
@@ -203,6 +207,7 @@ class PipelineOptimizer(Optimizer):
         if twice := sorted(added.keys() & self.weights.keys()):
             raise UsageError(f"{twice[0]} is already in a group of the optimizer: add each parameter only once")
         self.weights |= added
+        self.gradients.updated |= added
         self._remember_groups(fresh)
         self.gradients.trained |= set(fresh.values())
         if self.zero:
@@ -235,6 +240,7 @@ class PipelineOptimizer(Optimizer):
             self.names.pop(before, None)
             self.names[weight.master] = weight.name
         self._copies.watch()
+        self.gradients.copies.watch()
 
     def follow(self, adopts: bool) -> bool:
         """Make the model's parameters and the updated tensors equal again if a training loop has written to either.
@@ -463,6 +469,19 @@ class PipelineOptimizer(Optimizer):
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
+
+
+def weak(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A function that calls `method` while its object exists, and `otherwise` afterwards. It does not keep the object
+    alive. An optimizer that references its boosted optimizer would otherwise keep both, and all states, until Python's
+    garbage collector runs, which it does at different times on each rank."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        present = reference() or otherwise
+        return None if present is None else present(*args, **kwargs)
+
+    return call
 
 
 def _filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -87,8 +87,9 @@ def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Bo
     """Map each of `parameters` that is a parameter of the model, or the master weight of one, to the parameter's name
     in the model."""
     named: dict[Tensor, str] = {}
+    masters: dict[Tensor, str] = {weight.master: name for name, weight in gradients.updated.items()}
+    names = (gradients.names, masters, *(optimizer.names for optimizer in boosted))
     for parameter in parameters:
-        names = (gradients.names, *(optimizer.names for optimizer in boosted))
         name = next((of_model[parameter] for of_model in names if parameter in of_model), None)
         if name is not None:
             named[parameter] = name

@@ -47,11 +47,6 @@ class Grouped(Protocol):
     names: dict[Tensor, str]
     given: list[frozenset[str]]
     options: list[tuple[str, ...]]
-    zero: bool
-
-    def follow(self, adopts: bool) -> bool: ...
-
-    def share(self) -> None: ...
 
 
 class Told(NamedTuple):
