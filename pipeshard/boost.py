@@ -230,13 +230,16 @@ def boost_optimizer(
     if isinstance(optimizer, PipelineOptimizer):
         check_optimizer(optimizer, pipeline)
         return optimizer
-    return kind(
+    boosted = kind(
         optimizer,
         pipeline.gradients,
         zero=pipeline.config.zero_stage == 1,
         finite=pipeline.stages.finite(pipeline.rank, pipeline.holdings.held),
         backward=None if model.whole is None else model.whole.backward,
     )
+    if pipeline.grid.size > 1:
+        boosted.gather_groups()
+    return boosted
 
 
 def check_optimizer(optimizer: Any, pipeline: Pipeline) -> None:

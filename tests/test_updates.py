@@ -501,6 +501,35 @@ def of_what_is_held() -> list[str]:
     return [str(k) for k, pair in enumerate(zip(before, values(sides.model), strict=True)) if torch.equal(*pair)]
 
 
+def trained_of_a_rank(late: bool) -> None:
+    """Groups that are made after boost, of what a rank trains, are the same groups on all ranks."""
+    sides = Sides({}, verify=False)
+    trained = [parameter for parameter in sides.model.parameters() if parameter.requires_grad]
+    parts = [[p for p in trained if (p.dim() > 1) is has_decay] for has_decay in (True, False)]
+    made = [{"params": part, "weight_decay": 0.1 * k} for k, part in enumerate(parts)]
+    sides.engine.boost(sides.engine.model, torch.optim.SGD(made, lr=0.1))
+    optimizer = sides.engine.optimizer
+    for step in range(5 if late else 0):
+        sides.split_loss(sides.batches(step))
+        optimizer.step()
+    sides.split_loss(sides.batches(0))
+    for group in optimizer.param_groups:
+        with pytest.raises(UsageError, match=REFUSED):
+            clip_grad_norm_(group["params"], 0.1)
+    optimizer.param_groups[1]["lr"] = 0.1 + 0.1 * dist.get_rank()
+    with pytest.raises(UsageError, match=r"lr of group 1 of SGD is 0.1 on rank 0.* but 0.2 on rank 1"):
+        optimizer.step()
+        sides.split_loss(sides.batches(0))
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("late", [False, True])
+def test_groups_of_what_a_rank_trains_are_compared(pool: Pool, late: bool) -> None:
+    """An optimizer of what required a gradient on a boosted model had other names on each rank: rates that differed
+    between the stages, and norms of one stage, were silent."""
+    pool.run(trained_of_a_rank, 2, late, timeout=120)
+
+
 @pytest.mark.turns
 def test_groups_of_a_stage_and_schedules_are_exact(pool: Pool) -> None:
     """Groups may differ between ranks in what they hold, and in their options where they are other groups."""

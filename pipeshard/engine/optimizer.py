@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
-from pipeshard.distributed.collectives import local, local_grad, slice_like, together_in
+from pipeshard.distributed.collectives import gather_objects, local, local_grad, slice_like, together_in
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.copies import WeightCopies
@@ -28,6 +28,7 @@ from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.states import States
 from pipeshard.engine.step_guard import GUARD
+from pipeshard.engine.updates import options_of
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
 
@@ -48,7 +49,8 @@ class PipelineOptimizer(Optimizer):
         names: maps each tensor that `optim` updates on this rank to the name of its parameter in the model.
         weights: the MasterWeights of this rank's parameters in the groups, by name, including weights that other
             replicas update.
-        given: for each group, the names of all parameters that the user passed, including those of other stages.
+        given: for each group, the names of all parameters that the user passed on any rank, including those of other
+        stages.
         options: for each group, the names of its options when it was added.
     """
 
@@ -259,6 +261,17 @@ class PipelineOptimizer(Optimizer):
             else:
                 self.given.append(names)
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
+
+    def gather_groups(self) -> None:
+        """Add to `given` the names that other ranks passed: if a loop selects parameters of a boosted model by
+        `requires_grad`, each rank passes only its own. Groups at the same place are one group if their options are the
+        same. Call it on all ranks."""
+        groups = zip(self.optim.param_groups, self.given, self.options)
+        own = [(options_of(group, keys), sorted(names)) for group, names, keys in groups]
+        for told in gather_objects(own, self.grid.world):
+            for k, ((options, _), (others, names)) in enumerate(zip(own, told)):
+                if options == others:
+                    self.given[k] |= frozenset(names)
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
         """Create the missing values of the `weights` that this rank updates."""

@@ -252,9 +252,7 @@ class Updates:
         found = []
         for number, optimizer in self.in_use().items():
             for k, (group, keys) in enumerate(zip(optimizer.optim.param_groups, optimizer.options)):
-                for key in [key for key in keys if is_compared(key, group)]:
-                    value = group.get(key)
-                    found.append((number, k, key, value if type(value) in PLAIN else _plain(value)))
+                found += [(number, k, key, value) for key, value in options_of(group, keys).items()]
         return tuple(found)
 
     def compare(self, norm: float | None = None) -> None:
@@ -339,6 +337,12 @@ DRAWN = (
     "single process. Use a separate torch.Generator().manual_seed(...) for each parameter, seeded with its name and "
     "the step"
 )
+
+
+def options_of(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The values of those options of a group that must be the same on all ranks."""
+    compared = {key: group.get(key) for key in keys if is_compared(key, group)}
+    return {key: value if type(value) in PLAIN else _plain(value) for key, value in compared.items()}
 
 
 def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any) -> str:
