@@ -28,6 +28,7 @@ from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
 from pipeshard.generate.entry import by_name, counts_samples, entry_of, key_of, twin
 from pipeshard.generate.rows import CacheParts, joined
+from pipeshard.generate.samples import Samples, cannot_split
 from pipeshard.graph.taint import Value
 from pipeshard.hf import CACHES, LOGITS, complete_cache, config_of, disable_caches, enable_caches, is_cache, is_ids
 from pipeshard.private import tree_tensors
@@ -57,6 +58,7 @@ class Forward:
     def begin(self, num_microbatches: int | None) -> None:
         """Prepare a call of `generate`."""
         self.num_microbatches = num_microbatches
+        self._samples = Samples(self.pipeline.model)
         self._sends.clear()
         self.forget()
 
@@ -125,7 +127,8 @@ class Forward:
 
     def _microbatches(self, entry: Batch) -> list[Batch]:
         """The call split into microbatches, each with its own part of every cache, or the call itself as the only
-        microbatch. Patches and embeddings of images do not show which samples they belong to."""
+        microbatch. Patches and embeddings of images do not show which samples they belong to. Raises UsageError if the
+        user has set a number of microbatches, but the samples must stay together."""
         tokens = max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
         asked = min(self.num_microbatches or tokens // TOKENS, entry.rows)
         if asked <= 1 or len(self.pipeline.stages.whole) > 1 or not counts_samples(self.pipeline.model, entry):
@@ -133,6 +136,10 @@ class Forward:
         try:
             batches = entry.split(asked)
         except BatchError:
+            return [entry]
+        if (bond := self._samples.bond(entry, batches)) is not None:
+            if self.num_microbatches:
+                raise cannot_split(bond)
             return [entry]
         cut = [CacheParts(entries.cache, [batch.rows for batch in batches]) for entries in self._used.values()]
         self._parts = {id(part): parts for parts in cut for part in parts.parts}

@@ -52,7 +52,8 @@ class Generation:
         so that stages do not wait for each other. By default, a microbatch has at least 256 tokens: prompts are split,
         single new tokens are not. Raises ConfigurationError if parameters are sharded across replicas (fsdp=True), and
         for `max_time` on several ranks; BatchError if the ranks of a pipeline pass different tensors;
-        UsageError if they choose different tokens, or if the model was given another `generate` after boost.
+        UsageError if they choose different tokens, if the model was given another `generate` after boost, or if
+        samples that must stay together would be split into `num_microbatches`.
         """
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:

@@ -1,0 +1,49 @@
+"""Samples: the reasons why the samples of a call must stay together in one microbatch."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from torch import nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.errors import UsageError, of_all
+from pipeshard.hf import POSITIONS, rope_limit
+from pipeshard.slices.cut import positions_of
+
+
+class Samples:
+    """Finds out whether samples depend on the other samples of their microbatch, for one call of `generate`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def bond(self, entry: Batch, batches: Sequence[Batch]) -> str | None:
+        """Why the samples of the call `entry` must stay together instead of being split into `batches`, or None. All
+        ranks find the same reason."""
+        return self._of_positions(entry, batches)
+
+    def _of_positions(self, entry: Batch, batches: Sequence[Batch]) -> str | None:
+        if POSITIONS not in entry.tensors or not self._rope_limits:  # without positions, all samples have the same
+            return None
+        longest, shortest = positions_of(entry), min(map(positions_of, batches))
+        for name, limit in self._rope_limits.items():
+            if shortest < longest and limit < longest:
+                return (
+                    f"{name} ({type(self.model.get_submodule(name)).__name__}) computes its frequencies from the "
+                    f"longest sample of a batch with more than {limit} positions"
+                )
+        return None
+
+    @cached_property
+    def _rope_limits(self) -> dict[str, int]:
+        limits = {name: rope_limit(module) for name, module in self.model.named_modules()}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def cannot_split(bond: str) -> Exception:
+    """The error, on every rank, for several microbatches of samples that must stay together."""
+    return of_all(
+        UsageError(
+            f"{bond}, so its samples cannot be split into microbatches: call model.generate(..., num_microbatches=1)"
+        )
+    )

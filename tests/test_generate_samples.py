@@ -1,0 +1,71 @@
+"""Tests of calls of generate whose samples must stay in one microbatch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeshard.errors import UsageError
+from pipeshard.generate import forward
+from tests import zoo
+from tests.pool import Pool
+from tests.test_generate import GREEDY, boosted, generated, is_same
+
+pytestmark = pytest.mark.local
+
+SCORES: dict[str, Any] = GREEDY | {"return_dict_in_generate": True, "output_scores": True}
+
+
+def llama(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**zoo.TINY | {"initializer_range": 0.3} | options))
+
+
+def rotated(kind: str) -> nn.Module:
+    """A llama whose longest prompt, of 7 tokens, exceeds the limit of its rotary frequencies. The others do not."""
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 6}
+        return llama(rope_parameters=parameters | factors)
+    return llama(rope_parameters=parameters, max_position_embeddings=6)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dynamic": lambda: rotated("dynamic"),
+    "longrope": lambda: rotated("longrope"),
+}
+
+
+def together(kind: str) -> tuple[bool, str]:
+    """Whether prompts long enough for microbatches give the scores of one process, and the error if the user asks for
+    two microbatches."""
+    model, options = MODELS[kind](), SCORES
+    expected = generated(copy.deepcopy(model).eval(), "llama", **options)
+    split = boosted(model, "llama", num_microbatches=1)
+    with mock.patch.object(forward, "TOKENS", 7):
+        same = is_same(generated(split, "llama", **options), expected, tolerance=1e-4)
+    with pytest.raises(UsageError) as caught:
+        generated(split, "llama", num_microbatches=2, **options)
+    return same, str(caught.value)
+
+
+REASONS = {
+    "dynamic": "model.rotary_emb (LlamaRotaryEmbedding) computes its frequencies from the longest sample",
+    "longrope": "model.rotary_emb (LlamaRotaryEmbedding) computes its frequencies from the longest sample",
+}
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", MODELS)
+def test_samples_that_depend_on_each_other_are_not_split(pool: Pool, kind: str) -> None:
+    """Prompts of 512 tokens and more, in microbatches: short ones were rotated with other frequencies than their keys,
+    without an error."""
+    for same, message in pool.run(together, 2, kind):
+        assert same and REASONS[kind] in message and "call model.generate(..., num_microbatches=1)" in message
