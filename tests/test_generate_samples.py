@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from pipeshard.errors import UsageError
 from pipeshard.generate import forward
@@ -37,16 +37,27 @@ def rotated(kind: str) -> nn.Module:
     return llama(rope_parameters=parameters, max_position_embeddings=6)
 
 
+def phi3() -> nn.Module:
+    """A Phi-3 that computes its states anew once there are more than 8 tokens."""
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(Phi3Config(**zoo.TINY, original_max_position_embeddings=8))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dynamic": lambda: rotated("dynamic"),
     "longrope": lambda: rotated("longrope"),
+    "own cache": phi3,
+    "guidance": llama,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "guidance": {"guidance_scale": 2.0, "negative_prompt_ids": torch.arange(3, 24).view(3, 7)}
 }
 
 
 def together(kind: str) -> tuple[bool, str]:
     """Whether prompts long enough for microbatches give the scores of one process, and the error if the user asks for
     two microbatches."""
-    model, options = MODELS[kind](), SCORES
+    model, options = MODELS[kind](), SCORES | OPTIONS.get(kind, {})
     expected = generated(copy.deepcopy(model).eval(), "llama", **options)
     split = boosted(model, "llama", num_microbatches=1)
     with mock.patch.object(forward, "TOKENS", 7):
@@ -59,6 +70,8 @@ def together(kind: str) -> tuple[bool, str]:
 REASONS = {
     "dynamic": "model.rotary_emb (LlamaRotaryEmbedding) computes its frequencies from the longest sample",
     "longrope": "model.rotary_emb (LlamaRotaryEmbedding) computes its frequencies from the longest sample",
+    "own cache": "Phi3ForCausalLM creates a cache in its forward",
+    "guidance": "LlamaForCausalLM creates a cache in its forward",
 }
 
 
@@ -66,6 +79,6 @@ REASONS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_samples_that_depend_on_each_other_are_not_split(pool: Pool, kind: str) -> None:
     """Prompts of 512 tokens and more, in microbatches: short ones were rotated with other frequencies than their keys,
-    without an error."""
+    without an error, and a Phi-3 beyond 4096 tokens kept the cache of the first microbatch alone."""
     for same, message in pool.run(together, 2, kind):
         assert same and REASONS[kind] in message and "call model.generate(..., num_microbatches=1)" in message

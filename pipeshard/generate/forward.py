@@ -112,7 +112,7 @@ class Forward:
         """The microbatches of a call, and their Ways. Unless the user has set a number of microbatches, a call is not
         split if its microbatches cannot be traced: a value that is not an argument, such as the tensor of a hook or
         peft's `adapter_names`, may have one entry per sample."""
-        batches = self._microbatches(entry)
+        batches = self._microbatches(entry, forward)
         try:
             ways = [self._way(path, batch.data, forward) for batch in batches]
             if len(batches) > 1:
@@ -125,7 +125,7 @@ class Forward:
         self.num_microbatches, self._parts = 1, {}
         return [entry], [self._way(path, entry.data, forward)]
 
-    def _microbatches(self, entry: Batch) -> list[Batch]:
+    def _microbatches(self, entry: Batch, forward: Callable[..., Any]) -> list[Batch]:
         """The call split into microbatches, each with its own part of every cache, or the call itself as the only
         microbatch. Patches and embeddings of images do not show which samples they belong to. Raises UsageError if the
         user has set a number of microbatches, but the samples must stay together."""
@@ -137,11 +137,12 @@ class Forward:
             batches = entry.split(asked)
         except BatchError:
             return [entry]
-        if (bond := self._samples.bond(entry, batches)) is not None:
+        caches = [entries.cache for entries in self._used.values()]
+        if (bond := self._samples.bond(entry, batches, caches, forward)) is not None:
             if self.num_microbatches:
                 raise cannot_split(bond)
             return [entry]
-        cut = [CacheParts(entries.cache, [batch.rows for batch in batches]) for entries in self._used.values()]
+        cut = [CacheParts(cache, [batch.rows for batch in batches]) for cache in caches]
         self._parts = {id(part): parts for parts in cut for part in parts.parts}
         return [
             replace(batch, leaves=tuple(_part_of(leaf, cut, i) for leaf in batch.leaves))

@@ -1,13 +1,15 @@
 """Samples: the reasons why the samples of a call must stay together in one microbatch."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import UsageError, of_all
-from pipeshard.hf import POSITIONS, rope_limit
+from pipeshard.hf import CACHES, POSITIONS, USES_CACHE, rope_limit
 from pipeshard.slices.cut import positions_of
 
 
@@ -17,10 +19,18 @@ class Samples:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def bond(self, entry: Batch, batches: Sequence[Batch]) -> str | None:
+    def bond(
+        self, entry: Batch, batches: Sequence[Batch], caches: Sequence[Any], forward: Callable[..., Any]
+    ) -> str | None:
         """Why the samples of the call `entry` must stay together instead of being split into `batches`, or None. All
-        ranks find the same reason."""
-        return self._of_positions(entry, batches)
+        ranks find the same reason. `caches` are the caches among the arguments of the module's own `forward`."""
+        return self._of_new_cache(entry, caches, forward) or self._of_positions(entry, batches)
+
+    def _of_new_cache(self, entry: Batch, caches: Sequence[Any], forward: Callable[..., Any]) -> str | None:
+        accepts = any(name in CACHES for name in inspect.signature(forward).parameters)
+        if caches or not accepts or not entry.data.get(USES_CACHE):
+            return None
+        return f"{type(self.model.get_submodule(entry.entry)).__name__} creates a cache in its forward"
 
     def _of_positions(self, entry: Batch, batches: Sequence[Batch]) -> str | None:
         if POSITIONS not in entry.tensors or not self._rope_limits:  # without positions, all samples have the same
