@@ -62,6 +62,7 @@ CACHES = *LAYER_CACHES, "state", "mems", "past_buckets_states"
 USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
 TIME = "max_time"
 LAYER_CLASS = "layer_class_to_replicate"  # in a cache without a config: the class of the entries that it creates
+QUANTIZED = "_quantized_keys"  # of a cache's entry for one layer, if it quantizes its states
 COMPILED_CALL = "get_compiled_call"  # the method with which `generate` gets a model's compiled `__call__`
 
 # RoPE types whose frequencies depend on the greatest position in the batch if it exceeds a limit, and the config fields
@@ -210,6 +211,14 @@ def enable_caches(configs: Iterable[Any]) -> None:
 def is_cache(value: Any) -> bool:
     """Whether this is a transformers cache, with the keys and values (or other states) of each layer."""
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
+
+
+def is_quantized_cache(cache: Any) -> bool:
+    """Whether a transformers cache, or a cache inside it, quantizes the states of its layers."""
+    inside = filter(is_cache, vars(cache).values())
+    return any(hasattr(layer, QUANTIZED) for layer in getattr(cache, "layers", ())) or any(
+        map(is_quantized_cache, inside)
+    )
 
 
 def complete_cache(cache: Any, config: Any) -> None:

@@ -48,9 +48,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "longrope": lambda: rotated("longrope"),
     "own cache": phi3,
     "guidance": llama,
+    "quantized": llama,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "guidance": {"guidance_scale": 2.0, "negative_prompt_ids": torch.arange(3, 24).view(3, 7)}
+    "guidance": {"guidance_scale": 2.0, "negative_prompt_ids": torch.arange(3, 24).view(3, 7)},
+    "quantized": {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
 }
 
 
@@ -72,6 +74,7 @@ REASONS = {
     "longrope": "model.rotary_emb (LlamaRotaryEmbedding) computes its frequencies from the longest sample",
     "own cache": "Phi3ForCausalLM creates a cache in its forward",
     "guidance": "LlamaForCausalLM creates a cache in its forward",
+    "quantized": "QuantizedCache quantizes all samples together",
 }
 
 
@@ -79,6 +82,6 @@ REASONS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_samples_that_depend_on_each_other_are_not_split(pool: Pool, kind: str) -> None:
     """Prompts of 512 tokens and more, in microbatches: short ones were rotated with other frequencies than their keys,
-    without an error, and a Phi-3 beyond 4096 tokens kept the cache of the first microbatch alone."""
+    and fp8 keys were scaled as those of the first microbatch, without an error. A Phi-3 kept only its first cache."""
     for same, message in pool.run(together, 2, kind):
         assert same and REASONS[kind] in message and "call model.generate(..., num_microbatches=1)" in message

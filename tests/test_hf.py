@@ -188,6 +188,13 @@ def test_a_cache_without_a_config_gets_an_entry_for_each_layer() -> None:
     assert not empty.layers
 
 
+def test_caches_that_quantize_their_states() -> None:
+    config = llama().config
+    plain, quantized = transformers.DynamicCache(config=config), transformers.QuantizedCache("fp8", config)
+    assert not hf.is_quantized_cache(plain) and hf.is_quantized_cache(quantized)
+    assert hf.is_quantized_cache(transformers.EncoderDecoderCache(quantized, plain))
+
+
 def test_the_argument_that_is_a_cache() -> None:
     """transformers 5.24 renamed past_key_values and cache_params: its caches were kept as inputs, and no model
     generated."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import UsageError, of_all
-from pipeshard.hf import CACHES, POSITIONS, USES_CACHE, rope_limit
+from pipeshard.hf import CACHES, POSITIONS, USES_CACHE, is_quantized_cache, rope_limit
 from pipeshard.slices.cut import positions_of
 
 
@@ -24,13 +24,21 @@ class Samples:
     ) -> str | None:
         """Why the samples of the call `entry` must stay together instead of being split into `batches`, or None. All
         ranks find the same reason. `caches` are the caches among the arguments of the module's own `forward`."""
-        return self._of_new_cache(entry, caches, forward) or self._of_positions(entry, batches)
+        return (
+            self._of_new_cache(entry, caches, forward)
+            or self._of_quantized(caches)
+            or self._of_positions(entry, batches)
+        )
 
     def _of_new_cache(self, entry: Batch, caches: Sequence[Any], forward: Callable[..., Any]) -> str | None:
         accepts = any(name in CACHES for name in inspect.signature(forward).parameters)
         if caches or not accepts or not entry.data.get(USES_CACHE):
             return None
         return f"{type(self.model.get_submodule(entry.entry)).__name__} creates a cache in its forward"
+
+    def _of_quantized(self, caches: Sequence[Any]) -> str | None:
+        quantized = next(filter(is_quantized_cache, caches), None)
+        return None if quantized is None else f"{type(quantized).__name__} quantizes all samples together"
 
     def _of_positions(self, entry: Batch, batches: Sequence[Batch]) -> str | None:
         if POSITIONS not in entry.tensors or not self._rope_limits:  # without positions, all samples have the same
