@@ -9,12 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from pipeshard.errors import UsageError
 from pipeshard.generate import forward
+from pipeshard.hf import LAYER_CACHES
 from tests import zoo
+from tests.parity.build import build
+from tests.parity.entries import find
 from tests.pool import Pool
 from tests.test_generate import GREEDY, boosted, generated, is_same
 
@@ -43,12 +46,47 @@ def phi3() -> nn.Module:
     return Phi3ForCausalLM(Phi3Config(**zoo.TINY, original_max_position_embeddings=8))
 
 
+class Remembering(nn.Module):
+    """A layer that keeps the mean of the prompt itself, and adds it to what follows."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.state = layer, None
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        if any(kwargs.get(name) is not None for name in LAYER_CACHES):
+            hidden_states = self.remembered(hidden_states)
+        return self.layer(hidden_states, **kwargs)
+
+    def remembered(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.shape[1] > 1:
+            self.state = hidden_states.mean(1, keepdim=True)
+        elif self.state is None or len(self.state) != len(hidden_states):
+            self.state = torch.zeros_like(hidden_states)
+        return hidden_states + self.state
+
+
+def remembering() -> nn.Module:
+    model: Any = llama()
+    for k, layer in enumerate(model.model.layers):
+        model.model.layers[k] = Remembering(layer)
+    return model
+
+
+def recurrent_gemma() -> nn.Module:
+    model: Any = build(find("causal-lm/recurrent_gemma")[0])
+    model.config.use_cache = True
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dynamic": lambda: rotated("dynamic"),
     "longrope": lambda: rotated("longrope"),
     "own cache": phi3,
     "guidance": llama,
     "quantized": llama,
+    "state": remembering,
+    "recurrent": recurrent_gemma,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "guidance": {"guidance_scale": 2.0, "negative_prompt_ids": torch.arange(3, 24).view(3, 7)},
@@ -75,6 +113,8 @@ REASONS = {
     "own cache": "Phi3ForCausalLM creates a cache in its forward",
     "guidance": "LlamaForCausalLM creates a cache in its forward",
     "quantized": "QuantizedCache quantizes all samples together",
+    "state": "model.layers.0 (Remembering) may keep states of samples in its attribute state",
+    "recurrent": "(RecurrentGemmaRecurrentBlock) may keep states of samples in its attribute conv1d_state",
 }
 
 
@@ -82,6 +122,6 @@ REASONS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_samples_that_depend_on_each_other_are_not_split(pool: Pool, kind: str) -> None:
     """Prompts of 512 tokens and more, in microbatches: short ones were rotated with other frequencies than their keys,
-    and fp8 keys were scaled as those of the first microbatch, without an error. A Phi-3 kept only its first cache."""
+    fp8 keys were scaled as those of the first microbatch, and recurrent layers forgot prompts, without an error."""
     for same, message in pool.run(together, 2, kind):
         assert same and REASONS[kind] in message and "call model.generate(..., num_microbatches=1)" in message

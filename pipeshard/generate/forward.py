@@ -58,7 +58,7 @@ class Forward:
     def begin(self, num_microbatches: int | None) -> None:
         """Prepare a call of `generate`."""
         self.num_microbatches = num_microbatches
-        self._samples = Samples(self.pipeline.model)
+        self._samples = Samples(self.pipeline.model, self.pipeline.policy.units, self.group)
         self._sends.clear()
         self.forget()
 

@@ -1,14 +1,20 @@
 """Samples: the reasons why the samples of a call must stay together in one microbatch."""
 
+import dis
 import inspect
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
+from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
+from pipeshard.distributed.collectives import gather_objects
 from pipeshard.errors import UsageError, of_all
+from pipeshard.graph.places import MISSING, names_in
 from pipeshard.hf import CACHES, POSITIONS, USES_CACHE, is_quantized_cache, rope_limit
 from pipeshard.slices.cut import positions_of
 
@@ -16,8 +22,8 @@ from pipeshard.slices.cut import positions_of
 class Samples:
     """Finds out whether samples depend on the other samples of their microbatch, for one call of `generate`."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], group: dist.ProcessGroup) -> None:
+        self.model, self.units, self.group = model, units, group
 
     def bond(
         self, entry: Batch, batches: Sequence[Batch], caches: Sequence[Any], forward: Callable[..., Any]
@@ -28,6 +34,7 @@ class Samples:
             self._of_new_cache(entry, caches, forward)
             or self._of_quantized(caches)
             or self._of_positions(entry, batches)
+            or self._of_states
         )
 
     def _of_new_cache(self, entry: Batch, caches: Sequence[Any], forward: Callable[..., Any]) -> str | None:
@@ -53,9 +60,43 @@ class Samples:
         return None
 
     @cached_property
+    def _of_states(self) -> str | None:
+        found = gather_objects(self._state(), self.group)  # a unit may have run only on the rank that holds it
+        return next(filter(None, found), None)
+
+    def _state(self) -> str | None:
+        for unit, whole in self.units.items():
+            for path, module in whole.named_modules(prefix=unit):
+                for name in sorted(assigned(type(module))):
+                    if isinstance(vars(module).get(name, MISSING), Tensor | None):  # no parameter, and no buffer
+                        return f"{path} ({type(module).__name__}) may keep states of samples in its attribute {name}"
+        return None
+
+    @cached_property
     def _rope_limits(self) -> dict[str, int]:
         limits = {name: rope_limit(module) for name, module in self.model.named_modules()}
         return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+@cache
+def assigned(kind: type) -> frozenset[str]:
+    """The attributes that a module of this class assigns to itself in its forward, or in methods that it mentions."""
+    seen, found, todo = set[str](), set[str](), ["forward"]
+    while todo:
+        name = todo.pop()
+        method: Any = inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
+        if name in seen or not isinstance(method, FunctionType):
+            continue
+        seen.add(name)
+        code = method.__code__
+        steps = [*dis.get_instructions(code)]
+        found |= {
+            str(step.argval)
+            for before, step in pairwise(steps)
+            if step.opname == "STORE_ATTR" and before.argrepr.rpartition(", ")[2] == code.co_varnames[0]
+        }
+        todo += names_in(code)
+    return frozenset(found)
 
 
 def cannot_split(bond: str) -> Exception:
