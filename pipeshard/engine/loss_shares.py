@@ -28,7 +28,7 @@ MOST_COUNTED = 64  # at most this many Dataflows are remembered
 
 class LossShares:
     """The rules that combine the microbatch losses into the loss of a batch. `find(batch, criterion)` returns the Way
-    of a microbatch.
+    of a microbatch. `is_unchanged()` says whether all Python values are those with which the state was first found.
 
     If `weight` is None, each replica in the process group `replicas` has a part of one batch (`replicas` is None for a
     single replica). Otherwise each replica has its own batch, and `weight` is the factor of this batch's loss in the
@@ -39,11 +39,12 @@ class LossShares:
         self,
         policy: Policy,
         find: Callable[[Batch, Criterion | None], Way],
+        is_unchanged: Callable[[], bool],
         replicas: dist.ProcessGroup | None,
         weight: float | None,
     ) -> None:
         self.model, self.device, self.find = policy.model, policy.replay.device, find
-        self.replicas, self.weight = replicas, weight
+        self.replicas, self.weight, self.is_unchanged = replicas, weight, is_unchanged
         self.is_last = policy.stage == policy.placement[-1]  # whether this rank computes the loss
         self.rules, self.changing = LossRules(), LossState(policy.model)
         self.state: tuple[int, int] = 0, 0  # numbers of the states of the model and the criterion
@@ -161,13 +162,14 @@ class LossShares:
         """The count that the criterion returns for each microbatch, and whether the sum of nothing is NaN. The counts
         are computed before the first backward, which needs their sum. If the trace recorded how the count depends on
         the batch, the count is computed from the batch. Otherwise, the criterion computes it from placeholder unit
-        results. The first count of each trace is computed in both ways and compared."""
+        results, also in a step in which a Python value differs from its value in the trace. The first count of each
+        trace is computed in both ways and compared."""
         if len(self._counted) > MOST_COUNTED:
             self._counted.clear()
         glue: Glue | None = None
-        counts = []
+        counts, is_unchanged = [], self.is_unchanged()
         for batch, (flow, deltas) in zip(batches, ways, strict=True):
-            found = self._count_of_batch(batch, flow, deltas)
+            found = self._count_of_batch(batch, flow, deltas) if is_unchanged else None
             if found is None or id(flow) not in self._counted:
                 glue = glue or Glue(self.model, criterion, self.device)
                 count, is_nan = glue.count(batch.to(glue.device), flow, deltas)

@@ -67,7 +67,7 @@ class Traces:
     ) -> None:
         self.model, self.policy = policy.model, policy
         self.routes = Routes(policy, recompute)
-        self.losses = LossShares(policy, self._find, replicas if weight is None else None, weight)
+        self.losses = LossShares(policy, self._find, self._is_unchanged, replicas if weight is None else None, weight)
         self.flags = Flags(policy.model)
         self.flags_of: dict[Hashable, Flags] = {}  # of criteria
         self._flows: dict[Any, list[Dataflow]] = {}
@@ -95,15 +95,20 @@ class Traces:
 
     def look(self, criterion: Criterion | None) -> None:
         """Record the current state of the model and the criterion, and the values that the loss depends on."""
-        self._state = self.flags.number(), 0
+        self._state, self._looked = (self.flags.number(), 0), [self.flags]
         if criterion is not None:
             if len(self.flags_of) >= MOST_FLOWS:
                 self.flags_of.clear()
             of_criterion = self.flags_of.setdefault(key_of(criterion), Flags(self.model, criterion))
             self._state = self._state[0], of_criterion.number()
+            self._looked.append(of_criterion)
             self._warn_of_states(of_criterion, "the criterion", "set a float for a weight, and a bool for a branch")
         self._warn_of_states(self.flags, "the model", "store a weight in a buffer, and set a bool for a branch")
         self.losses.look(criterion, self._state)
+
+    def _is_unchanged(self) -> bool:
+        """Whether all Python values are the first ones of this state. The recipe of a count may contain any of them."""
+        return all(flags.is_unchanged for flags in self._looked)
 
     def _warn_of_states(self, flags: Flags, owner: str, remedy: str) -> None:
         """Warn once, on the first rank, if the model or the criterion changes in each step."""
@@ -296,7 +301,8 @@ class Traces:
     def _traced(self, batch: Batch, criterion: Criterion | None, exact: bool, grad: bool) -> Dataflow:
         device, lent = self.policy.replay.device, self._lent
         with Lone.of(len(set(self.policy.placement))):
-            return trace(self.model, batch, criterion, exact, device=device, lent=lent, grad=grad)
+            flow = trace(self.model, batch, criterion, exact, device=device, lent=lent, grad=grad)
+        return flow if self._is_unchanged() else flow.without_count()
 
     def refuse_other_way(
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup, train: bool

@@ -184,6 +184,10 @@ class Dataflow:
     opaque: tuple[tuple[str, str], ...] = ()
     observed: tuple[Observed, ...] = ()
 
+    def without_count(self) -> Self:
+        """This Dataflow without the question of the criterion's count."""
+        return replace(self, questions=tuple(question for question in self.questions if not question.is_count))
+
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
         """The unit of each call, and the number of earlier calls of the same unit."""

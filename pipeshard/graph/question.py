@@ -5,7 +5,7 @@ branch, or specializes to one path. Here, the operators that compute the answer 
 among the operators' arguments may depend on the sizes of the batch (`mask.sum() == mask.numel()`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -126,11 +126,13 @@ class Recipes:
         the values of `real`."""
         self.device, self.real = device, real
         self.questions: list[Question] = []
+        self.is_unasked = False  # whether glue has read a number from a tensor without a question
         self._sizes = {} if batch is None or real is None else _products(batch, real)
         self._tensors = [] if batch is None else [(path, tensor, tensor._version) for path, tensor in batch.all_tensors]
         leaves = {} if batch is None else batch.tensors
         self._leaves = {id(leaf): (leaf._version, path) for path, leaf in leaves.items()}
         self._results = WeakTensorKeyDictionary()  # a tensor that glue drops is freed: no question needs it
+        self._made = WeakTensorKeyDictionary()  # the versions of tensors made from Python values alone
 
     @property
     def rewritten(self) -> frozenset[str]:
@@ -139,6 +141,18 @@ class Recipes:
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
         self._results[output] = _Result(output._version, func, args, kwargs)
+
+    def note_made(self, inputs: Sequence[Tensor], output: Tensor) -> None:
+        """Record a tensor that glue computed without random numbers, if all `inputs` were made from Python values."""
+        if all(map(self._is_made, inputs)) and not output.is_inference():
+            self._made[output] = output._version
+
+    def note_read(self, tensors: Sequence[Tensor]) -> None:
+        """Record that glue has read a number from these tensors without a question."""
+        self.is_unasked |= not all(map(self._is_made, tensors))
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        return tensor in self._made and bool(self._made[tensor] == tensor._version)
 
     def ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Question:
         """Record and return the question whose last operator is `func`. If possible, a bool answer is recomputed for
@@ -154,13 +168,18 @@ class Recipes:
         self.questions.append(question)
         return question
 
-    def ask_count(self, count: Any) -> None:
-        """Record the question of a criterion's count, if glue computed this count from the batch alone."""
-        if isinstance(count, Tensor) and (of_count := self._results.get(count)) is not None:
-            steps: list[Operator] = []
-            is_known = self._follow(of_count.func, of_count.args, of_count.kwargs, steps, {})
-            if is_known and count._version == of_count.version:
-                self.questions.append(Question(tuple(steps), None, self.device, frozenset(), is_count=True))
+    def ask_count(self, count: Any, is_own: Callable[[Tensor], bool]) -> None:
+        """Record the question of a criterion's count, if glue computed this count from the batch, from Python values,
+        and from tensors that are the criterion's own (`is_own`). The values of other tensors may change from step to
+        step, and so may a number that was read from them."""
+        of_count = self._results.get(count) if isinstance(count, Tensor) else None
+        if of_count is None or of_count.version != count._version or self.is_unasked:
+            return
+        steps: list[Operator] = []
+        is_known = self._follow(of_count.func, of_count.args, of_count.kwargs, steps, {})
+        constants = (leaf for step in steps for leaf in step.leaves if isinstance(leaf, Tensor))
+        if is_known and all(self._is_made(constant) or is_own(constant) for constant in constants):
+            self.questions.append(Question(tuple(steps), None, self.device, frozenset(), is_count=True))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, steps: list[Operator], known: dict[int, int]) -> bool:
         """Append to `steps` the operators that compute the inputs of a call of `func`, and the call itself. Returns

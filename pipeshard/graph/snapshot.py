@@ -288,6 +288,13 @@ class Flags:
         fresh = self.fresh
         return len(fresh) == MOST_STATES and fresh[-1] == self.looks and fresh[-1] - fresh[0] < 2 * MOST_STATES
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether no value has changed since the current state was first found, not even a value that does not count: a
+        number that a forward changes, or an annealed float."""
+        state = self.states[self.now]
+        return not any(True for _ in (state.changes() if self.without else flagged(state)))
+
     def newest_change(self) -> Path:
         """The place of a change that has led to the newest of several states, or () if only `requires_grad` has
         changed."""

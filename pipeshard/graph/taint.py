@@ -188,7 +188,8 @@ class Taint(DispatchMode):
             is_shape = packet not in SCALAR
             is_noted = self.in_criterion if is_shape else is_of_batch
             self.decide(deciding, shaping=is_shape and not is_noted, is_asked=is_noted)
-        self.drawn |= draws(func, args, kwargs)
+        is_drawn = draws(func, args, kwargs)
+        self.drawn |= is_drawn
         self.touched |= {tag for tag in tags if isinstance(tag, Value)}
         result = self._without_meta(func, args, kwargs, inputs)
         if is_of_batch and packet in SCALAR and not self.is_checking:
@@ -196,8 +197,13 @@ class Taint(DispatchMode):
             question = self.recipes.ask(func, args, kwargs, result, paths)
             self.shaping |= paths if question.steps is None else set()
             return question.answer, tags
-        if is_of_batch and isinstance(result, Tensor) and not func._schema.is_mutable:
-            self.recipes.note(func, args, kwargs, result)
+        if packet in SCALAR and not self.is_checking:
+            self.recipes.note_read(inputs)
+        if isinstance(result, Tensor) and not func._schema.is_mutable:
+            if is_of_batch:
+                self.recipes.note(func, args, kwargs, result)
+            elif not tags and not is_drawn:
+                self.recipes.note_made(inputs, result)
         if any(isinstance(tag, Used) for tag in tags):
             self.of_glue += _flops(func, args, kwargs, result)
         return result, tags

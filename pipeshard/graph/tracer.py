@@ -30,6 +30,7 @@ from pipeshard.graph.question import Recipes
 from pipeshard.graph.readers import Readers
 from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
+from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
 from pipeshard.graph.unit_outputs import answer, opened
 from pipeshard.graph.units import CutPoint, check_call, find_units, handled, modules_apart
@@ -179,8 +180,13 @@ class Tracer:
         ):
             loss, count = sum_and_count(output, self.criterion, batch)
         self.counts_results = isinstance(count, Tensor) and bool(self._use([count]).values)
-        self.taint.recipes.ask_count(count)
+        self.taint.recipes.ask_count(count, self._is_of_criterion)
         return loss if loss is None or count is None else loss / count
+
+    def _is_of_criterion(self, tensor: Tensor) -> bool:
+        """Whether a place of the criterion holds this tensor. Flags then compares the tensor's values in each step."""
+        own = Snapshot({"": self.criterion}, without=(self.model,)).tensors
+        return not isinstance(tensor, nn.Parameter) and any(tensor is held for *_, held, _ in own)
 
     def _refuse_foreign(self, loss: Tensor | None) -> None:
         """Raise ConfigurationError if the criterion trains tensors outside the model. Every rank traces the criterion,
@@ -356,6 +362,7 @@ class Reading(TorchFunctionMode):
         elif func in self.READERS:
             self.taint.decide(self.taint.of(args[:1]))
             self.taint.read_shape(args[:1])
+            self.taint.recipes.note_read(args[:1])
         elif self.taint.shapes and func in self.SIZES:
             self.taint.read_shape(args)
         elif func in self.BUILDERS or func in self.INDEXERS:

@@ -26,12 +26,21 @@ class Weighted(nn.Module):
         self.register_buffer("weights", torch.linspace(0.5, 3.0, WORDS))
         self.scale = 1.0
 
+    def of(self, model: nn.Module) -> None:
+        """Keep what the criterion reads of the model."""
+
     def forward(self, out: Any, batch: Any) -> tuple[Tensor, Tensor]:
         labels = batch["labels"][:, 1:]
         is_valid = labels != IGNORED
         weights = torch.where(is_valid, self.weights[labels.clamp(min=0)], 0.0)
         losses = F.cross_entropy(out["logits"][:, :-1].flatten(0, 1), labels.flatten(), reduction="none")
         return (losses * weights.flatten()).sum(), weights.sum() * self.scale
+
+    def anneal(self, step: int) -> None:
+        if step == 1:
+            self.scale = 0.5
+        if step == 2:
+            self.weights.mul_(torch.linspace(1.0, 2.0, WORDS))
 
 
 class Counted(Weighted):
@@ -40,6 +49,45 @@ class Counted(Weighted):
     def forward(self, out: Any, batch: Any) -> tuple[Tensor, float]:  # type: ignore[override]
         total, count = super().forward(out, batch)
         return total, float(count)
+
+
+class Annealed(Weighted):
+    """The same mean, with a scale that changes a little in each step."""
+
+    def anneal(self, step: int) -> None:
+        self.scale = 0.9 - 0.1 * step
+
+
+class Windowed(Weighted):
+    """A mean over the first words, whose number is made from a float."""
+
+    window = 6.5
+
+    def forward(self, out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"][:, : int(self.window)]
+        losses = F.cross_entropy(out["logits"][:, : labels.shape[1]].flatten(0, 1), labels.flatten(), reduction="sum")
+        return losses, (labels != IGNORED).sum()
+
+    def anneal(self, step: int) -> None:
+        self.window = 6.5 - step
+
+
+class Balanced(Weighted):
+    """A mean weighted by how often the model has seen each word."""
+
+    def of(self, model: nn.Module) -> None:
+        model.register_buffer("seen", torch.linspace(1.0, 4.0, WORDS))
+        self.model = [model]
+
+    def forward(self, out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"]
+        weights = (1 / self.model[0].seen)[labels.clamp(min=0)] * (labels != IGNORED)
+        losses = F.cross_entropy(out["logits"].flatten(0, 1), labels.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum(), weights.sum()
+
+    def anneal(self, step: int) -> None:
+        if step:
+            self.model[0].seen.add_(torch.linspace(0.0, 0.2, WORDS))
 
 
 def batch_of(length: int, valid: list[int]) -> dict[str, Tensor]:
@@ -53,6 +101,7 @@ def differences(kind: type[Weighted]) -> tuple[float, list[int]]:
     """The largest relative difference of a loss or gradient, and the number of runs of the glue in each step."""
     torch.manual_seed(0)
     model, criterion = Net(), kind()
+    criterion.of(model)
     unsplit, whole = copy.deepcopy((model, criterion))
     engine = pipeshard.initialize(
         model,
@@ -67,11 +116,8 @@ def differences(kind: type[Weighted]) -> tuple[float, list[int]]:
     lengths = [(7, [7, 3, 5, 2, 6, 4]), (7, [7, 7, 1, 1, 7, 5]), (9, [2, 9, 5, 1, 7, 8]), (8, [8, 2, 3, 8, 8, 8])]
     for step, (length, valid) in enumerate(lengths):
         batch = batch_of(length, valid)
-        if step == 1:
-            criterion.scale = whole.scale = 0.5
-        if step == 2:
-            for each in (criterion, whole):
-                each.weights.mul_(torch.linspace(1.0, 2.0, WORDS))
+        for each in (criterion, whole):
+            each.anneal(step)
         with mock.patch.object(Glue, "count", autospec=True, side_effect=Glue.count) as count:
             loss = engine.execute_pipeline(iter([batch]))["loss"]
         total, number = whole(unsplit(**batch), batch)
@@ -94,3 +140,11 @@ def test_counts_are_computed_from_the_batch_alone(pool: Pool, kind: type[Weighte
     ((worst, found),) = pool.run(differences, 1, kind)
     assert worst < 1e-6
     assert found == runs
+
+
+@pytest.mark.parametrize("kind", [Annealed, Windowed, Balanced])
+def test_counts_follow_values_that_the_user_changes(pool: Pool, kind: type[Weighted]) -> None:
+    """The operators of a trace kept the first value of an annealed weight, and of the model's own frequencies: later
+    steps divided by the count of the first. Such a count is computed by the criterion."""
+    ((worst, _),) = pool.run(differences, 1, kind)
+    assert worst < 1e-6
