@@ -183,10 +183,9 @@ class LossShares:
     def _count_of_batch(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float | None:
         """The criterion's count, computed from the batch alone, or None if it is 0 or the trace did not record it."""
         _, is_right = self._counted.get(id(flow), (flow, True))
-        question = next((asked for asked in flow.questions if asked.is_count), None)
-        if question is None or not is_right:
+        if flow.count is None or not is_right:
             return None
-        can_be_asked, count = question.ask(batch.tensors, deltas)
+        can_be_asked, count = flow.count.ask(batch.tensors, deltas)
         return float(count) or None if can_be_asked else None
 
     def _total(self, count: float, rule: LossRule) -> float:

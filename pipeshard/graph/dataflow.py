@@ -184,6 +184,11 @@ class Dataflow:
     opaque: tuple[tuple[str, str], ...] = ()
     observed: tuple[Observed, ...] = ()
 
+    @property
+    def count(self) -> Question | None:
+        """The question of the criterion's count, if the trace recorded one."""
+        return next((question for question in self.questions if question.is_count), None)
+
     def without_count(self) -> Self:
         """This Dataflow without the question of the criterion's count."""
         return replace(self, questions=tuple(question for question in self.questions if not question.is_count))

@@ -108,9 +108,10 @@ def _axes(tracer: Tracer, batch: Batch) -> Axes:
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
     """Return `flow` with the slope of every dimension for every group of axes. Groups are pinned if shapes are not
-    affine functions of the groups' sizes."""
+    affine functions of the groups' sizes. The question of a criterion's count pins no group: the Dataflow omits a
+    question that differs for other sizes."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
-    asked: dict[int, tuple[int, tuple[Question, ...]]] = {}
+    asked: dict[int, tuple[int, Dataflow]] = {}
     for group in range(len(axes.sizes)):
         for delta in (1, -1):
             with contextlib.suppress(TraceError):
@@ -120,16 +121,21 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: 
                     shapes[group] = [
                         tuple((b - a) * delta for a, b in zip(_sizes(s), _sizes(o), strict=True)) for s, o in pairs
                     ]
-                    asked[group] = delta, other.questions
+                    asked[group] = delta, other
                     break
     if 0 not in shapes:  # the model's path depends on the number of samples
         shapes, asked = {}, {}
     axes = axes.pin({group for group in range(len(axes.sizes)) if group not in shapes})
     columns = [shapes[group] for group in sorted(shapes)]
     slopes = [tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True)] if columns else []
-    questions = general_questions(flow.questions, [asked[group] for group in sorted(asked)], axes.sizes)
+    runs = [asked[group] for group in sorted(asked)]
+    if not all(_same_count(flow, other) for _, other in runs):
+        flow, runs = flow.without_count(), [(delta, other.without_count()) for delta, other in runs]
+    questions = general_questions(flow.questions, [(delta, other.questions) for delta, other in runs], axes.sizes)
     general = _with_slopes(replace(flow, axes=axes, questions=questions), slopes)
-    choices = (general, _pinned(general, 1))
+    choices = [general, _pinned(general, 1)]
+    if general.count is not None:
+        choices = [choice for each in choices for choice in (each, each.without_count())]
     return next((choice for choice in choices if _verified(tracer, flow, choice, batch, real)), _pinned(general, 0))
 
 
@@ -182,6 +188,10 @@ def _holds(
         return None
     if deltas is None or not _same_path(flow, found):
         return False if same_path else None
+    if general.count is None:
+        found = found.without_count()
+    elif not _same_count(flow, found):
+        return False
     pairs = [*zip(_specs(general), _specs(found), strict=True), *zip(_numbers(general), _numbers(found), strict=True)]
     return all(_sizes(spec, deltas) == _sizes(now) for spec, now in pairs)
 
@@ -194,8 +204,15 @@ def _same_path(a: Dataflow, b: Dataflow) -> bool:
         )
         for flow in (a, b)
     )
-    are_asked = len(a.questions) == len(b.questions) and all(map(Question.is_as, a.questions, b.questions))
+    asked, others_asked = (flow.without_count().questions for flow in (a, b))
+    are_asked = len(asked) == len(others_asked) and all(map(Question.is_as, asked, others_asked))
     return calls == others and uses == other_uses and are_asked
+
+
+def _same_count(a: Dataflow, b: Dataflow) -> bool:
+    if a.count is None or b.count is None:
+        return a.count is b.count
+    return a.count.is_as(b.count)
 
 
 def _numbers(flow: Dataflow) -> Iterator[Any]:

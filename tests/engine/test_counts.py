@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipeshard
+from pipeshard.batch.read import read_batch
 from pipeshard.engine.loss_trial import Glue
+from pipeshard.graph.trace import trace
 from pipeshard.hf import IGNORED
 from tests.pool import Pool
 from tests.verify.test_whole_batch import WORDS, Net
@@ -148,3 +150,37 @@ def test_counts_follow_values_that_the_user_changes(pool: Pool, kind: type[Weigh
     steps divided by the count of the first. Such a count is computed by the criterion."""
     ((worst, _),) = pool.run(differences, 1, kind)
     assert worst < 1e-6
+
+
+def of_known_words(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    is_valid = batch["labels"] != IGNORED
+    return (out["logits"].logsumexp(-1) * is_valid).sum(), is_valid.sum()
+
+
+def of_places(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    weights = torch.arange(batch["labels"].shape[1]) * (batch["labels"] != IGNORED)
+    return (out["logits"].logsumexp(-1) * weights).sum(), weights.sum()
+
+
+def of_samples(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    weights = torch.ones(len(batch["labels"]))[:, None] * (batch["labels"] != IGNORED)
+    return (out["logits"].logsumexp(-1) * weights).sum(), weights.sum()
+
+
+def of_first_half(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    half = batch["labels"].shape[1] // 2
+    return out["logits"][:, :half].logsumexp(-1).sum(), (batch["labels"][:, :half] != IGNORED).sum()
+
+
+CRITERIA = [(of_known_words, True), (of_places, False), (of_samples, False), (of_first_half, False)]
+
+
+@pytest.mark.parametrize(("criterion", "has_count"), CRITERIA)
+def test_a_count_does_not_fix_the_sizes_of_a_trace(criterion: Any, has_count: bool) -> None:
+    """A count with a mask of the length, or with half a length, fixed the sizes of its trace: each new length was
+    traced twice. Such a count is computed by the criterion."""
+    model = Net()
+    flow = trace(model, batch_of(7, [7, 3, 5, 2]), criterion)
+    others = [read_batch(model, batch_of(length, [2] * rows)) for length, rows in [(12, 4), (9, 5), (8, 1)]]
+    assert [flow.axes.deltas(other) for other in others] == [(2, 5), (3, 2), (-1, 1)]
+    assert any(question.is_count for question in flow.questions) == has_count
