@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import random
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -975,6 +976,51 @@ def test_the_first_samples_leave_no_file_open(tmp_path: Path) -> None:
     loader: Any = DataLoader(ConcatDataset(parts), batch_size=6, collate_fn=list)
     assert first_samples(loader) == [b"0", b"1", b"2", b"3", b"0", b"1"]
     assert [(part.first, part.files) for part in parts] == [(None, {}), (None, {})]
+
+
+class Shards(Dataset[int]):
+    """Loads shards of samples when they are first read, and keeps the newest ones."""
+
+    def __init__(self, kept: int) -> None:
+        self.cache: dict[int, list[int]] = {}
+        self.order: deque[int] = deque()
+        self.seen: list[int] = []
+        self.kept, self.is_listed = kept, False
+
+    def __getitem__(self, k: int) -> int:
+        if not self.is_listed:
+            self.seen.extend(range(5))
+            self.is_listed = True
+        if k not in self.cache:
+            self.cache[k] = [k]
+            self.order.append(k)
+            if len(self.order) > self.kept:
+                del self.cache[self.order.popleft()]
+        return self.cache[k][0]
+
+    def __len__(self) -> int:
+        return 200
+
+
+@pytest.mark.parametrize("size", [4, 100])
+def test_the_first_samples_leave_a_cache_consistent(size: int) -> None:
+    """The dict of a cache was empty again, but the list of its keys was not: a later sample raised KeyError."""
+    dataset = Shards(kept=size)
+    first_samples(DataLoader(dataset, batch_size=size))
+    assert [*dataset.cache] == [*dataset.order]
+    assert [dataset[k] for k in range(199, 0, -1)] == [*range(199, 0, -1)]
+    assert dataset.seen == [*range(5)]
+
+
+@pytest.mark.parametrize("size", [4, 100])
+def test_the_first_samples_restore_all_or_nothing(size: int) -> None:
+    """A new entry of a large collection stays, since its content was not copied. So must everything else."""
+    dataset = Shards(kept=300)
+    for k in range(100, 100 + size):
+        assert dataset[k] == k
+    first_samples(DataLoader(dataset, batch_size=4))
+    assert [*dataset.cache] == [*dataset.order]
+    assert len(dataset.cache) == (4 if size == 4 else 104)
 
 
 def test_a_collators_own_generator_is_seeded_from_its_first_batch() -> None:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from pipeshard.graph.rng import Draws
 from pipeshard.hf import IDS
 
 logger = logging.getLogger("pipeshard")
+COLLECTIONS = {dict, OrderedDict, defaultdict, Counter, list, deque, set}
 
 
 def find_sample(
@@ -103,26 +105,34 @@ def _explained(dataset: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
-    """Context manager that restores the generators of the process, the dataset and the collator on exit, and what the
-    attributes and small dicts of the dataset and the collator refer to. It thus drops what they create in their first
-    call: a generator (as transformers' collators with a seed do), or an open file, which a worker must not inherit."""
+    """Context manager that restores the generators of the process, the dataset and the collator on exit, and the
+    attributes and collections of the dataset and the collator. It thus drops what they create in their first call: a
+    generator (as transformers' collators with a seed do), or an open file, which a worker must not inherit. If a large
+    collection, which is not copied, has other entries on exit, all of them stay: a cache and the list of its keys must
+    match."""
     objects = list(reachable(dataset, collate_fn))
-    kept = [(own, dict(own)) for own in map(_entries_of, objects)]
+    attributes = [vars(value) for value in objects if is_entered(value) and hasattr(value, "__dict__")]
+    collections = [value for value in objects if type(value) in COLLECTIONS]
+    small = [held for held in collections if len(held) <= MOST_ENTRIES]
+    kept = [(held, copy.copy(held)) for held in (*attributes, *small)]
+    large = [(held, len(held)) for held in collections if len(held) > MOST_ENTRIES]
     try:
         with Draws.from_here(torch.device("cpu")), generators_kept(filter(is_generator, objects)):
             yield
     finally:
-        for own, before in kept:
-            for added in own.keys() - before.keys():
-                del own[added]
-            own.update(before)
+        if all(len(held) == length for held, length in large):
+            for held, before in kept:
+                _restore(held, before)
 
 
-def _entries_of(value: Any) -> dict[Any, Any]:
-    """The attributes of an object, or the entries of a small dict."""
-    if type(value) is dict:
-        return value if len(value) <= MOST_ENTRIES else {}
-    return getattr(value, "__dict__", {}) if is_entered(value) else {}
+def _restore(held: Any, before: Any) -> None:
+    """Replace the entries of a collection by those of a copy."""
+    if type(held) is dict:  # attributes, which other threads may read, are never absent
+        for added in held.keys() - before.keys():
+            del held[added]
+    else:
+        held.clear()
+    (held.extend if isinstance(held, list | deque) else held.update)(before)
 
 
 def _first_of_stream(dataset: Any, count: int) -> list[Any]:
