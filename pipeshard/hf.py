@@ -87,6 +87,11 @@ def targets(paths: Iterable[str]) -> list[str]:
     return [path for path in paths if is_target(path)]
 
 
+def is_spacing(path: str) -> bool:
+    """Whether a leaf has the seconds between the frames of each video, from which a model computes positions."""
+    return "second_per_grid" in path
+
+
 def is_ids(path: str) -> bool:
     """Whether a leaf of the batch contains token ids."""
     return path.endswith(IDS)

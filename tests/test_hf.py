@@ -84,6 +84,15 @@ def test_kinds_of_media(name: str, kinds: dict[str, str | None]) -> None:
     assert {path: hf.media_kind(path) for path in kinds} == kinds
 
 
+def test_leaves_with_the_spacing_of_frames() -> None:
+    for name, leaf in (
+        ("Qwen2_5_VLForConditionalGeneration", "second_per_grid_ts"),
+        ("Qwen2_5OmniThinkerForConditionalGeneration", "video_second_per_grid"),
+        ("Qwen3OmniMoeThinkerForConditionalGeneration", "video_second_per_grid"),
+    ):
+        assert [path for path in parameters(name) if hf.is_spacing(path)] == [leaf]
+
+
 def test_leaves_with_a_row_of_sizes_for_each_image() -> None:
     for name, leaf in (
         ("Qwen2VLForConditionalGeneration", "image_grid_thw"),

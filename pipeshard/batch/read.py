@@ -34,6 +34,7 @@ from pipeshard.hf import (
     counts_items,
     has_label_per_sample,
     image_shape,
+    is_spacing,
     is_target,
     main_input,
     media_kind,
@@ -116,14 +117,15 @@ def argument_names(model: nn.Module) -> list[str]:
 
 
 def _exact(model: nn.Module, batch: Batch, taken: int | None) -> frozenset[str]:
-    """The paths of the leaves that keep their precision if the model is cast to 16 bits: targets, by their own name or
-    by the name of the model's positional argument, and what only the criterion receives."""
-    exact = {path for path in batch.paths if is_target(path) or path.startswith((FOR_CRITERION, f"['{FOR_CRITERION}"))}
+    """The paths of the leaves that keep their precision if the model is cast to 16 bits: targets and spacings, by their
+    own name or by the name of the model's positional argument, and what only the criterion receives."""
+    prefixes = FOR_CRITERION, f"['{FOR_CRITERION}"
+    exact = {path for path in batch.paths if is_target(path) or is_spacing(path) or path.startswith(prefixes)}
     if batch.tree.kind is not dict:
         paths, names = iter(batch.paths), itertools.chain(argument_names(model), itertools.repeat(""))
         for k, (entry, name) in enumerate(zip(batch.tree.parts, names)):
             of_entry = [*itertools.islice(paths, entry.size)]
-            if is_target(name) or (taken is not None and k >= taken):
+            if is_target(name) or is_spacing(name) or (taken is not None and k >= taken):
                 exact.update(of_entry)
     return frozenset(exact)
 

@@ -415,6 +415,25 @@ def test_what_only_the_loss_reads_stays_fp32(data: Any, expected: list[float]) -
     assert [tensors_in(leaf)[0].flatten()[0].item() for leaf in batch.leaves] == expected
 
 
+def test_positions_of_videos_are_those_of_fp32() -> None:
+    """A user trained Qwen2.5-VL on videos in bf16. The spacing of the frames was rounded to 8 bits, and with it the
+    positions from the 15th frame on, without an error."""
+    model = build(next(entry for entry in find("qwen2_5_vl") if entry.task == "image-text-to-text"))
+    frames, spacing = 100, torch.tensor([2 / 1.94])
+    kinds = torch.tensor([[0] + [2] * frames + [0]])
+    sizes = {"mm_token_type_ids": kinds, "video_grid_thw": torch.tensor([[frames, 2, 2]])}
+    data = {"input_ids": torch.ones_like(kinds), "pixel_values_videos": torch.rand(4 * frames, 6), **sizes}
+    read = Precision("bf16", False, torch.device("cpu")).of_batch(
+        read_batch(model, {**data, "second_per_grid_ts": spacing})
+    )
+    assert read.tensors["pixel_values_videos"].dtype is torch.bfloat16
+    positions = [
+        model.model.get_rope_index(data["input_ids"], **sizes, second_per_grid_ts=seconds)[0]
+        for seconds in (spacing, read.tensors["second_per_grid_ts"])
+    ]
+    assert torch.equal(*positions)
+
+
 def priced() -> list[float]:
     """The losses of batches with targets beyond fp16's largest value."""
     x, y = torch.ones(4, 4), torch.full((4, 4), 1e5)
