@@ -28,7 +28,7 @@ from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
 FAR_LENGTHS = (1001, 29)  # increases in length for the last check, which uses the first with which the model runs
-ROWS, LENGTH = 2, 8  # the number of samples in a traced batch, and its maximum length (if the model runs with it)
+ROWS, LENGTH = 2, 8  # the least number of samples in a trace, and their maximum length (if the model runs with it)
 
 
 @inside_pipeshard()
@@ -86,9 +86,9 @@ def _traced(tracer_of: Callable[[Batch], Tracer], sample: Batch, exact: bool) ->
 
 
 def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
-    """The Dataflow for batches of any size, traced on two samples, without the boundaries of documents: a kernel would
-    access memory up to the last boundary, beyond the shortened rows."""
-    real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows).without(BOUNDARIES)
+    """The Dataflow for batches of any size, traced on a few samples, without the boundaries of documents: a kernel
+    would access memory up to the last boundary, beyond the shortened rows."""
+    real, sample = sample, sample.take(_traced_rows(sample)).without(BOUNDARIES)
     tracer = tracer_of(sample)
     short = _axes(tracer, sample).shortened(sample, LENGTH)
     with preserving(tracer.model, tracer.criterion) as before:
@@ -100,6 +100,16 @@ def _trace_any(tracer_of: Callable[[Batch], Tracer], sample: Batch) -> Dataflow:
             flow = run_watched(tracer, short := sample, real, before)
         flow = carrying(tracer, short, real, before, flow)
         return informed(_generalize(tracer, flow, short, _axes(tracer, short), real))
+
+
+def _traced_rows(sample: Batch) -> Tensor:
+    """The indices of the samples to trace: the first ones, and for each leaf of media without an entry in these, the
+    first sample that has one. Without it, the Dataflow would lack the units that read the leaf."""
+    rows = [row % sample.rows for row in range(ROWS)]
+    for counts in sample.owners.values():
+        if any(counts) and not any(counts[row] for row in rows):
+            rows.append(next(row for row, count in enumerate(counts) if count))
+    return torch.tensor(rows)
 
 
 def _axes(tracer: Tracer, batch: Batch) -> Axes:

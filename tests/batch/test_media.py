@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipeshard.batch.read import RowDims, read_batch
 from pipeshard.engine.dependent import dependent_text
 from pipeshard.errors import BatchError
+from pipeshard.graph.trace import trace
 from tests.covering import covering
 from tests.families import layers_of
 from tests.parity.build import batch, build
@@ -136,11 +137,12 @@ def loss_by_hand(model: Any, parts: Sequence[dict[str, Tensor]]) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
-def several_steps(name: str) -> list[str]:
-    """Another number of images in each row, and other sizes in each step, after one boost: what differs."""
+def several_steps(name: str, boosted: Sizes) -> list[str]:
+    """Another number of images in each row, and other sizes in each step, after one boost with the images `boosted`:
+    what differs."""
     model = build(entry_of(name))
     unsplit, found = copy.deepcopy(model), []
-    split = Split(model, dist.get_world_size(), album(model, STEPS[0][0], 0), num_microbatches=1)
+    split = Split(model, dist.get_world_size(), album(model, boosted, 0), num_microbatches=1)
     for step, (sizes, edges) in enumerate(STEPS):
         data = album(unsplit, sizes, step)
         parts = [part(data, sizes, slice(a, b)) for a, b in itertools.pairwise(edges)]
@@ -157,7 +159,23 @@ def several_steps(name: str) -> list[str]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "p"), covering(["llava", "qwen2_vl"], [2, 3], strength=1))
 def test_several_steps(pool: Pool, name: str, p: int) -> None:
-    assert not [what for found in pool.run(several_steps, p, name, timeout=120) for what in found]
+    assert not [what for found in pool.run(several_steps, p, name, STEPS[0][0], timeout=120) for what in found]
+
+
+@pytest.mark.turns
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_images_in_later_rows_alone(pool: Pool, name: str) -> None:
+    """A user trained on text and images, and the first two rows at boost were text. On three stages, the first step
+    was refused, with advice to boost with that very batch; on two, the first one had the tower, beyond its share."""
+    later = [[], [], [WIDE], [SMALL]]
+    assert not [what for found in pool.run(several_steps, 3, name, later, timeout=120) for what in found]
+
+
+def test_the_trace_has_every_medium_of_the_batch() -> None:
+    model = build(entry_of("qwen2_vl"))
+    units = [{call.unit for call in trace(model, album(model, [[], [], *rows], 0)).calls} for rows in ([], [[WIDE]])]
+    assert not any("visual" in unit for unit in units[0]) and any("visual" in unit for unit in units[1])
 
 
 def reader(**config: Any) -> nn.Module:
