@@ -139,8 +139,9 @@ def text_config(model: nn.Module) -> Any:
 
 
 def main_input(model: nn.Module) -> str | None:
-    """The name of the model's main input, or None if the model does not declare one."""
-    return getattr(model, "main_input_name", None)
+    """The name of the model's main input, the first if there are several, or None if the model does not declare one."""
+    name = getattr(model, "main_input_name", None)
+    return name[0] if isinstance(name, list | tuple) else name
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:

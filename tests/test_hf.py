@@ -15,6 +15,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from pipeshard import hf
+from pipeshard.batch.read import read_batch
 from pipeshard.generate.entry import twin
 from tests.zoo import TINY
 
@@ -47,6 +48,15 @@ def test_leaves_of_text_and_images() -> None:
         hf.PIXELS,
         None,
     )
+
+
+def test_the_first_of_several_main_inputs_counts_the_samples() -> None:
+    """A user trained OneFormer, which names two main inputs: boost raised TypeError, unhashable type 'list'."""
+    kind = transformers.OneFormerForUniversalSegmentation
+    model = nn.Module()
+    model.main_input_name = kind.main_input_name
+    assert len(kind.main_input_name) == 2 and hf.main_input(model) == hf.PIXELS
+    assert read_batch(model, {"task_inputs": torch.ones(3, 2), hf.PIXELS: torch.ones(4, 3, 2, 2)}).rows == 4
 
 
 def test_positions_may_have_a_plane_for_each_rotary_axis() -> None:
