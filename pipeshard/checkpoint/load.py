@@ -152,8 +152,11 @@ def _renamed(
     return key, None
 
 
-def _natural(key: str) -> list[Any]:
-    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in key.split(".")]
+def _natural(key: str) -> list[tuple[bool, str, int]]:
+    """A key to sort by, in which numbers at the end of a part count as numbers: `shard_2` before `shard_10`. The order
+    is that of transformers, since transformations depend on it."""
+    parts = [(part.rstrip("0123456789"), part) for part in key.split(".")]
+    return [(text != "", text, int(part[len(text) :] or -1)) for text, part in parts]
 
 
 def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:

@@ -32,7 +32,7 @@ from pipeshard import PipelinePlugin, save_training_state
 from pipeshard.checkpoint import files, safetensors_files
 from pipeshard.checkpoint import save as saving
 from pipeshard.checkpoint.files import Save
-from pipeshard.checkpoint.load import load_weights
+from pipeshard.checkpoint.load import Conversion, load_weights, revert
 from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.split.adapters import refuse_changed_blank, stand_ins
 from pipeshard.split.materialize import is_released
@@ -105,6 +105,23 @@ def test_load_save_reload(pool: Pool, tmp_path: Path, text: str) -> None:
     assert one.keys() == plain.keys() and all(torch.equal(plain[key], one[key]) for key in plain)
     reloaded = type(model).from_pretrained(tmp_path / "ours")
     assert all(torch.equal(value, expected[key]) for key, value in reloaded.named_parameters())
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpTextConfig"), reason="transformers is too old")
+def test_numbered_shards_of_a_weight_are_joined_by_number() -> None:
+    """The tenth shard of an embedding follows the ninth, not the first."""
+    model = build_with(find("causal-lm/qwen4_exp_text")[0], split_ngram_parts=16)
+    state = model.state_dict()
+    stored = revert(model, state)
+    assert any("shard_15" in key for key in stored)
+    conversion = Conversion(model, reversed(stored), state)
+    made = {
+        name: value
+        for piece in conversion.pieces.values()
+        for name, value in piece.convert(model, stored.__getitem__).items()
+    }
+    assert made.keys() == state.keys()
+    assert [name for name in state if not torch.equal(made[name], state[name])] == []
 
 
 def several_chunks(schedule: str, folder: str) -> None:
