@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,31 +36,36 @@ class Value(NamedTuple):
     leaf: int
 
 
-class Used(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Used:
     """A parameter that glue reads directly."""
 
     name: str
 
 
-class Input(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Input:
     """A leaf of the batch."""
 
     path: str
 
 
-class Hidden(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Hidden:
     """A value computed inside unit call `call` that escaped the unit untracked."""
 
     call: int
 
 
-class Kept(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Kept:
     """State that glue keeps from an earlier forward, in the place `name`."""
 
     name: str
 
 
-class Hooked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Hooked:
     """A tensor whose gradient glue observes with hook number `hook`."""
 
     hook: int

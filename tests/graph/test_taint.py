@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeshard.graph import taint
 from pipeshard.graph.indices import Checking, check_indices
-from pipeshard.graph.taint import Input, Taint, Value, _is_model_code, storage_of
+from pipeshard.graph.taint import Hidden, Hooked, Input, Kept, Taint, Used, Value, _is_model_code, storage_of
 from pipeshard.graph.tracer import Reading
 
 A, B = Value(0, 0), Value(1, 0)
@@ -96,6 +96,11 @@ def test_tags_go_with_values_and_not_with_shapes() -> None:
     for run in (torch.zeros_like, torch.rand_like, lambda x: x.new_zeros(2), lambda x: torch.zeros(x.shape)):
         taint, result = watched(lambda x, i, run=run: run(x))
         assert not taint.of([result])
+
+
+def test_tags_of_different_kinds_differ() -> None:
+    of_names, of_numbers = [Used("x"), Input("x"), Kept("x")], [Hidden(0), Hooked(0)]
+    assert len({*of_names}) == len(of_names) and len({*of_numbers}) == len(of_numbers)
 
 
 def test_addresses_are_kept_and_no_memory() -> None:

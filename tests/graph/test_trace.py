@@ -78,6 +78,22 @@ def test_a_skip_bypasses_the_units_between() -> None:
     assert reads(Skip())["head"] == [Value(1, 0), Value(3, 0)]
 
 
+def test_an_input_and_a_parameter_of_the_same_name_are_both_read() -> None:
+    """Tags of two kinds with the same name were equal, and a union of tags kept only one of them."""
+
+    class Scaled(Glued):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(H))
+
+        def forward(self, input_ids: Tensor, labels: Tensor, scale: Tensor) -> dict[str, Tensor]:
+            logits = self.head(self.embed(input_ids) * scale[..., None] * self.scale)
+            return {"loss": nn.functional.cross_entropy(logits.view(-1, 11), labels.view(-1))}
+
+    head = trace(Scaled(), batch() | {"scale": torch.ones(2, 6)}).calls[-1]
+    assert (head.reads.inputs, head.reads.parameters) == ({"scale"}, {"scale"})
+
+
 def test_integers_views_and_writes_in_place_carry_their_origin() -> None:
     class Routed(Glued):
         def body(self, x: Tensor) -> Tensor:
