@@ -144,53 +144,6 @@ def set_wrapped(function: Any, inner: Any) -> None:
     function.__closure__[names.index("func")].cell_contents = inner
 
 
-__all__ = [
-    "OF_COMPILER",
-    "SUPPORTED_NODES",
-    "ActivationWrapper",
-    "BatchNorm",
-    "DisableTorchFunction",
-    "DisableTorchFunctionSubclass",
-    "DispatchMode",
-    "GetAttrKey",
-    "MappingKey",
-    "OpOverload",
-    "SequenceKey",
-    "StridedShard",
-    "TreeSpec",
-    "compiled",
-    "default_store",
-    "disable_current_modes",
-    "disabled_torch_function",
-    "enter_below",
-    "foreach_mul_",
-    "foreach_norm",
-    "functorch_is_active",
-    "functorch_unwrapped",
-    "global_step_pre_hooks",
-    "has_global_backward_hooks",
-    "is_namedtuple_instance",
-    "keystr",
-    "leave_below",
-    "modes_entered",
-    "nccl_options",
-    "nodes_of",
-    "profiler_is_enabled",
-    "register_pytree_node",
-    "reparametrized",
-    "saved_tensors_hooks",
-    "set_wrapped",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_tensors",
-    "tree_unflatten",
-    "will_execute",
-]
-
-
 def tree_tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
