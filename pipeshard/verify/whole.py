@@ -94,7 +94,8 @@ class WholeBatch:
         self, make: Make, device: torch.device, draws: bool, note: Callable[[], None], differs: Callable[[], None]
     ) -> None:
         self.make, self.device, self.draws, self.note, self.differs = make, device, draws, note, differs
-        self.drew = self.drew_in_python = self.normalized = self.is_told = False
+        self.drew = self.drew_in_python = self.is_told = False
+        self.norms = _Norms()
 
     def compare(
         self, batch: Batch, weights: Weights, by_loss: bool = True, by_outputs: bool = True, units: Sequence[str] = ()
@@ -114,7 +115,7 @@ class WholeBatch:
         differences = self._differences(RunMode(draws=SHARED if self.draws else "")) if by_loss else ""
         if by_outputs and (differences or not by_loss):
             differences = self._by_outputs()
-        if self.normalized and not self.is_told:  # booster.boost warns of modules
+        if self.norms.met and not self.is_told:  # booster.boost warns of modules
             self.found.moving.append("F.batch_norm normalizes each microbatch with its own mean and variance")
         if differences:
             raise Coupled(f"{differences}. {self._place()}")
@@ -246,14 +247,6 @@ class WholeBatch:
             own.model.eval()
         return Reference(own, self._objective if way.by_outputs else criterion, self.device)
 
-    @contextlib.contextmanager
-    def _steady(self) -> Iterator[None]:
-        """Context manager in which F.batch_norm does not mix samples."""
-        norms = _Norms()
-        with norms:
-            yield
-        self.normalized |= norms.met
-
     def _objective(self, output: Any, inputs: Any) -> Tensor:
         """An objective that depends on all outputs, and is a sum over the samples."""
         leaves = outputs_of(output)
@@ -277,7 +270,7 @@ class WholeBatch:
     def _sizes(self, batch: Batch) -> list[int]:
         own, _ = self.make(None)
         randomness = Randomness(self.device)
-        with torch.no_grad(), self._steady(), randomness.step(WHOLE_SEED, 0):
+        with torch.no_grad(), self.norms, randomness.step(WHOLE_SEED, 0):
             randomness.at(0)
             return [leaf.numel() for leaf in outputs_of(batch.call(own.model))]
 
@@ -319,7 +312,7 @@ class WholeBatch:
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)
-        with self._steady(), randomness.step(WHOLE_SEED, 0):
+        with self.norms, randomness.step(WHOLE_SEED, 0):
             randomness.at(0)
             before = python_state()
             with around:
