@@ -32,7 +32,7 @@ from pipeshard.split.materialize import shard
 from pipeshard.split.partition import named_modules_of
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.route import Recompute
-from pipeshard.split.ties import analyze_tied_weights, tie_on_meta
+from pipeshard.split.ties import tie_on_meta
 
 SHIPPED_TARGETS = "pipeshard.interop.targets"
 
@@ -224,10 +224,8 @@ class Split:
 
     Attributes:
         model, sample, criterion: the arguments of `build`; the sample is its `batch`, as a Batch.
-        flow, policy: the Dataflow of the model, and the Policy of this process.
-        ties: the groups of tied names with their stages, as `analyze_tied_weights` returns them.
-            `policy.ownership.shared()` lists all parameters that several processes hold, including parameters that glue
-            reads.
+        flow, policy: the Dataflow of the model, and the Policy of this process. `policy.ownership.shared()` lists the
+            parameters that several processes hold: tied parameters, and parameters that glue reads.
         live: the values that enter each stage.
         stages: the StageModules of this process, by index; empty if the target splits the model itself.
         became: parameters on meta that `build` replaced to tie them, each with its replacement.
@@ -238,7 +236,6 @@ class Split:
     criterion: Criterion | None
     flow: Dataflow
     policy: Policy
-    ties: list[tuple[tuple[str, int], ...]]
     live: list[Boundary]
     stages: dict[int, StageModule]
     became: Mapping[nn.Parameter, nn.Parameter]
@@ -338,8 +335,6 @@ def build(
     became = tie_on_meta(model)
     sample = read_batch(model, dummy_inputs(model) if batch is None else batch)
     flow, policy = partition(model, cuts, sample, criterion, chosen, torch.device(device))
-    calls = zip(policy.flow.calls, policy.stages, strict=True)
-    ties = analyze_tied_weights(model, {call.unit: stage for call, stage in calls})  # before parameters are released
     if not chosen.shards_itself:
         shard(model, policy, torch.device(device), seed=torch.initial_seed() % 2**63)
     whole = chosen.whole_output or flow.loss is None
@@ -348,7 +343,7 @@ def build(
     own = () if chosen.shards_itself else policy.chunks
     carry = Carry(model)
     stages = {index: StageModule(model, policy, index, criterion, whole, names, carry) for index in own}
-    return chosen.take(Split(model, sample, criterion, flow, policy, ties, live, stages, became))
+    return chosen.take(Split(model, sample, criterion, flow, policy, live, stages, became))
 
 
 def _hints(model: nn.Module) -> PipelineHints:
