@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
 
+from pipeshard.errors import UsageError
 from pipeshard.replaced import replaced
 from pipeshard.script import FOLDER, endless, exit_now, repeated
 
@@ -84,7 +85,14 @@ def main(arguments: Sequence[str] | None = None, at_signal: Callable[[], None] |
 
 def start(ranks: int, quiet: bool = False, program: Sequence[str] = ()) -> int:
     """Run the calling script, or `program`, as `ranks` processes on this machine, with RANK set in each process.
-    Returns the exit status. With `quiet`, libraries show no progress bars and no warnings on the ranks."""
+    Returns the exit status. With `quiet`, libraries show no progress bars and no warnings on the ranks.
+
+    Raises UsageError on a rank: each rank would start ranks of its own, without end."""
+    if "RANK" in os.environ:
+        raise UsageError(
+            "a rank cannot start ranks: call start only if the variable RANK is not set "
+            "(if 'RANK' not in os.environ: sys.exit(start(2)))"
+        )
     for name, value in {"OMP_NUM_THREADS": threads(ranks), **(QUIET if quiet else {})}.items():
         os.environ.setdefault(name, value)
     return main([f"--nproc-per-node={ranks}", "--max-restarts=0", *(program or _called())])

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,15 +53,13 @@ def _copied(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         import cloudpickle
     except ImportError:
         raise ConfigurationError("notebook_launch requires cloudpickle: pip install 'pipeshard[notebook]'") from None
-    with explained(partial(_uncopied, fn)):
+    with explained(
+        lambda error: ConfigurationError(
+            f"{getattr(fn, '__name__', fn)} cannot be copied to the ranks ({summary(error)}): create models, engines "
+            "and files inside the function"
+        )
+    ):
         return cloudpickle.dumps((fn, args))
-
-
-def _uncopied(fn: Any, error: Exception) -> ConfigurationError:
-    return ConfigurationError(
-        f"{getattr(fn, '__name__', fn)} cannot be copied to the ranks ({summary(error)}): create models, engines and "
-        "files inside the function"
-    )
 
 
 def _run_agent(folder: Path, ranks: int) -> int:

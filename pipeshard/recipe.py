@@ -112,7 +112,9 @@ def read(kind: str, arguments: Sequence[str]) -> Namespace:
         raise ConfigurationError(f"pipeshard {kind} requires {' and '.join(missing)}: pip install 'pipeshard[trl]'")
     groups = groups_of(kind)
     arguments = [part for one in arguments for part in (one.split("=", 1) if one.startswith("--config=") else [one])]
-    with explained(unreadable, but=(PipeshardError,)):
+    with explained(
+        lambda error: ConfigurationError(f"the --config file cannot be read: {summary(error)}"), but=(PipeshardError,)
+    ):
         settings, of_file, rest = parser_of(kind, groups).parse_args_and_config(
             arguments, return_remaining_strings=True, separate_remaining_strings=True
         )
@@ -195,10 +197,6 @@ def cuts_of(text: str) -> str | list[int] | list[str]:
     if all(entry.isdigit() for entry in entries):
         return [int(entry) for entry in entries]
     return entries if re.search(r"[,.]", text) and not text.startswith(("type:", "profile:", "speed:")) else text
-
-
-def unreadable(error: Exception) -> ConfigurationError:
-    return ConfigurationError(f"the --config file cannot be read: {summary(error)}")
 
 
 def unknown_settings(kind: str, names: Sequence[str], known: Collection[str]) -> str:

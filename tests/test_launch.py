@@ -24,8 +24,8 @@ from torch.distributed.run import get_args_parser
 
 from pipeshard import cli, launch, plugin, script
 from pipeshard.distributed.watch import NOTE
-from pipeshard.errors import ConfigurationError
-from pipeshard.launch import HELP, main
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.launch import HELP, main, start
 from tests.agents import interruptible
 
 ROOT = Path(__file__).parent.parent
@@ -352,3 +352,9 @@ def test_a_torch_without_the_flag_gets_it() -> None:
         assert launch.parse(["script.py"]).shutdown_timeout is None
         with mock.patch.dict(os.environ, {"PET_SHUTDOWN_TIMEOUT": "50"}):
             assert launch.parse(["script.py"]).shutdown_timeout == 50
+
+
+def test_a_rank_cannot_start_ranks() -> None:
+    """A script called `start` without asking for RANK: its ranks started ranks, and these started more."""
+    with mock.patch.dict(os.environ, RANK="0"), pytest.raises(UsageError, match="a rank cannot start ranks"):
+        start(2)

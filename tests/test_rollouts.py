@@ -17,7 +17,7 @@ from rich.console import Console
 
 import rollouts as example
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.trainer.rollouts import GATHERS, PRIVATE
+from pipeshard.trainer.rollouts import GATHERS
 from tests.pool import Pool, WorkerError
 from tests.trainers import launched
 
@@ -220,7 +220,7 @@ def test_private_names_of_trl_mean_what_is_assumed() -> None:
         source, module = inspect.getsource(kind), inspect.getmodule(kind)
         assert all(use in source for use in uses)
         assert all(getattr(module, name) is getattr(accelerate.utils, name) for name in GATHERS)
-        assert set(PRIVATE) <= set(vars(kind)) | {"_pending_metrics"}
+        assert {"_prepare_inputs", "_calculate_rewards"} <= set(vars(kind))
 
 
 def train_example(flags: list[str]) -> str:

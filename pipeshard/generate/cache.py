@@ -42,17 +42,16 @@ class Entries:
         """Record the entries before a forward, for `changes`."""
         self._before = {path: _signature(entry) for path, entry in _entries(self.cache)}
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> list[Any]:
         """The entries that the forward has changed on this rank, as plain data for `update` on other ranks."""
         changed = {p: e for p, e in _entries(self.cache) if self._before.get(p, _NONE) != _signature(e)}
         self._own |= changed.keys()
-        return {_text(path): _described(entry) for path, entry in changed.items()}
+        return [[path, _described(entry)] for path, entry in changed.items()]
 
-    def update(self, changes: dict[str, Any]) -> None:
+    def update(self, changes: list[Any]) -> None:
         """Create ghosts for entries that another rank has changed, except entries that this rank has written itself."""
-        for text, told in changes.items():
-            path = _path(text)
-            if path not in self._own:
+        for steps, told in changes:  # JSON makes a list of a path
+            if (path := tuple(steps)) not in self._own:
                 self._set(path, told)
 
     def adopt(self, other: "Entries") -> None:
@@ -170,11 +169,3 @@ def _ghost(told: Any, here: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor | bool | int | float | str | list | tuple | dict)
-
-
-def _text(path: Path) -> str:
-    return "/".join(str(step) if isinstance(step, str) else f"#{step}" for step in path)
-
-
-def _path(text: str) -> Path:
-    return tuple(int(step[1:]) if step.startswith("#") else step for step in text.split("/"))

@@ -36,6 +36,11 @@ REFUSED = {
     "debug": "its hooks need values that a stage lacks: PipelinePlugin(check_finite=True) finds non-finite values",
     "use_legacy_prediction_loop": "a pipeline supports only evaluation_loop: remove it",
     "past_index": "stages keep no state between batches: remove it",
+    "enable_jit_checkpoint": (
+        "each rank would save when its own signal arrives, at different steps, so no run could resume from the "
+        "checkpoint. Omit it, set save_steps, call train(resume_from_checkpoint=True) if output_dir has a checkpoint, "
+        "and start the script with `pipeshard launch`, which restarts the script after a failure (docs/elastic.md)"
+    ),
     "jit_mode_eval": "torch.jit does not trace stages: remove it",
     "train_sampling_strategy": (
         "it distributes batches over processes, but all stages of a replica read the same batch: use group_by_length"
@@ -86,17 +91,6 @@ def refuse_precision(mixed_precision: str, name: str) -> None:
         raise ConfigurationError(
             f"{name} does not support the mixed precision {mixed_precision!r} of `accelerate launch`: set bf16=True in "
             "TrainingArguments, and start the script with torchrun or `accelerate launch --mixed_precision bf16`"
-        )
-
-
-def refuse_training(args: TrainingArguments, name: str) -> None:
-    """Raise ConfigurationError for arguments with which a pipelined Trainer called `name` cannot train."""
-    if getattr(args, "enable_jit_checkpoint", False):
-        raise ConfigurationError(
-            f"{name} does not support enable_jit_checkpoint=True: each rank would save when its own signal arrives, at "
-            "different steps, so no run could resume from the checkpoint. Omit it, set save_steps, call "
-            "train(resume_from_checkpoint=True) if output_dir has a checkpoint, and start the script with "
-            "`pipeshard launch`, which restarts the script after a failure (docs/elastic.md)"
         )
 
 

@@ -28,8 +28,6 @@ logger = logging.getLogger("pipeshard")
 
 # Functions of accelerate.utils that gather from all processes, and the methods that gather from replicas instead.
 GATHERS = {"gather": "gather", "gather_object": "gather_entries"}
-# The private names of GRPOTrainer and RLOOTrainer that are overridden or read here.
-PRIVATE = ("_prepare_inputs", "_calculate_rewards", "_pending_metrics")
 # By attribute: arguments of these Trainers that each rank would call separately.
 CALLED = {"rollout_func": "rollout_func", "tools": "tools", "environment_factories": "environment_factory"}
 

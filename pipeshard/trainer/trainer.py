@@ -57,25 +57,11 @@ from pipeshard.trainer.refusals import (
     refuse_precision,
     refuse_prepared,
     refuse_split,
-    refuse_training,
     refusing_resize,
 )
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import PipelineAccelerator, Stages
 from pipeshard.trainer.written import Written
-
-# The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. All other
-# names of Trainer that this module uses are documented.
-PRIVATE = (
-    "_has_mixed_mesh_grads",
-    "_wrap_model",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_save_optimizer_and_scheduler",
-    "_load_best_model",
-    "_load_rng_state",
-    "_prepare_inputs",
-)
 
 
 class Loop(Evaluation):
@@ -352,7 +338,6 @@ class Loop(Evaluation):
     # files
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        refuse_training(self.args, type(self).__name__)
         if self.args.save_strategy != "no":
             refuse_unwrapped_adapters(self.model)
         chosen = checkpoint_of(resume_from_checkpoint, Path(self.args.output_dir), self.pipeline.grid)
