@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.distributed.p2p import Edge, EdgeP2P
-from pipeshard.schedule import Lanes
+from tests.streams import Lanes
 
 PATIENCE = 3.0  # seconds after which what waits is taken to wait for ever
 

@@ -2,8 +2,8 @@
 
 Both ends have the shapes and dtypes from the trace. Messages therefore have no header, nothing is pickled, and there
 are no handshakes that could wait in an order other than the schedule's. On a GPU with NCCL, a message is a kernel on
-both ranks, and each rank runs the kernels of one communicator one after the other. A P2P therefore declares in `lanes`
-which messages share a communicator.
+both ranks, and each rank runs the kernels of one communicator one after the other. Messages are then posted in an order
+in which these kernels never deadlock (`add_ordered_communication`).
 """
 
 import inspect
@@ -11,7 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.private import nccl_options
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Program
-from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, check_streams
+from pipeshard.schedule.streams import add_ordered_communication
 
 Edge = tuple[int, int]
 
@@ -40,14 +40,12 @@ class P2P(ABC):
     which waits for the other end.
 
     Attributes:
-        lanes: which messages share a communicator; by default, all do.
         kernels: whether messages are kernels on a GPU's streams. If so, a step's messages are posted in an order in
             which these kernels never deadlock.
         tells: whether `is_completed()` of the work that `send` returns becomes true without a call of `wait()`. If not,
             pipeshard keeps the sent tensor until it calls `wait()`, soon after.
     """
 
-    lanes: ClassVar[Lanes] = Lanes()
     tells = True
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
@@ -81,8 +79,8 @@ class P2P(ABC):
 
 
 class EdgeP2P(P2P):
-    """A P2P with a group of two ranks for each edge. If both directions of a pair shared a group, a message could queue
-    behind a message in the opposite direction that depends on it, or be mistaken for one (see `check_streams`)."""
+    """A P2P with a group of two ranks for each edge. If both directions of a pair shared a group, a message that is
+    posted early could queue behind a message in the opposite direction that depends on it, or be mistaken for one."""
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
@@ -106,8 +104,6 @@ class EdgeP2P(P2P):
 class BroadcastP2P(EdgeP2P):
     """Sends messages as broadcasts in the group of an edge. Works with every backend that supports collectives."""
 
-    lanes = Lanes("edge", numbered=True)
-
     def move(self, tensor: Tensor, source: int, destination: int) -> dist.Work:
         group = self.groups[source, destination]
         # `data` has a separate version counter: gloo copies a sent message back into the GPU's tensor, which autograd
@@ -117,8 +113,6 @@ class BroadcastP2P(EdgeP2P):
 
 class ISendP2P(EdgeP2P):
     """Sends messages with torch.distributed.isend and irecv in the group of an edge."""
-
-    lanes = Lanes("edge")
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         if device.type == "cuda" and carrier(device) == "gloo":
@@ -177,13 +171,9 @@ def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], devic
 
 
 def with_messages(program: Program, p2p: P2P | None) -> Program:
-    """Add the messages of a P2P to `program`. Raises DeadlockError if messages are kernels and the result can
-    deadlock."""
-    if p2p is None or not p2p.kernels:
-        return add_communication(program)
-    program = add_ordered_communication(program)
-    check_streams(program, p2p.lanes, WORST)
-    return program
+    """Add the messages of a P2P to `program`, in one order of all ranks' actions if messages are kernels."""
+    has_kernels = p2p is not None and p2p.kernels
+    return add_ordered_communication(program) if has_kernels else add_communication(program)
 
 
 def options_of_kernels() -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 A schedule is a pure function from (p ranks, m microbatches, v chunks per rank) to a `Program`. `add_communication` adds
 a program's messages, `simulate` proves that the program terminates and computes its time, and `draw_text` and
-`draw_timeline` draw the program. If messages are GPU kernels, `add_ordered_communication` adds the messages, and
-`check_streams` proves that the program terminates.
+`draw_timeline` draw the program. If messages are GPU kernels, `add_ordered_communication` adds the messages.
 """
 
 from pipeshard.schedule.draw import draw_text, draw_timeline
@@ -23,9 +22,9 @@ from pipeshard.schedule.schedules import (
     zbv,
 )
 from pipeshard.schedule.simulate import Simulation, Span, simulate, simulate_parts
-from pipeshard.schedule.streams import Device, Lanes, add_ordered_communication, check_streams
+from pipeshard.schedule.streams import add_ordered_communication
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Program", "forward_only", "gpipe", "interleaved", "make_program"]
 __all__ += ["num_chunks", "one_f_one_b", "program_of", "shorten_cooldown", "v_half", "v_min", "zb_h1", "zbv"]
-__all__ += ["Device", "Lanes", "add_ordered_communication", "check_streams"]
-__all__ += ["Simulation", "Span", "add_communication", "draw_text", "draw_timeline", "simulate", "simulate_parts"]
+__all__ += ["Simulation", "Span", "add_communication", "add_ordered_communication", "draw_text", "draw_timeline"]
+__all__ += ["simulate", "simulate_parts"]

@@ -12,7 +12,8 @@ from pipeshard.schedule.program import Kind
 from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.search import Rule, Searched, Work, changed, climb, estimate, rules, scheduled
 from pipeshard.schedule.simulate import simulate
-from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, check_streams
+from pipeshard.schedule.streams import add_ordered_communication
+from tests.streams import WORST, Lanes, check_streams
 
 costs = st.integers(0, 9).map(float)
 
