@@ -87,7 +87,7 @@ class ModelGradients:
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The parameter name of `parameter`, which may be a master weight in an optimizer, or None if unknown."""
-        known = (self.names, *(optimizer.names for optimizer in self._optimizers))
+        known = (self.names, *(optimizer.names for optimizer in self.optimizers))
         return next((names[parameter] for names in known if parameter in names), None)
 
     def trainables(self) -> list[Tensor]:
@@ -110,7 +110,7 @@ class ModelGradients:
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         wholes: list[tuple[list[Tensor], frozenset[str]]] = [(list(self._holders), elsewhere)]
         wholes += [(list(part), elsewhere) for part in self.parts]
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             away = [w for w in optimizer.weights.values() if w.master not in optimizer.names]
             lacking = elsewhere.union(weight.name for weight in away if weight.parameter.requires_grad)
             groups = zip(optimizer.optim.param_groups, optimizer.given)
@@ -260,7 +260,8 @@ class ModelGradients:
         return counted
 
     @property
-    def _optimizers(self) -> Iterable[Any]:
+    def optimizers(self) -> Iterable[Any]:
+        """The boosted optimizers of this model that still exist."""
         return self.updates.in_use().values()
 
     @property

@@ -79,7 +79,6 @@ class PipelineOptimizer(Optimizer):
         self._is_updated = False  # whether the parameters have the values of the current step
         self._last_hook = optim.register_step_pre_hook(weak(self._before_update))
         self._first_hook = optim.register_step_post_hook(weak(self._after_update))
-        GUARD.boosted(self)
         gradients.updates.boosted(self)
         for method in (self.add_param_group, self.zero_grad):
             own = MethodType(getattr(type(optim), method.__name__), weakref.proxy(optim))

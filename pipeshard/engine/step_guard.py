@@ -7,7 +7,7 @@ that torch calls before the step of any optimizer. It is installed while a boost
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,26 +19,11 @@ from pipeshard.engine.guard import Guard
 from pipeshard.errors import UsageError
 
 
-class Boosted(Protocol):
-    """The attributes of a boosted optimizer that the guard uses."""
-
-    optim: Optimizer
-    gradients: ModelGradients
-    names: dict[Tensor, str]
-    is_stepping: bool
-
-    @property
-    def is_plain(self) -> bool: ...
-
-    def refuse_alone(self, kind: str) -> None: ...
-
-
 class StepGuard(Guard):
-    """A Guard that also records the optimizers that were boosted with each model."""
+    """A Guard that checks each step of each optimizer of this process."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._boosted: weakref.WeakSet[Boosted] = weakref.WeakSet()
         self._unrelated: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
         self._handle: RemovableHandle | None = None
 
@@ -54,28 +39,23 @@ class StepGuard(Guard):
         assert self._handle is not None
         self._handle.remove()
 
-    def boosted(self, optimizer: Boosted) -> None:
-        """Record a boosted optimizer, whose inner optimizer may step on parameters of its model."""
-        self._boosted.add(optimizer)
-        self._unrelated.clear()
-
     def check(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise UsageError if a step of this optimizer would update parameters of a boosted model without a boosted
         optimizer."""
-        boosted = list(self._boosted)
-        if any(optimizer is other.optim for other in boosted):
+        models = list(self._models)
+        if any(optimizer is other.optim for gradients in models for other in gradients.optimizers):
             return  # the inner optimizer has its own hook
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         identities = [id(parameter) for parameter in parameters]
         if self._unrelated.get(optimizer) == identities:
             return
         related = False
-        for gradients in list(self._models):
-            of_model = [other for other in boosted if other.gradients is gradients]
-            named = _named(parameters, gradients, of_model)
-            if named:
+        for gradients in models:
+            masters = {weight.master: name for name, weight in gradients.updated.items()}  # also of freed optimizers
+            names = ((each, gradients.name_of(each) or masters.get(each)) for each in parameters)
+            if named := {parameter: name for parameter, name in names if name is not None}:
                 related = True
-                _check_related(optimizer, named, gradients, of_model)
+                _check_related(optimizer, named, gradients)
         if not related:
             self._unrelated[optimizer] = identities
 
@@ -83,27 +63,12 @@ class StepGuard(Guard):
 GUARD = StepGuard()
 
 
-def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Boosted]) -> Mapping[Tensor, str]:
-    """Map each of `parameters` that is a parameter of the model, or the master weight of one, to the parameter's name
-    in the model."""
-    named: dict[Tensor, str] = {}
-    masters: dict[Tensor, str] = {weight.master: name for name, weight in gradients.updated.items()}
-    names = (gradients.names, masters, *(optimizer.names for optimizer in boosted))
-    for parameter in parameters:
-        name = next((of_model[parameter] for of_model in names if parameter in of_model), None)
-        if name is not None:
-            named[parameter] = name
-    return named
-
-
-def _check_related(
-    optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list[Boosted]
-) -> None:
+def _check_related(optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients) -> None:
     """Raise UsageError unless the step is allowed. A step inside a boosted optimizer's step is allowed if it updates
     the same tensors. A step of an optimizer that contains a boosted optimizer, or is contained in one, is allowed if no
     copy of a parameter is stale afterwards."""
     kind = type(optimizer).__name__
-    if stepping := next((other for other in boosted if other.is_stepping), None):
+    if stepping := next((other for other in gradients.optimizers if other.is_stepping), None):
         for parameter, name in named.items():
             weight = gradients.weights.get(name)
             if weight is not None and not weight.plain and parameter is not weight.master:
@@ -113,7 +78,7 @@ def _check_related(
                     "param_groups for both optimizers (self.param_groups = self.base_optimizer.param_groups)"
                 )
         return
-    for other in boosted:
+    for other in gradients.optimizers:
         if _contains(other.optim, optimizer):
             other.refuse_alone(kind)
             return
