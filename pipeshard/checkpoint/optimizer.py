@@ -111,7 +111,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The optimizer state that this rank holds. States of a sharded parameter are DTensors like the parameter. The key
     VALUE contains the fp32 master weight of a 16-bit parameter. Raises CheckpointError for a state that neither belongs
     to a parameter nor has a name."""
-    optimizer.follow(adopts=True)
+    optimizer.copies.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
     states = {name: _flat(packed["state"].get(number, {})) for number, name in names.items()}

@@ -52,6 +52,7 @@ class PipelineOptimizer(Optimizer):
         given: for each group, the names of all parameters that the user passed on any rank, including those of other
         stages.
         options: for each group, the names of its options when it was added.
+        copies: makes the model's parameters and the updated tensors equal again after a loop has written to either.
     """
 
     _is_made = False  # whether __init__ has set all of this object's own attributes
@@ -72,7 +73,7 @@ class PipelineOptimizer(Optimizer):
         self.weights: dict[str, MasterWeight] = {}
         self.given: list[frozenset[str]] = []
         self.options: list[tuple[str, ...]] = []
-        self._copies = WeightCopies(self.weights, self.grid)
+        self.copies = WeightCopies(self.weights, self.grid)
         self._narrow()
         self.is_stepping = False  # whether the inner optimizer's step is running
         self._depth = 0  # number of its nested steps that have called their pre-hooks, but not their post-hooks
@@ -240,17 +241,8 @@ class PipelineOptimizer(Optimizer):
         for before, weight in became.items():
             self.names.pop(before, None)
             self.names[weight.master] = weight.name
-        self._copies.watch()
+        self.copies.watch()
         self.gradients.copies.watch()
-
-    def follow(self, adopts: bool) -> bool:
-        """Make the model's parameters and the updated tensors equal again if a training loop has written to either.
-        Returns whether the replicas must `share` the values afterwards."""
-        return self._copies.follow(adopts)
-
-    def share(self) -> None:
-        """With ZeRO, broadcast each weight from its owner to the other replicas. Call it on all ranks."""
-        self._copies.share()
 
     def _remember_groups(self, fresh: Mapping[Tensor, str]) -> None:
         for k, group in enumerate(self.optim.param_groups):
@@ -336,7 +328,7 @@ class PipelineOptimizer(Optimizer):
         on every rank."""
         together = together_in("optimizer.step") if self._meets else calling("optimizer.step")
         with self.gradients.coupling.paused(), together:
-            self.follow(adopts=True)
+            self.copies.follow(adopts=True)
             self._narrow()
             self.complete(w for w in self.weights.values() if w.parameter.requires_grad)  # frozen before
             if closure is None:
@@ -352,7 +344,7 @@ class PipelineOptimizer(Optimizer):
             def closed() -> Any:
                 self._drop_gradients()
                 loss = closure()
-                self.follow(adopts=True)
+                self.copies.follow(adopts=True)
                 self._ready()
                 self._take_gradients()
                 return loss
@@ -387,12 +379,12 @@ class PipelineOptimizer(Optimizer):
             self.gradients.coupling.end()
             self._drop_gradients()
         if self._is_updated:
-            self.follow(adopts=True)  # the user's post-hooks may have written values
+            self.copies.follow(adopts=True)  # the user's post-hooks may have written values
         else:
-            self._copies.take_values()
+            self.copies.take_values()
         if self.finite is not None:
             self.finite.after_update()
-        self.share()
+        self.copies.share()
         return result
 
     def _before_update(self, *_: Any) -> None:
@@ -407,7 +399,7 @@ class PipelineOptimizer(Optimizer):
             self.gradients.coupling.end()
             self.gradients.updates.hooks_end(self._graded)
         if self.is_stepping:
-            self.follow(adopts=True)  # a pre-hook may have written values
+            self.copies.follow(adopts=True)  # a pre-hook may have written values
             self._take_gradients()
 
     def _after_update(self, *_: Any) -> None:
@@ -415,7 +407,7 @@ class PipelineOptimizer(Optimizer):
         hook that runs after the inner optimizer's update."""
         self._depth -= 1
         if self.is_stepping:
-            self._copies.take_values()
+            self.copies.take_values()
             self._is_updated = True
         if self.is_stepping and self._depth == 0:
             self.gradients.coupling.begin()
@@ -426,17 +418,17 @@ class PipelineOptimizer(Optimizer):
         return [self.weights[self.names[tensor]].graded for tensor in self.parameters]
 
     def _take_gradients(self) -> None:
-        for weight in self._copies.hosted:
+        for weight in self.copies.hosted:
             weight.take_gradient()
 
     def _drop_gradients(self) -> None:
-        for weight in self._copies.hosted:
+        for weight in self.copies.hosted:
             weight.drop_gradient()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters, including gradients accumulated under `no_sync`."""
         self.sync.reset({weight.parameter for weight in self.weights.values()})
-        for hosted in self._copies.hosted:
+        for hosted in self.copies.hosted:
             hosted.is_updating = True  # the inner optimizer may read its gradients, which are None
         type(self.optim).zero_grad(self.optim, set_to_none)
         for weight in self.weights.values():

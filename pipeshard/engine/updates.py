@@ -41,10 +41,9 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Grouped(Protocol):
-    """The attributes and methods of a boosted optimizer that are used here; see `PipelineOptimizer`."""
+    """The attributes of a boosted optimizer that are used here; see `PipelineOptimizer`."""
 
     optim: Optimizer
-    names: dict[Tensor, str]
     given: list[frozenset[str]]
     options: list[tuple[str, ...]]
 
