@@ -24,7 +24,7 @@ from pipeshard.schedule.given import Schedule, chunks_of, is_v, name_of, program
 from pipeshard.schedule.passes import shorten_cooldown, split_backwards
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.schedules import IN_A_V
-from pipeshard.schedule.slices import SLICED, check_slices, number_of_slices, sliced
+from pipeshard.schedule.slices import SLICED, number_of_slices, sliced
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import refuse_compile_options
 from pipeshard.split.partition import Cuts, is_profile
@@ -306,7 +306,6 @@ class PipelineConfig:
         these numbers."""
         if num_slices > 1:
             program = sliced(str(self.schedule), self.pp_size, num_microbatches, num_slices)
-            check_slices(program, num_slices)
         else:
             program = program_of(self.schedule, self.pp_size, num_microbatches, self.num_model_chunks)
         if program.has_weight:

@@ -61,22 +61,3 @@ def number_of_slices(name: str, p: int, m: int, most: int) -> int:
     numbers = [2**k for k in range(max(1, most).bit_length())]
     times = {n: simulate(sliced(name, p, m, n), 1 / n, 2 / n).makespan for n in numbers}
     return next(n for n in numbers if times[n] <= NEAR * min(times.values()))
-
-
-def check_slices(program: Program, n: int) -> None:
-    """Raise ConfigurationError unless each rank has, for every microbatch of n slices, forwards from the first slice
-    to the last, then backwards from the last slice to the first."""
-    for rank, actions in enumerate(program.ranks):
-        order: defaultdict[tuple[int, int], list[tuple[Kind, int]]] = defaultdict(list)
-        for kind, number, stage in actions:
-            if kind in (Kind.F, Kind.B):
-                order[stage, number // n].append((kind, number % n))
-        wanted = [(Kind.F, s) for s in range(n)] + [(Kind.B, s) for s in reversed(range(n))]
-        for (stage, i), found in order.items():
-            if found != wanted:
-                text = " ".join(f"{kind}{s}" for kind, s in found)
-                raise ConfigurationError(
-                    f"{program.name}: rank {rank} runs the slices of microbatch {i} on stage {stage} in the order "
-                    f"{text}, but the forwards must run from the first slice to the last, and then the backwards from "
-                    "the last slice to the first"
-                )
