@@ -148,7 +148,7 @@ def _searched(
     training = Training(
         "adamw", precision, grid.dp_size, config.zero_stage, config.fsdp, config.tp_size, config.ep_size, config.offload
     )
-    partition, recompute, criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
+    partition, recompute, criterion = config.settled(model, criterion)
     microbatch = sample.split(*config.cut)[0]
     plans = None, config.tp_plan, config.ep_plan
     subject = study(model, microbatch, criterion, config.policy, partition, training, *plans)

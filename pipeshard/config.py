@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeshard.batch.batch import check_declared
 from pipeshard.batch.criterion import Criterion
@@ -52,13 +52,9 @@ class PipelineHints:
     criterion: Criterion | None = None
     checkpointable: Collection[str] | None = None
 
-
-class Settled(NamedTuple):
-    """The values to use for a model: the user's arguments, or the model's hints for arguments that are not set."""
-
-    partition: Cuts
-    recompute: Recompute
-    criterion: Criterion | None
+    @classmethod
+    def of(cls, model: object) -> "PipelineHints":
+        return getattr(model, "pipeline_hints", None) or cls()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,12 +310,13 @@ class PipelineConfig:
             return program
         return split_backwards(program) if num_slices > 1 else shorten_cooldown(program)
 
-    def settled(self, hints: PipelineHints | None, criterion: Criterion | None) -> Settled:
-        """The user's arguments and criterion, or the model's hints for arguments that are not set.
+    def settled(self, model: object, criterion: Criterion | None) -> tuple[Cuts, Recompute, Criterion | None]:
+        """The partition, the recomputation and the criterion of a model: the user's, or the model's hints for those
+        that are not set.
 
         Raises ConfigurationError for a model that requires a different number of stages.
         """
-        hints = hints or PipelineHints()
+        hints = PipelineHints.of(model)
         if hints.num_stages not in (None, self.num_stages):
             raise ConfigurationError(
                 f"the model was built for num_stages={hints.num_stages}, but pp_size={self.pp_size} with "
@@ -328,10 +325,10 @@ class PipelineConfig:
             )
         given = any(self.recomputed.ratios) or self.recomputed.interval > 0
         hinted = replace(Recompute.of(hints.recompute, 0, self.num_stages), classes=hints.checkpointable)
-        return Settled(
-            partition=hints.partition if self.partition == "auto" else self.partition,
-            recompute=self.recomputed if given else hinted,
-            criterion=criterion if criterion is not None else hints.criterion,
+        return (
+            hints.partition if self.partition == "auto" else self.partition,
+            self.recomputed if given else hinted,
+            criterion if criterion is not None else hints.criterion,
         )
 
     @property

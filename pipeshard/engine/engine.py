@@ -130,7 +130,7 @@ class Pipeline:
         self.ran: list[Ran] = []  # the microbatches of the last step
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # in the full model
 
-        partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
+        partition, recompute, self.criterion = config.settled(model, criterion)
         refuse_criterion(self.criterion, model)
         units = find_units(model, paths_of(model, named_modules_of(partition)))
         refuse_compiled(model, units)

@@ -328,7 +328,7 @@ def build(
     TraceError for a model that cannot be split.
     """
     chosen = find_target(target, options)
-    criterion = _hints(model).criterion if criterion is None else criterion
+    criterion = PipelineHints.of(model).criterion if criterion is None else criterion
     if not chosen.shards_itself:
         refuse_blank_adapters(model)
         refuse_blank(model)
@@ -344,10 +344,6 @@ def build(
     carry = Carry(model)
     stages = {index: StageModule(model, policy, index, criterion, whole, names, carry) for index in own}
     return chosen.take(Split(model, sample, criterion, flow, policy, live, stages, became))
-
-
-def _hints(model: nn.Module) -> PipelineHints:
-    return getattr(model, "pipeline_hints", None) or PipelineHints()
 
 
 def partition(
@@ -370,6 +366,6 @@ def partition(
     refuse_recomputed(model, containers(model, find_units(model, paths_of(model, names))), is_boosted=False)
     flow = trace(model, sample, criterion, cuts=names)
     placement, rank = target.placed(parts)
-    by = _hints(model).partition if isinstance(cuts, int) or not cuts else cuts
+    by = PipelineHints.of(model).partition if isinstance(cuts, int) or not cuts else cuts
     processes = max(placement) + 1
     return flow, find_policy(model)(model, flow, rank, processes, by, device=device, placement=placement)

@@ -43,7 +43,7 @@ class LocalRank:
     def __init__(self, config: PipelineConfig, grid: LocalGrid, own: Copies, is_smaller: bool) -> None:
         self.own, self.model = own, own.model
         self.foreign = own.foreign()  # before anything is replaced
-        partition = config.settled(getattr(self.model, "pipeline_hints", None), own.criterion).partition
+        partition, *_ = config.settled(self.model, own.criterion)
         # A profile is measured by all processes together. Unlike "auto", "uniform" overrides the model's hints.
         if is_profile(partition) or (is_smaller and not isinstance(partition, str)):
             config = replace(config, partition="uniform")

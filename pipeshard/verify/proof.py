@@ -344,7 +344,8 @@ class _Proving:
         return Reference(own, self._criterion(own), self.device)
 
     def _criterion(self, own: Copies) -> Criterion | None:
-        return self.config.settled(getattr(own.model, "pipeline_hints", None), own.criterion).criterion
+        *_, criterion = self.config.settled(own.model, own.criterion)
+        return criterion
 
     def _sides(self, dtype: torch.dtype | None, replicas: int = 1) -> Sides:
         """The split model, and a copy of the unsplit model for each replica."""
