@@ -11,6 +11,7 @@ from pipeshard.errors import ConfigurationError, DeadlockError
 from pipeshard.garbage import collector_paused
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import PARTNER, Action, Kind, Program, StageStep
+from pipeshard.schedule.residence import alive
 
 ActionCost = float | Sequence[float]
 Posts = deque[tuple[Action, float]]
@@ -68,7 +69,10 @@ class Simulation(Timetable):
         ConfigurationError for sizes that are negative or not one per stage.
         """
         sizes = _per_stage("size", size, len(self.program.placement))
-        return tuple(_peak(row, sizes) for row in self.spans)
+        return tuple(
+            max((sum(sizes[stage] for _, stage in living) for living in alive(actions)), default=0.0)
+            for actions in self.program.ranks
+        )
 
 
 def simulate(
@@ -143,18 +147,6 @@ def _per_stage(name: str, cost: ActionCost, num_stages: int) -> tuple[float, ...
     if not all(0 <= value < math.inf for value in values):
         raise ConfigurationError(f"{name} must be finite and non-negative, got {cost}")
     return values
-
-
-def _peak(row: Sequence[Span], sizes: Sequence[float]) -> float:
-    last = {(i, stage): kind for (kind, i, stage), _, _ in row}
-    alive = peak = 0.0
-    for (kind, i, stage), _, _ in row:
-        if kind is Kind.F:
-            alive += sizes[stage]
-            peak = max(peak, alive)
-        if kind is last[i, stage]:
-            alive -= sizes[stage]
-    return peak
 
 
 @dataclass(slots=True)

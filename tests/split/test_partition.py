@@ -15,7 +15,7 @@ from pipeshard import trace
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.planner.candidate import fit
 from pipeshard.planner.memory import Footprint, Part, Training, alive
-from pipeshard.schedule import make_program, simulate
+from pipeshard.schedule import Kind, make_program, simulate
 from pipeshard.split.balance import balance
 from pipeshard.split.policy import Policy
 from tests import zoo
@@ -174,7 +174,13 @@ def test_what_is_alive_is_what_the_simulator_counts(data: st.DataObject) -> None
     peaks = simulate(program).peak_memory(sizes)
     for actions, peak in zip(program.ranks, peaks, strict=True):
         compute = [action for action in actions if action.kind.is_compute]
-        assert max(sum(sizes[stage] for _, stage in each) for each in alive(compute)) == peak
+        last = {action[1:]: action.kind for action in compute}
+        now = most = 0
+        for kind, i, stage in compute:
+            now += sizes[stage] * (kind is Kind.F)
+            most = max(most, now)
+            now -= sizes[stage] * (kind is last[i, stage])
+        assert max(sum(sizes[stage] for _, stage in each) for each in alive(compute)) == peak == most
 
 
 def cut(partition: Any, stages: int = 2, **options: Any) -> list[int]:
