@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,37 +26,27 @@ from pipeshard.split.route import Save
 SMALL = 1024  # bytes; smaller storages are not worth a copy
 
 
-class Transfer(Protocol):
-    """Copies tensors between a device and the host. The copies may run while the device computes."""
-
-    def store(self, tensor: Tensor) -> Any:
-        """Start to copy a tensor to the host, and return the copy."""
-
-    def load(self, copy: Any) -> Tensor:
-        """Start to copy a stored tensor to newly allocated device memory, and return the new tensor."""
-
-    def wait(self) -> None:
-        """Make later computation on the device wait for the copies that were started so far."""
-
-
 class CudaTransfer:
-    """Copies to and from pinned host memory, on a separate stream."""
+    """Copies tensors to and from pinned host memory, on a separate stream. They may run while the GPU computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self._used: list[Tensor] = []  # sources and targets of copies that may still be running
 
     def store(self, tensor: Tensor) -> Tensor:
+        """Start to copy a tensor to the host, and return the copy."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._copy(copy, tensor)
         return copy
 
     def load(self, copy: Tensor) -> Tensor:
+        """Start to copy a stored tensor to newly allocated device memory, and return the new tensor."""
         tensor = torch.empty(copy.shape, dtype=copy.dtype, device=self.device)
         self._copy(tensor, copy)
         return tensor
 
     def wait(self) -> None:
+        """Make later computation on the device wait for the copies that were started so far."""
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self._used.clear()
 
@@ -68,8 +58,8 @@ class CudaTransfer:
         self._used += target, source
 
 
-def transfer_of(device: torch.device) -> Transfer | None:
-    """Return a Transfer between a GPU and the host, or None for other devices (a CPU already uses host memory)."""
+def transfer_of(device: torch.device) -> CudaTransfer | None:
+    """Return the transfer between a GPU and the host, or None for other devices (a CPU already uses host memory)."""
     return CudaTransfer(device) if has_own_memory(device) else None
 
 
@@ -81,7 +71,7 @@ def has_own_memory(device: torch.device) -> bool:
 class Block:
     """The host copy of a storage. `here` is None before `load`, and then the new copy on the device."""
 
-    def __init__(self, transfer: Transfer, storage: torch.UntypedStorage) -> None:
+    def __init__(self, transfer: CudaTransfer, storage: torch.UntypedStorage) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
         self.transfer, self.copy = transfer, transfer.store(whole.set_(storage))
         self.here: Tensor | None = None
@@ -145,7 +135,7 @@ class Offload:
     (copying would not free these storages).
     """
 
-    def __init__(self, transfer: Transfer, device: torch.device) -> None:
+    def __init__(self, transfer: CudaTransfer, device: torch.device) -> None:
         self.transfer, self.device = transfer, device
 
     def begin(self, actions: Sequence[Action], held: Iterable[Tensor]) -> None:
