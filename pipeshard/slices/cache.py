@@ -47,12 +47,19 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False, has_whole_
                 "which slices do not support. Use num_slices=1"
             )
         if kind is not DummyLayer:
-            cache.layers[number] = made = kind(now, number, layer)
-            if has_whole_mask and isinstance(made, Keys):
-                made.window = None
+            layer.__class__ = kind
+            layer.begin(now, number)
+            if has_whole_mask and isinstance(layer, Keys):
+                layer.window = None
     if {*map(type, cache.layers)} <= {Keys}:  # a decoder may have more such layers than its config declares
         numbers = itertools.count(len(cache.layers))  # not the cache itself: only the GC would free such a cycle
-        cache.layer_class_to_replicate = lambda: Keys(now, next(numbers))
+
+        def another() -> Keys:
+            layer = Keys()
+            layer.begin(now, next(numbers))
+            return layer
+
+        cache.layer_class_to_replicate = another
     return EncoderDecoderCache(cache, DynamicCache()) if has_encoder else cache
 
 
@@ -66,10 +73,11 @@ class Keys(DynamicLayer):
     """Keys and values of one layer."""
 
     window: int | None = None
+    is_updated = False
 
-    def __init__(self, now: Slice, number: int, like: Any = None) -> None:
-        super().__init__()
-        self.now, self.number, self.is_updated = now, number, False
+    def begin(self, now: Slice, number: int) -> None:
+        """Use this layer, which is layer `number` of the cache, for a slice."""
+        self.now, self.number = now, number
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         names = (self.number, "keys"), (self.number, "values")
@@ -89,19 +97,13 @@ class Keys(DynamicLayer):
 class SlidingKeys(Keys, DynamicSlidingWindowLayer):
     """Keys and values of a layer that attends to a window of positions."""
 
-    def __init__(self, now: Slice, number: int, like: Any) -> None:
-        DynamicSlidingWindowLayer.__init__(self, like.sliding_window)
-        self.now, self.number, self.is_updated = now, number, False
-        self.window = like.sliding_window
-        self.cumulative_length = now.start
+    def begin(self, now: Slice, number: int) -> None:
+        super().begin(now, number)
+        self.window, self.cumulative_length = self.sliding_window, now.start
 
 
 class IndexedKeys(Keys, DynamicIndexedLayer):
     """Keys and values of a layer with an indexer, whose keys select positions."""
-
-    def __init__(self, now: Slice, number: int, like: Any) -> None:
-        DynamicIndexedLayer.__init__(self)
-        self.now, self.number, self.is_updated = now, number, False
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         return self.now.grow((self.number, "index"), indexer_key_states, 1)
@@ -110,11 +112,7 @@ class IndexedKeys(Keys, DynamicIndexedLayer):
 class States(LinearAttentionLayer):
     """Convolution and recurrent states of one layer, which continue from the end of the previous slice."""
 
-    def __init__(self, now: Slice, number: int, like: Any) -> None:
-        LinearAttentionLayer.__init__(self, like.number_of_states)
-        self._take(now, number)
-
-    def _take(self, now: Slice, number: int) -> None:
+    def begin(self, now: Slice, number: int) -> None:
         self.now, self.number = now, number
         for k in range(self.number_of_states):
             self.conv_states[k] = now.take((number, "convolution", k))
@@ -142,19 +140,13 @@ class States(LinearAttentionLayer):
 class StatesAndKeys(States, Keys, LinearAttentionAndFullAttentionLayer):
     """Keys, values and states of a layer that attends and has states."""
 
-    def __init__(self, now: Slice, number: int, like: Any) -> None:
-        LinearAttentionAndFullAttentionLayer.__init__(self, like.number_of_states)
-        self.is_updated = False
-        self._take(now, number)
-
 
 class StatesAndSlidingKeys(States, SlidingKeys, LinearAttentionAndSlidingWindowAttentionLayer):
     """Keys, values and states of a layer that attends to a window of positions and has states."""
 
-    def __init__(self, now: Slice, number: int, like: Any) -> None:
-        LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, like.sliding_window, like.number_of_states)
-        self.is_updated, self.window, self.cumulative_length = False, like.sliding_window, now.start
-        self._take(now, number)
+    def begin(self, now: Slice, number: int) -> None:
+        States.begin(self, now, number)
+        SlidingKeys.begin(self, now, number)
 
 
 KINDS: dict[type, Any] = {
