@@ -329,7 +329,7 @@ def step_of(stage: Stage, *reached: Sequence[bool]) -> None:
 def test_what_gets_a_gradient_of_one_microbatch_alone_may_get_none_of_others() -> None:
     """Zeros for a gradient of one microbatch change nothing where another one has it; in all of a step they do, as one
     process has none there."""
-    flow = SimpleNamespace(calls=[SimpleNamespace(unit="embed")])
+    flow = mock.Mock(calls=[SimpleNamespace(unit="embed")])
     route = SimpleNamespace(flow=flow, enters=SimpleNamespace(gradients=[Value(0, 0), Value(0, 1)]))
     nothing: Any = None
     stage = Stage(nothing, 1, False, nothing)

@@ -408,10 +408,10 @@ class Pipeline:
         total = share_scalar(loss, source, self.group, torch.device("cpu")) if is_looked_at else None
         is_nan = total is not None and bool(total.isnan())
         merged = outputs.merged(flow, self.traces.losses.own(end.loss, loss)) if end.is_last else None
-        is_doubtful = end.is_last and not self.traces.is_seen(flow) and outputs.has_nan
+        is_doubtful = end.is_last and flow not in self.traces.seen and outputs.has_nan
         is_nan |= outputs.raise_failure(self.grid.world, is_doubtful)
         if outputs.needed:
-            self.traces.saw(flow)
+            self.traces.seen.add(flow)
         if is_nan:
             self._refuse_other_way(batch, flow, criterion, train)
         if train and not is_looked_at:

@@ -4,6 +4,7 @@ import math
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,6 @@ from pipeshard.errors import BatchError, ConfigurationError, TraceError, summary
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import has_known_loss
 from pipeshard.split.policy import Policy
-
-MOST_COUNTED = 64  # at most this many Dataflows are remembered
 
 
 class LossShares:
@@ -50,7 +49,7 @@ class LossShares:
         self.state: tuple[int, int] = 0, 0  # numbers of the states of the model and the criterion
         self._is_known = has_known_loss(policy.model)
         self._seen: tuple[Hashable, ...] | None = None  # the kinds of values that the loss depends on
-        self._counted: dict[int, tuple[Dataflow, bool]] = {}  # by id: whether the first count of the batch was right
+        self._counted: WeakKeyDictionary[Dataflow, bool] = WeakKeyDictionary()  # whether its first count was right
 
     def look(self, criterion: Criterion | None, state: tuple[int, int]) -> None:
         """Record the state of the model and the criterion, and the values that the loss depends on."""
@@ -164,26 +163,23 @@ class LossShares:
         the batch, the count is computed from the batch. Otherwise, the criterion computes it from placeholder unit
         results, also in a step in which a Python value differs from its value in the trace. The first count of each
         trace is computed in both ways and compared."""
-        if len(self._counted) > MOST_COUNTED:
-            self._counted.clear()
         glue: Glue | None = None
         counts, is_unchanged = [], self.is_unchanged()
         for batch, (flow, deltas) in zip(batches, ways, strict=True):
             found = self._count_of_batch(batch, flow, deltas) if is_unchanged else None
-            if found is None or id(flow) not in self._counted:
+            if found is None or flow not in self._counted:
                 glue = glue or Glue(self.model, criterion, self.device)
                 count, is_nan = glue.count(batch.to(glue.device), flow, deltas)
                 counts.append((count, is_nan))
                 if found is not None:
-                    self._counted[id(flow)] = flow, found == count
+                    self._counted[flow] = found == count
             else:
                 counts.append((found, False))
         return counts
 
     def _count_of_batch(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float | None:
         """The criterion's count, computed from the batch alone, or None if it is 0 or the trace did not record it."""
-        _, is_right = self._counted.get(id(flow), (flow, True))
-        if flow.count is None or not is_right:
+        if flow.count is None or not self._counted.get(flow, True):
             return None
         can_be_asked, count = flow.count.ask(batch.tensors, deltas)
         return float(count) or None if can_be_asked else None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -136,8 +137,7 @@ class Saved:
     carried: Sequence[Left] = ()
 
 
-FLOWS = 128  # at most this many Dataflows are remembered
-Place = tuple[int, Value]  # of a result that crosses a cut: the id of its Dataflow, and the value
+Place = tuple[Dataflow, Value]  # of a result that crosses a cut
 
 
 class Stage:
@@ -165,8 +165,8 @@ class Stage:
     ) -> None:
         self.replay, self.index, self.is_last, self.deferral = replay, index, is_last, deferral
         self.around, self.finite, self.carry = around, finite, carry
-        self._flows: dict[int, Dataflow] = {}
-        self._before: set[Place] = set()  # values that received a gradient in an earlier step
+        # values that received a gradient in an earlier step
+        self._before: WeakKeyDictionary[Dataflow, set[Value]] = WeakKeyDictionary()
 
     @property
     def end_of_loss(self) -> "Stage":
@@ -192,9 +192,6 @@ class Stage:
         self.pending: dict[int, list[Gradients]] = {}
         self.reached: dict[Place, bool] = {}  # inputs, and whether they have received a gradient so far
         self.dropped: set[Place] = set()  # inputs for which a custom backward of the model returned None
-        if len(self._flows) > FLOWS:
-            self._flows.clear()
-            self._before.clear()
         self.remaining = len(microbatches)  # backwards still to run
 
     def end(self) -> None:
@@ -313,10 +310,9 @@ class Stage:
         """Record which inputs have received a gradient from microbatch i, and for which inputs a custom backward of the
         model returned None."""
         route = self.microbatches[i].route
-        flow, missing = route.flow, []
-        self._flows[id(flow)] = flow  # keeps its id valid
+        missing = []
         for value, tensor in zip(route.enters.gradients, entered, strict=True):
-            place = id(flow), value
+            place = route.flow, value
             if tensor.grad is not None:
                 self.reached[place] = True
             else:
@@ -330,7 +326,8 @@ class Stage:
         receive zeros. Some optimizers (AdamW) decay parameters with a zero gradient, but not parameters without a
         gradient."""
         for place in (place for place, is_reached in self.reached.items() if not is_reached):
-            if place in self._before:
+            flow, value = place
+            if value in self._before.get(flow, ()):
                 why = (
                     " in this step, but received one in an earlier step: a unit detaches or omits this result, "
                     "depending on a counter or on tensor values. Detach or omit the result in every forward or in none "
@@ -348,12 +345,12 @@ class Stage:
                     "values. Detach or omit the result in every forward or in none, multiply the result by zero, or "
                     "cut elsewhere (partition=[...])"
                 )
-            key, value = place
             raise TraceError(
-                f"result {value.leaf} of unit {self._flows[key].calls[value.call].unit}, which another stage sent to "
-                f"stage {self.index}, receives no gradient{why}"
+                f"result {value.leaf} of unit {flow.calls[value.call].unit}, which another stage sent to stage "
+                f"{self.index}, receives no gradient{why}"
             )
-        self._before.update(self.reached)
+        for flow, value in self.reached:
+            self._before.setdefault(flow, set()).add(value)
 
     def weight(self, i: int) -> None:
         """Compute the weight gradients that `backward(i)` has deferred."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -40,7 +41,7 @@ from pipeshard.split.route import Recompute
 logger = logging.getLogger("pipeshard")
 
 MOST_FLOWS = 128  # at most this many are cached, since traces may depend on values that differ in each batch
-NUMBERS = 4096  # at most this many numbers of ways are cached; each size of a batch has its own
+NUMBERS = 4096  # at most this many numbers of ways are cached for a Dataflow; each size of a batch has its own
 
 
 class FoundWays(NamedTuple):
@@ -56,7 +57,7 @@ class FoundWays(NamedTuple):
 
 class Traces:
     """Caches a Dataflow for each kind of batch, its `routes` through this rank's stages, and the loss shares of its
-    microbatches (`losses`)."""
+    microbatches (`losses`). `seen` are the Dataflows whose outputs were checked."""
 
     def __init__(
         self,
@@ -72,11 +73,11 @@ class Traces:
         self.flags_of: dict[Hashable, Flags] = {}  # of criteria
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
-        self._confirmed: dict[tuple[int, bool], Dataflow] = {}
+        self._confirmed: WeakKeyDictionary[Dataflow, set[bool]] = WeakKeyDictionary()  # with and without training
         self._has_warned = False
-        self._seen: dict[int, Dataflow] = {}  # Dataflows whose outputs were checked
-        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
-        self._prints: dict[int, str] = {}  # fingerprints of Dataflows, by their ids
+        self.seen: WeakSet[Dataflow] = WeakSet()
+        self._numbers: WeakKeyDictionary[Dataflow, dict[tuple[int, ...], int]] = WeakKeyDictionary()  # of ways
+        self._prints: WeakKeyDictionary[Dataflow, str] = WeakKeyDictionary()  # fingerprints
         self._lent: Lent = {}  # tensors of other ranks, while ranks trace again
         self.look_at_trained()
 
@@ -167,14 +168,15 @@ class Traces:
         return hash_of(repr([*map(self._number, found.all)]))
 
     def _number(self, way: Way) -> int:
-        key = id(way[0]), way[1]
-        if key not in self._numbers:
-            if len(self._numbers) >= NUMBERS:
-                self._numbers.clear()
-            if key[0] not in self._prints:
-                self._prints[key[0]] = fingerprint(way[0])
-            self._numbers[key] = hash_of(f"{self._prints[key[0]]} {way[1]}")
-        return self._numbers[key]
+        flow, deltas = way
+        known = self._numbers.setdefault(flow, {})
+        if deltas not in known:
+            if len(known) >= NUMBERS:
+                known.clear()
+            if flow not in self._prints:
+                self._prints[flow] = fingerprint(flow)
+            known[deltas] = hash_of(f"{self._prints[flow]} {deltas}")
+        return known[deltas]
 
     def find_alike(
         self,
@@ -214,7 +216,7 @@ class Traces:
         known = compare(said, grid.world, ranks, grid.named)
         assert found is not None
         for (flow, deltas), number in zip(found.all, known, strict=True):
-            self._numbers[id(flow), deltas] = number
+            self._numbers.setdefault(flow, {})[deltas] = number
         return found
 
     def _said(self, found: FoundWays | None, outputs: Wanted, failure: str) -> Said:
@@ -233,8 +235,6 @@ class Traces:
         for flows in self._flows.values():
             flows[:] = [flow for flow in flows if id(flow) not in gone]
         self.routes.forget(gone)
-        self._prints = {key: of_flow for key, of_flow in self._prints.items() if key not in gone}
-        self._numbers = {key: number for key, number in self._numbers.items() if key[0] not in gone}
 
     def _plan(
         self,
@@ -275,8 +275,6 @@ class Traces:
         if sum(map(len, self._flows.values())) >= MOST_FLOWS:
             self._flows.clear()
             self.routes.clear()
-            self._numbers.clear()
-            self._prints.clear()
         self._flows.setdefault(mode, []).append(way[0])
         self._watched |= way[0].watched
         return way
@@ -312,7 +310,7 @@ class Traces:
         different unit results than `flow`. A Dataflow that was already confirmed is not traced again. Call it on all
         ranks: replicas may have different Dataflows, of which some are confirmed."""
         differs = False
-        if (id(flow), train) not in self._confirmed:
+        if train not in self._confirmed.get(flow, ()):
             now, then = (
                 [*((call.unit, call.reads.values) for call in one.calls), one.loss and one.loss.values]
                 for one in (self._trace(batch, criterion, train)[0], flow)
@@ -325,17 +323,7 @@ class Traces:
                 "forwards, read an environment variable, or branch on torch.is_grad_enabled()? Keep this state in "
                 "attributes of the model (such as self.training) or in globals, and set it between steps"
             )
-        for known in (self._confirmed, self._seen):
-            if len(known) > MOST_FLOWS:
-                known.clear()
-        self._confirmed[id(flow), train] = flow
-
-    def saw(self, flow: Dataflow) -> None:
-        """Record that the outputs of this Dataflow were checked."""
-        self._seen[id(flow)] = flow
-
-    def is_seen(self, flow: Dataflow) -> bool:
-        return id(flow) in self._seen
+        self._confirmed.setdefault(flow, set()).add(train)
 
     def slice_each(
         self,

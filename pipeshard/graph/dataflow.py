@@ -133,7 +133,7 @@ class Carried:
         return self.uses.hidden | (self.writers if -1 not in self.writers else frozenset())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the key of caches, by its identity
 class Dataflow:
     """The unit calls of one forward, in order, and the dependencies of the loss and the outputs.
 
