@@ -45,16 +45,12 @@ class Range(NamedTuple):
 
     @classmethod
     def of_floats(cls, leaf: Tensor) -> Self:
+        """The range of floating-point values, rounded outward."""
         low, high = _extremes(leaf)
         has_nan = low != low
         if has_nan:
             low, high = _extremes(leaf[leaf.isnan().logical_not()])
-        return cls.of_numbers(low, high)._replace(has_nan=has_nan)
-
-    @classmethod
-    def of_numbers(cls, low: float, high: float) -> Self:
-        """The range of values from `low` to `high`, rounded outward; if `low` is NaN, a range of NaN only."""
-        return cls(0.0, 0.0, True) if low != low else cls(-_outward(-low), _outward(high))
+        return cls(-_outward(-low), _outward(high), has_nan)
 
     def covers(self, other: "Range") -> bool:
         is_within = self.low <= other.low and other.high <= self.high
