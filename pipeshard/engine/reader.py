@@ -113,7 +113,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
     """
     failure = summary(batches) if isinstance(batches, Exception) else None
     has_batch, read = failure is None, () if isinstance(batches, Exception) else batches
-    rows, number = sum(batch.rows for batch in read), _joined([digest(batch) for batch in read])
+    rows, number = sum(batch.rows for batch in read), hash_of(repr([digest(batch) for batch in read]))
     code = hash_of(mode)
     report = Report(int(has_batch), number, rows, parts, code, *news, torch.initial_seed() % 2**63)
     reports = [Report(*numbers) for numbers in meet(grid.world, grid.named, report)]
@@ -156,13 +156,6 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
     counts = Counter(replica[0].digest for replica in replicas)
     repeated = [number for number, replica in enumerate(replicas) if counts[replica[0].digest] > 1]
     return Agreement(reports[0].seed, parts_of, bits, alike, updated_alike, repeated)
-
-
-def _joined(digests: Sequence[int]) -> int:
-    """One digest that combines the digests of several batches."""
-    if len(digests) == 1:
-        return digests[0]
-    return hash_of(repr(digests))
 
 
 class Reader:
