@@ -174,7 +174,7 @@ def check_complete(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
     with together(pipeline.grid.world):
         given = [boosted_optimizer(each) for each in by_name(OPTIMIZER, optimizer).values()]
         updated = {name for each in given for name in each.names.values()}
-        others = [each for each in pipeline.gradients.updates.in_use().values() if each not in given]
+        others = [each for each in pipeline.gradients.optimizers if each not in given]
         left_out = [type(each.optim).__name__ for each in others if not updated.issuperset(each.names.values())]
         if given and left_out:
             raise CheckpointError(

@@ -157,7 +157,7 @@ class ModelGradients:
 
     def follow(self, adopts: bool, shares: bool = True) -> bool:
         """After the loop has written to parameters or master weights, copy the writes so that both are equal (see
-        MasterWeight.follow). Returns whether the replicas must call `share` afterwards. With `shares=False`, does
+        MasterWeight.follow). Returns whether the replicas must call `copies.share` afterwards. With `shares=False`, does
         nothing with ZeRO."""
         return (shares or not self.copies.zero) and self.copies.follow(adopts)
 
@@ -187,11 +187,7 @@ class ModelGradients:
         """Call `follow` and `share`, so that the parameters can be read outside a step. Call it on all ranks."""
         with self.coupling.paused():
             self.follow(adopts=False)
-            self.share()
-
-    def share(self) -> None:
-        """With ZeRO, broadcast each replica's updated parameters to the other replicas. Call it on all ranks."""
-        self.copies.share()
+            self.copies.share()
 
     def added(self) -> None:
         """Assign the new gradients to the master weights as well, and record the gradients to detect later changes."""

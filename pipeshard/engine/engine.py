@@ -272,7 +272,7 @@ class Pipeline:
         if not agreed.updated_alike:
             self.gradients.updates.compare()
         if agreed.news & WRITTEN:
-            self.gradients.share()
+            self.gradients.copies.share()
         if agreed.news & TRAINED:
             self._share_trained(trained, problems)
         if train and self.trainable and not agreed.news & TRAINS:
