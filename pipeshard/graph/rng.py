@@ -99,18 +99,16 @@ class Draws:
 
 @contextmanager
 def seeded(number: int) -> Iterator[None]:
-    """Context manager in which torch's CPU generator and the current GPU's generator start from the seed `number`. Both
-    are restored on exit. torch.manual_seed would also seed the generators of all other GPUs."""
+    """Context manager in which torch's CPU generator, the current GPU's generator, `random` and numpy start from the
+    seed `number`. All are restored on exit. torch.manual_seed would also seed the generators of all other GPUs."""
     gpus = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
     generators = [torch.default_generator, *gpus]
-    before = [generator.get_state() for generator in generators]
+    before = _states(generators)
     try:
-        for generator in generators:
-            generator.manual_seed(number)
+        _seed(generators, number)
         yield
     finally:
-        for generator, state in zip(generators, before):
-            generator.set_state(state)
+        _restore(generators, before)
 
 
 PROCESS = [torch.default_generator]
@@ -157,7 +155,7 @@ def _seed(generators: Generators, number: int, python: bool = True) -> None:
         generator.manual_seed(number)
     if python:
         random.seed(number)
-        np.random.seed(number)
+        np.random.seed(number % 2**32)
 
 
 def python_state() -> tuple[object, ...]:

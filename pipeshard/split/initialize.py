@@ -15,14 +15,12 @@ import hashlib
 import inspect
 import itertools
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -210,7 +208,7 @@ class _SeededWrites(DispatchMode):
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """Context manager that allows writes only to tensors of the module at `path`. torch's generators are seeded
+        """Context manager that allows writes only to tensors of the module at `path`. Random generators are seeded
         with the path, and restored on exit."""
         self.path = path
         with seeded(number(self.seed, path)):
@@ -362,10 +360,7 @@ def build(module: nn.Module, seed: int) -> None:
             f"allocated tensors: {summary(error)}"
         )
     ):
-        of_layer = number(seed, f"layer {blueprint.place}")
-        with Randomness(torch.device("cpu")).step(0, 0), seeded(of_layer):
-            random.seed(of_layer)
-            np.random.seed(of_layer % 2**32)
+        with seeded(number(seed, f"layer {blueprint.place}")):
             built = blueprint.make()
         _take(module, built, blueprint)
     del module.__dict__[BLUEPRINT]

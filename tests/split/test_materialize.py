@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -175,6 +176,25 @@ def test_by_a_function(pool: Pool) -> None:
     first, second = pool.run(by_function, 2, random)
     (whole,) = pool.run(by_function, 1, random)
     assert all(torch.equal(value, whole[key]) for key, value in [*first.items(), *second.items()])
+
+
+def by_numpy(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, np.random.random())
+
+
+def test_a_function_that_uses_numpy_s_generator() -> None:
+    """The values depended on the state of the user's generator, which also changed."""
+    found = []
+    for seed in (0, 1):
+        model = on_meta("gpt2")
+        names = [*dict(model.named_parameters())]
+        np.random.seed(seed)
+        expected = np.random.RandomState(seed).random()
+        initialize(model, names, allocate(model, names, torch.device("cpu")), by_numpy, SEED)
+        assert np.random.random() == expected
+        found.append(dict(model.named_parameters()))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def nothing(module: nn.Module) -> None:
