@@ -34,6 +34,7 @@ from pipeshard.trainer import PipelineTrainer, pipelined
 from pipeshard.trainer.refusals import refuse_precision
 from pipeshard.trainer.stand_ins import PipelineAccelerator
 from pipeshard.trainer.trainer import Loop
+from tests import zoo
 from tests.house import PACKAGE
 from tests.pool import Pool
 from tests.trainer_features import BEGIN, END, FEATURES, LEAST, PAGE, verdict
@@ -233,6 +234,36 @@ def test_the_last_batch_of_an_evaluated_stream_counts_as_many_samples_as_it_has(
     expected = evaluated_stream(str(tmp_path), None)
     assert expected[-1] == 13
     for found in pool.run(evaluated_stream, 2, str(tmp_path), {"pp_size": 2}, timeout=300):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Averaging(Trainer):
+    """Evaluates a whole model of its own on each rank, as an average of the trained weights."""
+
+    def prediction_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().prediction_step(zoo.build("llama-tied", seed=9), *args, **kwargs)
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(zoo.build("llama-tied", seed=9), *args, **kwargs)
+
+
+def evaluated_other(folder: str, plugin: dict[str, Any] | None) -> float:
+    """The loss of the other model. To train this model is refused in a pipeline."""
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", Averaging):
+        made = trainer("causal", folder, plugin)
+        loss: float = made.evaluate()["eval_loss"]
+        if plugin:
+            with pytest.raises(UsageError, match=r"calls training_step with a \w+ that is not the Trainer's model"):
+                made.train()
+        return loss
+
+
+@pytest.mark.turns
+def test_another_model_is_evaluated_and_not_trained(pool: Pool, tmp_path: Path) -> None:
+    """The stages of the trained model were evaluated instead of an average of its weights: an eval_loss, and a best
+    checkpoint, of other weights without an error."""
+    expected = evaluated_other(str(tmp_path), None)
+    for found in pool.run(evaluated_other, 2, str(tmp_path), {"pp_size": 2}, timeout=300):
         assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import denumpify_detensorize
@@ -95,10 +95,18 @@ class Evaluation(Trainer):
         return replaced(self, prediction_step=counted)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        if self.is_foreign(model):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         stages = self._own_stages()
         loss_only = prediction_loss_only and not self._makes_loss() and self._has_loss(inputs)
         with replaced(stages, loss_only=loss_only):
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
+
+    def is_foreign(self, model: Any) -> bool:
+        """Whether this is another model than the Trainer's own, such as an average of its weights or a teacher."""
+        stages = self._own_stages()
+        own = stages, stages.boosted, stages.module, self.model
+        return isinstance(model, nn.Module | Stages) and all(model is not one for one in own)
 
     def _agreed(
         self, evaluated: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any

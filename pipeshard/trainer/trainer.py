@@ -238,7 +238,14 @@ class Loop(Evaluation):
             check_savable(self.boosted_optimizer(None))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Keep the batch until its gradient accumulation window is complete, then run one step on the full window."""
+        """Keep the batch until its gradient accumulation window is complete, then run one step on the full window.
+        Raises UsageError for another model than the Trainer's own."""
+        if self.is_foreign(model):
+            raise UsageError(
+                f"{type(self).__name__} calls training_step with a {type(model).__name__} that is not the Trainer's "
+                "model, but a pipeline trains only its own model: pass the model that training_step receives. To "
+                "train another model, create another Trainer"
+            )
         if self._held:
             self.refuse_written("between the batches of a window")
         try:
