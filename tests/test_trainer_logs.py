@@ -105,3 +105,28 @@ def test_a_history_is_not_sent_in_each_step(pool: Pool, tmp_path: Path) -> None:
     (first, _), (last, sizes) = pool.run(history, 2, tmp_path, {"pp_size": 2}, timeout=120)
     assert past == first == last and len(sizes) == 8
     assert max(sizes) < 1.1 * sizes[0]
+
+
+class Penalizing(Remembering):
+    """Reads parameters of all stages, after it has kept its history."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
+        loss = loss + 1e-4 * sum(parameter.pow(2).sum() for parameter in self.model.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+def penalized_history(folder: Path, plugin: dict[str, Any] | None = None) -> list[float]:
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", Penalizing):
+        made = trainer("causal", folder, plugin, max_steps=2)
+        made.train()
+        made.evaluate()
+        return list(made.past)
+
+
+@pytest.mark.turns
+def test_a_history_has_each_evaluated_batch_once(pool: Pool, tmp_path: Path) -> None:
+    """In evaluation, every rank appended to its history, then failed for a parameter of another stage, and appended
+    what the last stage had added: each batch was in the history twice, also on rank 0, which logs."""
+    expected = penalized_history(tmp_path)
+    assert pool.run(penalized_history, 2, tmp_path, {"pp_size": 2}, timeout=120) == [expected, expected]

@@ -147,7 +147,7 @@ class KeptState(Snapshot):
             if change.before is change.now:
                 said.append(("write", writer.place(change.path, where), writer.of(change.now, "", anew=True)))
             elif added := _added(change):
-                content = [writer.of(entry, where) for entry in added]
+                content = [writer.of(entry, where) for entry in (len(change.before), *added)]
                 said.append(("added", writer.place(change.path, where), content))
             elif change.is_of_list:
                 content = [writer.of(entry, where) for entry in change.now]
@@ -190,7 +190,8 @@ class KeptState(Snapshot):
             elif how == "content":
                 put_content(holder, value)
             elif how == "added":
-                holder.extend(value)
+                start, *entries = value
+                holder[start:] = entries  # in evaluation, this rank has appended its own
             elif isinstance(holder, np.ndarray):
                 holder[...] = value
             else:
