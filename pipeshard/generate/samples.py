@@ -67,7 +67,7 @@ class Samples:
     def _state(self) -> str | None:
         for unit, whole in self.units.items():
             for path, module in whole.named_modules(prefix=unit):
-                for name in sorted(assigned(type(module))):
+                for name in sorted(assigned(type(module))):  # type: ignore[arg-type]
                     if isinstance(vars(module).get(name, MISSING), Tensor | None):  # no parameter, and no buffer
                         return f"{path} ({type(module).__name__}) may keep states of samples in its attribute {name}"
         return None
@@ -93,7 +93,7 @@ def assigned(kind: type) -> frozenset[str]:
         found |= {
             str(step.argval)
             for before, step in pairwise(steps)
-            if step.opname == "STORE_ATTR" and before.argrepr.rpartition(", ")[2] == code.co_varnames[0]
+            if step.opname == "STORE_ATTR" and before.argrepr.rpartition(", ")[2] in code.co_varnames[:1]
         }
         todo += names_in(code)
     return frozenset(found)
