@@ -157,8 +157,8 @@ class ModelGradients:
 
     def follow(self, adopts: bool, shares: bool = True) -> bool:
         """After the loop has written to parameters or master weights, copy the writes so that both are equal (see
-        MasterWeight.follow). Returns whether the replicas must call `copies.share` afterwards. With `shares=False`, does
-        nothing with ZeRO."""
+        MasterWeight.follow). Returns whether the replicas must call `copies.share` afterwards. With ZeRO and
+        `shares=False`, does nothing."""
         return (shares or not self.copies.zero) and self.copies.follow(adopts)
 
     def complete(self) -> None:

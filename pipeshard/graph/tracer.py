@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
@@ -32,7 +31,7 @@ from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
-from pipeshard.graph.unit_outputs import answer, opened
+from pipeshard.graph.unit_outputs import answer, opened, refuse_packed
 from pipeshard.graph.units import CutPoint, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten, tree_tensors
 from pipeshard.replaced import replaced
@@ -135,11 +134,11 @@ class Tracer:
             return batch.call(self.model)
         except _SeenOutside:
             raise
-        except TraceError as error:
-            self._refuse_packed(error)
-            raise
         except Exception as error:  # of any type: raised by the model's code
-            self._refuse_packed(error)
+            for call in self.calls:
+                refuse_packed(self.model, call.unit, call.parts, error)
+            if isinstance(error, TraceError):
+                raise
             shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
             last = f" after unit {self.calls[-1].unit}" if self.calls else ""
             remedy = (
@@ -153,21 +152,6 @@ class Tracer:
                 )
             failed = f"tracing {type(self.model).__name__} failed{last}: {summary(error)}"
             raise TraceError(f"{failed}. {remedy}") from error
-
-    def _refuse_packed(self, error: Exception) -> None:
-        """Raise TraceError if a unit has returned a PackedSequence: glue or the next unit then failed because only the
-        unit's stage has the lengths of this sequence."""
-        packs = (call for call in self.calls if any(PackedSequence.__name__ in str(part.tree) for part in call.parts))
-        call = next(packs, None)
-        if call is None:
-            return
-        raise TraceError(
-            f"unit {call.unit} ({type(self.units[call.unit]).__name__}) returns a PackedSequence, and "
-            f"{type(self.model).__name__} reads the sequence's lengths outside the unit, but other stages do not have "
-            f"these lengths ({summary(error)}). Write a module that takes and returns padded tensors, and calls "
-            f"pack_padded_sequence, {call.unit} and pad_packed_sequence(..., total_length=x.shape[1]) in its forward. "
-            "Add this module to the nn.ModuleList"
-        ) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
         with explained(
