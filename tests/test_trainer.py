@@ -20,9 +20,17 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from torch import Tensor
 from torch.distributed.run import get_args_parser
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.dataloader import ResumableDataLoader
@@ -158,6 +166,41 @@ def test_predictions_are_on_every_rank(pool: Pool, tmp_path: Path, ranks: int, o
     saved, whole = (AutoModelForCausalLM.from_pretrained(tmp_path / which) for which in ("split", "whole"))
     mine, theirs = saved.state_dict(), whole.state_dict()
     assert mine.keys() == theirs.keys() and all(torch.allclose(mine[k], theirs[k], atol=1e-6) for k in mine)
+
+
+class OneMore(LlamaForCausalLM):
+    """Returns one more output: a part of the loss, a scalar, or a field of batches with a row without padding."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Any]:
+        out = super().forward(input_ids, attention_mask, labels=labels)
+        outputs, more = {"loss": out.loss, "logits": out.logits}, self.config.more
+        if more == "field":
+            return outputs | ({more: out.logits[:, -1]} if attention_mask.all(1).any() else {})
+        return outputs | {more: out.loss.detach() / 2 if more == "part" else out.logits.mean()}
+
+
+def evaluate_one_more(folder: str, more: str, plugin: dict[str, Any] | None = None) -> list[Any]:
+    """The loss and all outputs of an evaluation."""
+    with launched() if plugin else nullcontext():
+        torch.manual_seed(0)
+        model = OneMore(LlamaConfig(**zoo.TINY, more=more)).eval()
+        made = trainer("causal", folder, plugin, {"model": model}, gradient_accumulation_steps=1)
+        predicted = made.predict(TASKS["causal"].data(13, seed=5))
+        return [predicted.metrics["test_loss"], *predicted.predictions]
+
+
+@pytest.mark.turns
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("more", ["part", "scalar", "field"])
+def test_outputs_that_cannot_be_merged_are_those_of_the_whole_batch(pool: Pool, tmp_path: Path, more: str) -> None:
+    """A user's model returned the parts of its loss: training with several microbatches was exact, and the first
+    evaluation with compute_metrics was refused. So were evaluations of which one microbatch alone had images."""
+    expected = evaluate_one_more(str(tmp_path / "whole"), more)
+    assert len(expected) == 3
+    cut = {"pp_size": 2, "num_microbatches": 2}
+    for found in pool.run(evaluate_one_more, 2, str(tmp_path / "split"), more, cut):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert np.allclose(mine, theirs, atol=1e-5)
 
 
 def generate_after_training(folder: str) -> tuple[str, bool]:

@@ -38,6 +38,10 @@ class Cuts:
             self._of_batches = list(batches), [self._split(batch) for batch in batches]
         return self._of_batches[1]
 
+    def uncut(self, batches: Sequence[Batch]) -> None:
+        """Keep each of these batches as one microbatch until `forget` is called."""
+        self._of_batches = list(batches), [[batch] for batch in batches]
+
     def slices(self, microbatches: list[list[Batch]]) -> list[list[Batch]]:
         """The slices of each microbatch, for all batches in order. Every microbatch has the same number of slices. The
         list is empty if microbatches are not sliced."""

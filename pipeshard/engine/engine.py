@@ -59,7 +59,7 @@ from pipeshard.split.policy import refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
 # Bits of News, which the ranks exchange at the beginning of a step.
-TRAINED, UNPROVEN, UNSEEN, TRAINS, WRITTEN = 1, 2, 4, 8, 16
+TRAINED, UNPROVEN, UNSEEN, TRAINS, WRITTEN, UNMERGED = 1, 2, 4, 8, 16, 32
 
 
 class Unseen(NamedTuple):
@@ -93,6 +93,11 @@ class Ran(NamedTuple):
     flow: Dataflow
 
 
+def _merges(outputs: Outputs, found: FoundWays) -> bool:
+    """Whether the requested outputs of each batch's microbatches can be merged."""
+    return all(outputs.merges([flow for flow, _ in of_batch]) for of_batch in found.ways)
+
+
 class Pipeline:
     """Reduces `model` to this rank's stages, and runs steps on these stages. Create a Pipeline on all ranks at the same
     time.
@@ -121,6 +126,7 @@ class Pipeline:
         self.steps = 0  # training steps so far
         self.forwards = 0  # forward-only calls since the last training step
         self.synchronizes = True  # False under no_sync
+        self.uncuts = False  # whether a forward whose outputs cannot be merged runs each batch as one microbatch
         # On a GPU, the next step checks whether a loss that was not requested is NaN, to avoid a device sync.
         self.looks_at_once = self.device.type == "cpu"
         self.padding = ""  # how slices of padded samples differ from unsliced samples; empty if they do not
@@ -261,6 +267,7 @@ class Pipeline:
                 bits |= UNSEEN
             bits |= WRITTEN * self.gradients.follow(adopts=train)
             found = self._find(asked, batches, looks=False)
+            bits |= UNMERGED * (self.uncuts and not train and found is not None and not _merges(asked.outputs, found))
             ways = -1 if found is None else self.traces.number(found)
             return News(bits, ways, *self.gradients.updates.numbers)
 
@@ -292,6 +299,12 @@ class Pipeline:
         if agreed.news & UNPROVEN:
             with self.precision.running(), self.dependents.tracing(batches, criterion, asked.outputs):
                 self.traces.losses.prove(batches, self.cuts.microbatches(batches), criterion, self.grid.world)
+        if agreed.news & UNMERGED:
+            self.cuts.uncut(batches)
+            found = self._find(asked, batches)
+            with self.precision.running():
+                cut = self.cuts.all(batches, train)
+                found = self.traces.find_alike(cut, criterion, asked.outputs.needed, self.grid, found)
         return batches, found, agreed
 
     def _find(self, asked: Asked, batches: Sequence[Batch], looks: bool = True) -> FoundWays | None:

@@ -106,9 +106,7 @@ class Outputs:
                     "torch.utils._pytree.register_pytree_node, or pass return_outputs='loss' or False"
                 )
         if is_cut and self.function is None:
-            for path, use, spec in flow.outputs if self.needed else ():
-                if self._takes(path) and not (use == flow.loss and not spec.shape):
-                    _refuse_unmergeable(path, spec, bool(use.values))
+            self._check_merge(flow)
         if isinstance(self.needed, frozenset):
             fields = dict.fromkeys(filter(None, (field_of(path) for path, _, _ in flow.outputs)))
             if unknown := sorted(self.needed - fields.keys()):
@@ -118,6 +116,27 @@ class Outputs:
                     f"does not have: {known}. Pass existing fields, True, 'loss', or a function of the output and the "
                     "microbatch"
                 )
+
+    def _check_merge(self, flow: Dataflow) -> None:
+        """Raise UsageError if an output of a microbatch cannot be merged for the whole batch."""
+        for path, use, spec in flow.outputs if self.needed else ():
+            if self._takes(path) and not (use == flow.loss and not spec.shape):
+                _refuse_unmergeable(path, spec, bool(use.values))
+
+    def merges(self, flows: Sequence[Dataflow]) -> bool:
+        """Whether the outputs of a batch's microbatches can be merged, as far as their traces show. They cannot if the
+        microbatches have different outputs, or if another scalar depends on the same results as the loss."""
+        if len(flows) == 1 or not self.needed or self.function is not None:
+            return True
+        try:
+            for flow in flows:
+                self._check_merge(flow)
+        except UsageError:
+            return False
+        taken = [[output for output in flow.outputs if self._takes(output[0])] for flow in flows]
+        fields = {tuple(path for path, *_ in outputs) for outputs in taken}
+        like_loss = [use for _, use, spec in taken[0] if use == flows[0].loss and not spec.shape]
+        return len(fields) == 1 and len(like_loss) <= 1
 
     def _takes(self, path: str) -> bool:
         return not isinstance(self.needed, frozenset) or field_of(path) in self.needed

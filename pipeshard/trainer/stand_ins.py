@@ -333,7 +333,9 @@ class Stages(StandIn):
         if args:
             raise UsageError("model(...) of a pipeline takes only keyword arguments: call model(**inputs)")
         pipeline = self.boosted.pipeline
-        out = self.plugin.execute_pipeline(iter([inputs]), self.boosted, None, None, return_outputs=not self.loss_only)
+        with replaced(pipeline, uncuts=True):
+            run = self.plugin.execute_pipeline
+            out = run(iter([inputs]), self.boosted, None, None, return_outputs=not self.loss_only)
         if self.loss_only:
             return ModelOutput(loss=out["loss"].as_subclass(Tensor))
         shown = out["outputs"]
