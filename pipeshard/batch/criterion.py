@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import traceback
 from collections.abc import Callable, Hashable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -114,10 +115,10 @@ def own_loss(output: Any) -> Tensor | None:
 
 
 def key_of(criterion: Any) -> Hashable:
-    """A key that distinguishes criteria. Functions with the same code and captured values have equal keys, so a
-    function may be created again in each step."""
-    if isinstance(criterion, FunctionType):
-        return _Function(criterion)
+    """A key that distinguishes criteria. Functions with the same code and captured values have equal keys, as do
+    partials of one function with the same arguments, so both may be created again in each step."""
+    if isinstance(criterion, FunctionType) or (type(criterion) is partial and not vars(criterion)):
+        return _Made(criterion)
     try:
         hash(criterion)
     except TypeError:
@@ -138,22 +139,49 @@ class _Same:
         return id(self.thing)
 
 
-class _Function:
-    """A hashable key of a function; keys of functions with the same code and captured values are equal."""
+class _Made:
+    """A hashable key of a function or a partial, which a loop may create again in each step. Keys with the same code
+    and captured values are equal."""
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: Any) -> None:
         self.function = function
-        values = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), function.__globals__
-        self.captured = *map(_cell_content, function.__closure__ or ()), *map(_identified, values)
+        self.code: Hashable
+        if isinstance(function, partial):
+            self.code, values, named = key_of(function.func), function.args, function.keywords
+            self.captured: dict[Hashable, Hashable] = {}
+        else:
+            self.code, named = function.__code__, function.__kwdefaults__ or {}
+            values = *(function.__defaults__ or ()), function.__globals__
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            self.captured = {name: _cell_content(cell) for name, cell in cells}
+        self.captured |= {key: _identified(value) for key, value in (*enumerate(values), *named.items())}
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Function):
+        if not isinstance(other, _Made):
             return False
-        alike = self.function.__code__ == other.function.__code__ and self.captured == other.captured
-        return self.function is other.function or alike
+        return self.function is other.function or (self.code == other.code and self.captured == other.captured)
 
     def __hash__(self) -> int:
-        return hash(self.function.__code__)
+        return hash(self.code)
+
+
+def is_made_again(key: Hashable, before: Hashable) -> bool:
+    """Whether these keys are of two functions with the same code, or of two objects of one class."""
+    if isinstance(key, _Made) and isinstance(before, _Made):
+        return key.code == before.code
+    return type(_thing(key)) is type(_thing(before)) is not _Made
+
+
+def first_difference(key: Hashable, before: Hashable) -> str:
+    """The name of a captured variable in which two keys of functions with the same code differ, or ""."""
+    if not isinstance(key, _Made) or not isinstance(before, _Made):
+        return ""
+    names = (name for name, value in key.captured.items() if isinstance(name, str) and before.captured[name] != value)
+    return next(names, "")
+
+
+def _thing(key: Hashable) -> Any:
+    return key.thing if isinstance(key, _Same) else key
 
 
 def _cell_content(cell: Any) -> Hashable:

@@ -187,6 +187,9 @@ class LossRules:
     def forget(self, kind: Any) -> None:
         self._known.pop(kind, None)
 
+    def clear(self) -> None:
+        self._known.clear()
+
 
 def read_by_loss(flow: Dataflow) -> frozenset[str]:
     """The paths of the batch's leaves that the loss reads, in glue or in a unit that computes the loss."""

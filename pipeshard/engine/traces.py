@@ -6,6 +6,7 @@ of a branch of glue on the batch's values differs.
 """
 
 import logging
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, key_of
+from pipeshard.batch.criterion import Criterion, first_difference, is_made_again, key_of
 from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.mesh import Grid
@@ -41,7 +42,18 @@ from pipeshard.split.route import Recompute
 logger = logging.getLogger("pipeshard")
 
 MOST_FLOWS = 128  # at most this many are cached, since traces may depend on values that differ in each batch
+MOST_FRESH = 16  # at most this many criteria are cached if each step has another one
 NUMBERS = 4096  # at most this many numbers of ways are cached for a Dataflow; each size of a batch has its own
+
+CHANGED = (
+    "%s changes in each step: now, %s is new. A change may decide which operations run, so pipeshard traces the model, "
+    "and verifies the loss, after each change, which may take longer than a step. If a number changes in each step, %s"
+)
+NEW = (
+    "the criterion is another one in each step%s, so pipeshard traces the model, and verifies the loss, in each step, "
+    "which may take longer than the step. Create the criterion once: store a number that changes as a float attribute "
+    "of an object with a method __call__, and pass tensors in the batch, under keys with the prefix 'criterion.'"
+)
 
 
 class FoundWays(NamedTuple):
@@ -71,6 +83,8 @@ class Traces:
         self.losses = LossShares(policy, self._find, self._is_unchanged, replicas if weight is None else None, weight)
         self.flags = Flags(policy.model)
         self.flags_of: dict[Hashable, Flags] = {}  # of criteria
+        self._steps = 0
+        self._fresh = deque[int](maxlen=MOST_FRESH)  # the steps with a criterion that was created again, and differs
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._confirmed: WeakKeyDictionary[Dataflow, set[bool]] = WeakKeyDictionary()  # with and without training
@@ -98,9 +112,7 @@ class Traces:
         """Record the current state of the model and the criterion, and the values that the loss depends on."""
         self._state, self._looked = (self.flags.number(), 0), [self.flags]
         if criterion is not None:
-            if len(self.flags_of) >= MOST_FLOWS:
-                self.flags_of.clear()
-            of_criterion = self.flags_of.setdefault(key_of(criterion), Flags(self.model, criterion))
+            of_criterion = self._flags_of(criterion)
             self._state = self._state[0], of_criterion.number()
             self._looked.append(of_criterion)
             self._warn_of_states(of_criterion, "the criterion", "set a float for a weight, and a bool for a branch")
@@ -111,19 +123,37 @@ class Traces:
         """Whether all Python values are the first ones of this state. The recipe of a count may contain any of them."""
         return all(flags.is_unchanged for flags in self._looked)
 
+    def _flags_of(self, criterion: Criterion) -> Flags:
+        """The Flags of a criterion. All that is cached for criteria, and for what they capture, is dropped if there are
+        too many: few, if the loop creates another criterion in each step, since none of them occurs again."""
+        key = key_of(criterion)
+        if key in self.flags_of:
+            return self.flags_of[key]
+        before = next((other for other in reversed(self.flags_of) if is_made_again(key, other)), None)
+        if before is not None:
+            self._fresh.append(self._steps)
+        fresh = self._fresh
+        is_restless = len(fresh) == MOST_FRESH and fresh[-1] == self._steps and fresh[-1] - fresh[0] < 2 * MOST_FRESH
+        if is_restless:
+            name = first_difference(key, before)
+            self._warn(NEW, f" (now, its {name} is new)" if name else "")
+        if len(self.flags_of) >= (MOST_FRESH if is_restless else MOST_FLOWS):
+            self.flags_of.clear()
+            self.losses.rules.clear()
+            self._forget_flows()
+        self.flags_of[key] = Flags(self.model, criterion)
+        return self.flags_of[key]
+
+    def _warn(self, text: str, *values: str) -> None:
+        """Warn once, on the first rank."""
+        if not self._has_warned and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning(text, *values)
+        self._has_warned = True
+
     def _warn_of_states(self, flags: Flags, owner: str, remedy: str) -> None:
-        """Warn once, on the first rank, if the model or the criterion changes in each step."""
+        """Warn if the model or the criterion changes in each step."""
         if not self._has_warned and flags.is_restless and (place := flags.newest_change()):
-            self._has_warned = True
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                logger.warning(
-                    "%s changes in each step: now, %s is new. A change may decide which operations run, so pipeshard "
-                    "traces the model, and verifies the loss, after each change, which may take longer than a step. If "
-                    "a number changes in each step, %s",
-                    owner,
-                    format_path(place),
-                    remedy,
-                )
+            self._warn(CHANGED, owner, format_path(place), remedy)
 
     @property
     def foreign(self) -> dict[str, Tensor]:
@@ -132,6 +162,7 @@ class Traces:
 
     def stepped(self) -> None:
         """Record that a step has run since `plan_each`."""
+        self._steps += 1
         for flags in (self.flags, *self.flags_of.values()):
             flags.stepped()
         self.losses.stepped()
@@ -273,11 +304,14 @@ class Traces:
                 return flow, deltas
         way = self._trace(batch, criterion)
         if sum(map(len, self._flows.values())) >= MOST_FLOWS:
-            self._flows.clear()
-            self.routes.clear()
+            self._forget_flows()
         self._flows.setdefault(mode, []).append(way[0])
         self._watched |= way[0].watched
         return way
+
+    def _forget_flows(self) -> None:
+        self._flows.clear()
+        self.routes.clear()
 
     def _mode(self, criterion: Criterion | None, batch: Batch | None = None) -> tuple[Any, ...]:
         """The state on which a Dataflow depends, except the sizes of the batch and the batch's answers to glue's

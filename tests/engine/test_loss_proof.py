@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -349,6 +350,20 @@ def test_criteria_are_told_apart() -> None:
     assert hash(key_of(made[0])) == hash(key_of(made[1]))
     captured = [hinge(mean) for mean in (True, True, False)]
     assert key_of(captured[0]) == key_of(captured[1]) != key_of(captured[2])
+
+
+def scaled(out: Any, batch: Any, *, scale: float = 1.0) -> Any:
+    return out * scale
+
+
+def test_partials_are_told_apart() -> None:
+    """A partial that is created in each step, and a function with a default by keyword, were new in each step."""
+    made = [partial(scaled, scale=scale) for scale in (1.0, 1.0, 2.0)]
+    assert key_of(made[0]) == key_of(made[1]) != key_of(made[2])
+    assert hash(key_of(made[0])) == hash(key_of(made[1]))
+    assert key_of(partial(scaled, 1)) != key_of(partial(scaled)) != key_of(partial(tagging(), scale=1.0))
+    defaults = [lambda out, batch, *, scale=scale: out * scale for scale in (1.0, 1.0, 2.0)]
+    assert key_of(defaults[0]) == key_of(defaults[1]) != key_of(defaults[2])
 
 
 def active(out: Any, batch: Any) -> Tensor:

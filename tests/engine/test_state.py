@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -562,6 +565,56 @@ def test_a_number_of_the_model_that_changes_in_each_step_is_named(pool: Pool) ->
     for rank, ((of_float, said), (of_buffer, silent)) in enumerate(pool.run(traced_often, 2)):
         assert of_float >= FEW_STATES > 3 >= of_buffer and silent == []
         assert [text[:45] for text in said] == ["the model changes in each step: now, beta is "][rank:]
+
+
+def distilling(weight: float, logits: Tensor) -> Any:
+    """A criterion with a number, and a tensor of one step."""
+    return lambda out, _: weight * out["loss"] + 0 * logits.sum()
+
+
+def created_often(as_partial: bool) -> tuple[list[str], int, int]:
+    """The warnings if each step creates a criterion, with other values or (`as_partial`) the same, how many of their
+    tensors are then kept, and the number of traces."""
+    said, kept, traces_run = list[str](), list[weakref.ref[Tensor]](), 0
+
+    def traced(trace: Any, *args: Any, **options: Any) -> Any:  # a mock would keep the criterion
+        nonlocal traces_run
+        traces_run += 1
+        return trace(*args, **options)
+
+    with (
+        mock.patch.object(traces, "MOST_FRESH", FEW_STATES),
+        mock.patch.object(
+            traces, "trace", lambda *args, trace=traces.trace, **options: traced(trace, *args, **options)
+        ),
+        mock.patch.object(traces.logger, "warning", lambda text, *args: said.append(text % args)),
+    ):
+        split = Split(Net(), 2, batch(0), num_microbatches=2, verify=False)
+        for k in range(3 * FEW_STATES):
+            logits = torch.zeros(2)
+            kept.append(weakref.ref(logits))
+            criterion = partial(scaled, scale=0.5) if as_partial else distilling((k + 1) / 100, logits)
+            split.booster.execute_pipeline(iter([batch(0)]), split.model, criterion, split.optimizer)
+    gc.collect()
+    return said, sum(reference() is not None for reference in kept), traces_run
+
+
+def scaled(out: Any, batch: Any, scale: float) -> Any:
+    return scale * out["loss"]
+
+
+@pytest.mark.processes
+@pytest.mark.turns
+def test_a_criterion_that_each_step_creates_is_named_and_not_kept(pool: Pool) -> None:
+    """A loop created its criterion around values of the step: each step traced and verified it without a message, and
+    the tensors of 128 criteria stayed in memory. Even a partial with the same values was another one in each step."""
+    for rank, (said, kept, _) in enumerate(pool.run(created_often, 2, False)):
+        assert [text[:69] for text in said] == [
+            "the criterion is another one in each step (now, its logits is new), s"
+        ][rank:]
+        assert kept <= 2 * FEW_STATES
+    for said, _, number in pool.run(created_often, 2, True):
+        assert said == [] and number <= 2
 
 
 class Weighing:
