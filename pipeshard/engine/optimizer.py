@@ -430,7 +430,8 @@ class PipelineOptimizer(Optimizer):
         self.sync.reset({weight.parameter for weight in self.weights.values()})
         for hosted in self.copies.hosted:
             hosted.is_updating = True  # the inner optimizer may read its gradients, which are None
-        type(self.optim).zero_grad(self.optim, set_to_none)
+        arguments = () if set_to_none else (False,)  # the method of a user's class may take no argument
+        type(self.optim).zero_grad(self.optim, *arguments)
         for weight in self.weights.values():
             weight.zero_grad(set_to_none)
 

@@ -135,6 +135,26 @@ def test_names_in_the_groups_are_those_of_their_parameters(pool: Pool, tied: boo
     assert pool.run(pairs_names, 2 if tied else 4, tied) == [[]] * (2 if tied else 4)
 
 
+class Bare(torch.optim.SGD):
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
+
+
+def cleared() -> None:
+    sample, model = zoo.batch("llama"), zoo.build("llama")
+    booster = Booster(plugin=PipelinePlugin(1, dry_run_input=sample, verify=False))
+    boosted, optimizer, *_ = booster.boost(model, Bare(model.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([sample]), boosted, None, optimizer)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in boosted.parameters())
+
+
+@pytest.mark.local
+def test_a_zero_grad_without_an_argument_is_called_without_one(pool: Pool) -> None:
+    """An optimizer of one's own, whose zero_grad takes no argument, raised TypeError in the loop."""
+    pool.run(cleared, 1)
+
+
 def test_names_of_replaced_parameters_are_kept_with_the_first_place() -> None:
     """The names of a group were those of all parameters, also of those that a tie replaced."""
     tied, *others = (nn.Parameter(torch.ones(2)) for _ in range(4))
