@@ -22,7 +22,7 @@ from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, explained, listed, summary
-from pipeshard.hf import OLD_BUFFERS, without_adapters
+from pipeshard.hf import ADAPTER_CONFIG, OLD_BUFFERS, has_adapters, without_adapters
 from pipeshard.private import EXTRA_STATE
 from pipeshard.split.adapters import base_names, begin_with_weights
 from pipeshard.split.materialize import trim
@@ -169,6 +169,12 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
+        if draw_missing and not has_adapters(model) and (path / ADAPTER_CONFIG).is_file():
+            raise CheckpointError(
+                f"{path} contains adapters ({ADAPTER_CONFIG}), which transformers' from_pretrained applies, but this "
+                f"{type(model).__name__} has none: call booster.enable_lora(model, pretrained_dir={str(path)!r}) "
+                "before boost, or remove the adapters from the folder"
+            )
         source = Source(path, without_adapters(model)[1] if draw_missing else model)
         plan = _Plan(model, source, pipeline.holdings, of_base=draw_missing, blank=pipeline.blank)
         plan.refuse(lists=strict and not draw_missing)

@@ -27,7 +27,7 @@ from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
 from pipeshard.graph.taint import storage_of
-from pipeshard.hf import enable_caches, is_of_custom_code, without_adapters
+from pipeshard.hf import ADAPTER_CONFIG, enable_caches, is_of_custom_code, without_adapters
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
@@ -97,6 +97,11 @@ class FolderSave(Save):
         with together(pipeline.group):
             if folder.is_file():
                 raise CheckpointError(f"{folder} is a file, but shard=True writes a folder: pass another path")
+            if isinstance(module, PreTrainedModel) and (folder / ADAPTER_CONFIG).is_file():
+                raise CheckpointError(
+                    f"{folder} contains adapters ({ADAPTER_CONFIG}), which from_pretrained would apply to the weights "
+                    "that are saved here: choose another folder, or remove the adapters"
+                )
             state = _ready(revert(module, tensors), snapshot)
             split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)
             own = [names for names in split.filename_to_tensors.values() if names]

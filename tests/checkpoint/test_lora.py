@@ -702,7 +702,40 @@ def test_a_tied_weight_is_not_merged(pool: Pool, tmp_path: Path) -> None:
         assert "is tied to another weight" in message and "merge_and_unload" in message
 
 
+def beside_adapters(folder: Path) -> None:
+    model, data = adapted("llama")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    split.booster.save_lora_as_pretrained(split.model, str(folder))
+    split.booster.checkpoint_io.save_model(split.model, str(folder), shard=True, merge=True)
+
+
+def test_weights_are_not_saved_beside_adapters(pool: Pool, tmp_path: Path) -> None:
+    """transformers finds the adapters in the folder, and applies them to the merged weights again, silently."""
+    for message in pool.run_expecting(CheckpointError, beside_adapters, 2, tmp_path):
+        assert "which from_pretrained would apply to the weights" in message
+    assert not (tmp_path / "config.json").exists()
+
+
 # Models on meta
+
+
+def of_folder_with_adapters(folder: Path, loads: bool) -> None:
+    model, data = PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, folder), zoo.batch("llama")
+    if loads:
+        model = enable_lora(model, str(folder), None, None)
+    split = Split(model.train(), dist.get_world_size(), data, num_microbatches=2)
+    whole: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.allclose(split.evaluate(data)["loss"], whole(**data).loss, atol=1e-6)
+
+
+def test_adapters_of_a_models_folder_are_not_ignored(pool: Pool, tmp_path: Path) -> None:
+    """transformers applies them, so training began with another model; the remedy loads them."""
+    base: Any = zoo.build("llama")
+    base.save_pretrained(tmp_path)
+    get_peft_model(base, LoraConfig(target_modules=ATTENTION, init_lora_weights=False)).save_pretrained(str(tmp_path))
+    for message in pool.run_expecting(CheckpointError, of_folder_with_adapters, 2, tmp_path, False):
+        assert "contains adapters" in message and "booster.enable_lora(model, pretrained_dir=" in message
+    pool.run(of_folder_with_adapters, 2, tmp_path, True)
 
 
 BLANK: dict[str, dict[str, Any]] = {
