@@ -242,15 +242,17 @@ def load_training_state(
     Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
     given are not loaded. Several optimizers or LR schedulers are given as a list, in the saved order. Each rank's
     random generators are always restored. If the sizes of the grid have changed, every rank gets the states of the
-    first rank. With `verify`, every file is compared with its saved checksum. If a file of the newest step has changed
-    and `step` is not given, this step is renamed to `step-<step>.damaged`, and an older step is loaded, with a warning.
+    first rank. A background save that is still running is completed first. With `verify`, every file is compared with
+    its saved checksum. If a file of the newest step has changed and `step` is not given, this step is renamed to
+    `step-<step>.damaged`, and an older step is loaded, with a warning.
 
     Raises CheckpointError, on every rank, if no complete (and unchanged) step exists, if a file of the step cannot be
-    read, if the step lacks the state of a given object, if a saved state does not fit its object, and if only some of
-    the optimizers that were boosted with the model are given.
+    read, if the step lacks the state of a given object, if a saved state does not fit its object, if a background save
+    failed, and if only some of the optimizers that were boosted with the model are given.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     check_complete(model, optimizer)
+    io_of(model).wait()  # the step that is being written may be the newest, and removes earlier steps
     with together(pipeline.grid.world):
         _check_loader(dataloader)
         steps = _choose(parent, step)

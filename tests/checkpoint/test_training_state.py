@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -453,6 +454,30 @@ def test_a_state_saved_while_training_goes_on_is_that_of_its_step(
         if name.suffix == ".safetensors":
             torch.testing.assert_close(load_file(later / name), load_file(now / name), rtol=0, atol=0)
     assert len([name for name in files if name.suffix == ".safetensors"]) >= 4
+
+
+def loading_while_saving(folder: Path) -> int | None:
+    """The step that is loaded while the next is written, by threads that write only when somebody waits for them."""
+    training, awaited = Training("gpt2", 0), threading.Event()
+    save_training_state(folder, 1, **training.parts)
+    io = io_of(training.model)
+    start = io.start
+
+    def start_late(save: Any) -> None:
+        write, join = save.write, save.join
+        save.write = lambda: awaited.wait(60) and write()
+        save.join = lambda: (awaited.set(), join())
+        start(save)
+
+    with mock.patch.object(io, "start", start_late):
+        save_training_state(folder, 2, **training.parts, use_async=True, keep=1)
+    return load_training_state(folder, **training.parts)
+
+
+@pytest.mark.local
+def test_a_state_that_is_being_saved_is_the_newest(pool: Pool, tmp_path: Path) -> None:
+    """A script rolled back while a save ran: it loaded the step before, which the end of the save removed."""
+    assert pool.run(loading_while_saving, 2, tmp_path) == [2, 2]
 
 
 def failing_in_the_background(folder: Path) -> tuple[str, list[str]]:
