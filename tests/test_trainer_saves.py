@@ -135,6 +135,21 @@ def test_ranks_resume_from_one_checkpoint(pool: Pool, tmp_path: Path) -> None:
     pool.run(resumed_apart, 2, str(tmp_path))
 
 
+def saved_beside_a_manifest(folder: Path) -> None:
+    with launched():
+        made = trainer("causal", folder, {"pp_size": 2}, max_steps=1, save_strategy="no")
+        made.train()
+        made.save_model()
+
+
+@pytest.mark.turns
+def test_a_model_is_saved_beside_a_manifest_of_the_users(pool: Pool, tmp_path: Path) -> None:
+    """It is the name of pipeshard's manifests, but also that of a web app's: the file was gone."""
+    (own := tmp_path / "manifest.json").write_text("mine")
+    pool.run(saved_beside_a_manifest, 2, tmp_path)
+    assert own.read_text() == "mine" and (tmp_path / "model.safetensors.index.json").exists()
+
+
 class Begins(TrainerCallback):
     at = -1
 

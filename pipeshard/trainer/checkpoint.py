@@ -49,7 +49,8 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
             folder.mkdir(parents=True, exist_ok=True)
             remove(made)  # left by a save that was killed
             before = stamps(folder)
-            (folder / MANIFEST).unlink(missing_ok=True)  # the manifest of the checkpoint that this save replaces
+            if (folder / FOLDER / REST).is_file():  # this save replaces a checkpoint, whose manifest is this file
+                (folder / MANIFEST).unlink(missing_ok=True)
     if not is_of_peft(model.unwrap(), "PeftModel"):
         refuse_packed(model.unwrap())
         io_of(model).save_folder(model, folder)
