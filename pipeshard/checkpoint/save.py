@@ -159,7 +159,12 @@ class FolderSave(Save):
 
     def commit(self) -> None:
         """Make this save the folder's checkpoint, and remove the previous checkpoint. Called on the first stage, when
-        all stages have written their shards."""
+        all stages have written their shards. Raises CheckpointError if the folder lacks a shard."""
+        if lost := sorted(file for file in {*self.weight_map.values()} if not self._path(file).exists()):
+            raise CheckpointError(
+                f"{self.target} does not contain {lost[0]}, which another stage has written: save to a folder that all "
+                "ranks share, with the same path on every rank"
+            )
         for config in sorted(self.beside("configs").iterdir()):
             os.replace(config, self.target / config.name)
         last = SINGLE if self.is_single else INDEX

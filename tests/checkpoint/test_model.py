@@ -996,6 +996,20 @@ def test_saving_wrongly(pool: Pool, tmp_path: Path, name: str, what: dict[str, A
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def apart(folder: Path) -> None:
+    split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    own = folder / f"disk-{dist.get_rank()}"
+    own.mkdir()
+    split.booster.save_model(split.model, str(own), shard=True)
+
+
+def test_stages_that_write_to_several_folders_are_told(pool: Pool, tmp_path: Path) -> None:
+    """Each machine has a folder of this name on its own disk: the save succeeded, and no folder had all shards."""
+    for message in pool.run_expecting(CheckpointError, apart, 2, tmp_path):
+        assert "another stage has written" in message and "that all ranks share" in message
+    assert not list(tmp_path.glob("*/*"))
+
+
 def one_file(folder: str, name: str) -> dict[str, Tensor]:
     """One file of each kind, the second in the background while training goes on; each is loaded by another split."""
     data = zoo.batch("llama-tied")
