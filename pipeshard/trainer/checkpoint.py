@@ -125,19 +125,35 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 def checkpoint_of(asked: Any, folder: Path, grid: Grid) -> str | None:
     """The path of the checkpoint to resume from, or None. `asked` is the argument of `Trainer.train`; True selects the
     newest checkpoint in `folder`. Call it on all ranks. Raises UsageError if ranks select different checkpoints."""
-    ranks = gather_objects("True" if asked is True else Path(asked).name if asked else "None", grid.world)
-    other = next((rank for rank, name in enumerate(ranks) if name != ranks[0]), None)
-    if other is not None:
+    name = "True" if asked is True else Path(asked).name if asked else "None"
+    if differing := _differing(name, grid):
         raise UsageError(
-            f"resume_from_checkpoint differs between ranks: {ranks[0]} on {grid.named(0)}, but {ranks[other]} on "
-            f"{grid.named(other)}. Pass the same checkpoint on every rank. If each machine looks for the checkpoint on "
-            "its own disk, use a folder that all machines share"
+            f"resume_from_checkpoint differs between ranks: {differing}. Pass the same checkpoint on every rank. If "
+            "each machine looks for the checkpoint on its own disk, use a folder that all machines share"
         )
     if asked is True:
         return newest(folder, grid.world)
     if asked:
         refuse_broken(Path(asked), grid.world)
     return asked or None
+
+
+@together_in("trainer.train")
+def refuse_several_folders(folder: Path, grid: Grid) -> None:
+    """Raise UsageError, on every rank, if the ranks would save checkpoints to different folders. Folders are compared
+    by name, since machines may mount a shared disk under different paths."""
+    if differing := _differing(folder.name, grid):
+        raise UsageError(
+            f"output_dir differs between ranks: {differing}. Pass the same folder on every rank: if its name contains "
+            "the time, compute the name on one rank, and broadcast it"
+        )
+
+
+def _differing(name: str, grid: Grid) -> str:
+    """The first two names that differ between ranks, each with its rank, or "" if all ranks pass the same name."""
+    names = gather_objects(name, grid.world)
+    other = next((rank for rank, each in enumerate(names) if each != names[0]), None)
+    return "" if other is None else f"{names[0]} on {grid.named(0)}, but {names[other]} on {grid.named(other)}"
 
 
 def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:

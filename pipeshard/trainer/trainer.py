@@ -44,6 +44,7 @@ from pipeshard.trainer.checkpoint import (
     checkpoint_of,
     load_checkpoint_weights,
     load_state,
+    refuse_several_folders,
     save_state,
     save_weights,
 )
@@ -347,6 +348,7 @@ class Loop(Evaluation):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.args.save_strategy != "no":
             refuse_unwrapped_adapters(self.model)
+            refuse_several_folders(Path(self.args.output_dir), self.pipeline.grid)
         chosen = checkpoint_of(resume_from_checkpoint, Path(self.args.output_dir), self.pipeline.grid)
         self._held, self._left, self._begun_at = (), None, None  # left by an earlier call that ended within a window
         self._begins = True
