@@ -49,8 +49,7 @@ class PipelineOptimizer(Optimizer):
         names: maps each tensor that `optim` updates on this rank to the name of its parameter in the model.
         weights: the MasterWeights of this rank's parameters in the groups, by name, including weights that other
             replicas update.
-        given: for each group, the names of all parameters that the user passed on any rank, including those of other
-        stages.
+        given: for each group, the names of all parameters that the user passed on any rank.
         options: for each group, the names of its options when it was added.
         copies: makes the model's parameters and the updated tensors equal again after a loop has written to either.
     """

@@ -6,7 +6,6 @@ of a branch of glue on the batch's values differs.
 """
 
 import logging
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
 from pipeshard.graph.places import format_path
 from pipeshard.graph.shapes import is_trainable
-from pipeshard.graph.snapshot import Flags
+from pipeshard.graph.snapshot import MOST_STATES, Flags, Looks
 from pipeshard.graph.taint import Lone
 from pipeshard.graph.trace import trace
 from pipeshard.slices.cut import sequence_of
@@ -42,7 +41,6 @@ from pipeshard.split.route import Recompute
 logger = logging.getLogger("pipeshard")
 
 MOST_FLOWS = 128  # at most this many are cached, since traces may depend on values that differ in each batch
-MOST_FRESH = 16  # at most this many criteria are cached if each step has another one
 NUMBERS = 4096  # at most this many numbers of ways are cached for a Dataflow; each size of a batch has its own
 
 CHANGED = (
@@ -83,8 +81,7 @@ class Traces:
         self.losses = LossShares(policy, self._find, self._is_unchanged, replicas if weight is None else None, weight)
         self.flags = Flags(policy.model)
         self.flags_of: dict[Hashable, Flags] = {}  # of criteria
-        self._steps = 0
-        self._fresh = deque[int](maxlen=MOST_FRESH)  # the steps with a criterion that was created again, and differs
+        self._looks = Looks()  # at criteria: those that were created again, and differ, are new
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._confirmed: WeakKeyDictionary[Dataflow, set[bool]] = WeakKeyDictionary()  # with and without training
@@ -126,18 +123,17 @@ class Traces:
     def _flags_of(self, criterion: Criterion) -> Flags:
         """The Flags of a criterion. All that is cached for criteria, and for what they capture, is dropped if there are
         too many: few, if the loop creates another criterion in each step, since none of them occurs again."""
-        key = key_of(criterion)
+        key, looks = key_of(criterion), self._looks
+        looks.number += 1
         if key in self.flags_of:
             return self.flags_of[key]
         before = next((other for other in reversed(self.flags_of) if is_made_again(key, other)), None)
         if before is not None:
-            self._fresh.append(self._steps)
-        fresh = self._fresh
-        is_restless = len(fresh) == MOST_FRESH and fresh[-1] == self._steps and fresh[-1] - fresh[0] < 2 * MOST_FRESH
-        if is_restless:
+            looks.found()
+        if looks.is_restless:
             name = first_difference(key, before)
             self._warn(NEW, f" (now, its {name} is new)" if name else "")
-        if len(self.flags_of) >= (MOST_FRESH if is_restless else MOST_FLOWS):
+        if len(self.flags_of) >= (MOST_STATES if looks.is_restless else MOST_FLOWS):
             self.flags_of.clear()
             self.losses.rules.clear()
             self._forget_flows()
@@ -152,7 +148,7 @@ class Traces:
 
     def _warn_of_states(self, flags: Flags, owner: str, remedy: str) -> None:
         """Warn if the model or the criterion changes in each step."""
-        if not self._has_warned and flags.is_restless and (place := flags.newest_change()):
+        if not self._has_warned and flags.looks.is_restless and (place := flags.newest_change()):
             self._warn(CHANGED, owner, format_path(place), remedy)
 
     @property
@@ -162,7 +158,6 @@ class Traces:
 
     def stepped(self) -> None:
         """Record that a step has run since `plan_each`."""
-        self._steps += 1
         for flags in (self.flags, *self.flags_of.values()):
             flags.stepped()
         self.losses.stepped()

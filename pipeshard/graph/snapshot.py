@@ -254,6 +254,23 @@ def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> It
 MOST_STATES = 16  # the maximum number of states that are recognized
 
 
+class Looks:
+    """The number of looks at something, and those of them that have found something new."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.new = deque[int](maxlen=MOST_STATES)
+
+    def found(self) -> None:
+        self.new.append(self.number)
+
+    @property
+    def is_restless(self) -> bool:
+        """Whether most looks find something new, as the last look did."""
+        new, most = self.new, self.new.maxlen or 0
+        return len(new) == most and new[-1] == self.number and new[-1] - new[0] < 2 * most
+
+
 class Flags:
     """Numbers the states of a model's Python objects, or of another object (`beside`), such as a criterion.
 
@@ -272,21 +289,14 @@ class Flags:
         self.trained: dict[int, dict[Path, tuple[Tensor, bool]]] = {}  # by state: leaves, their requires_grad
         self.moved: set[tuple[int, Any]] = set()  # (id of the holder, key) of changes by forwards
         self.unsure: set[int] = set()  # states in which no step has run yet: the places that it changes are unknown
-        self.looks = 0
-        self.fresh = deque[int](maxlen=MOST_STATES)  # the looks that have found the newest states
+        self.looks = Looks()
         self.now = self.next = 0  # the number of the current state, and of the next new one
 
     def number(self) -> int:
         """The number of the current state: the number of an equal known state, otherwise a new number."""
-        self.looks += 1
+        self.looks.number += 1
         self.now = self._number()
         return self.now
-
-    @property
-    def is_restless(self) -> bool:
-        """Whether most looks find a new state, as the last look did."""
-        fresh = self.fresh
-        return len(fresh) == MOST_STATES and fresh[-1] == self.looks and fresh[-1] - fresh[0] < 2 * MOST_STATES
 
     @property
     def is_unchanged(self) -> bool:
@@ -308,7 +318,7 @@ class Flags:
             if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
                 self.states[number] = self.states.pop(number)  # to the end: the states in use are kept
                 return number
-        self.fresh.append(self.looks)
+        self.looks.found()
         if len(self.states) >= MOST_STATES:
             oldest = next(iter(self.states))
             del self.states[oldest], self.values[oldest], self.reads[oldest], self.trained[oldest]

@@ -583,7 +583,8 @@ def created_often(as_partial: bool) -> tuple[list[str], int, int]:
         return trace(*args, **options)
 
     with (
-        mock.patch.object(traces, "MOST_FRESH", FEW_STATES),
+        mock.patch.object(snapshot, "MOST_STATES", FEW_STATES),
+        mock.patch.object(traces, "MOST_STATES", FEW_STATES),
         mock.patch.object(
             traces, "trace", lambda *args, trace=traces.trace, **options: traced(trace, *args, **options)
         ),
