@@ -1,8 +1,10 @@
-"""Garbage: a pause of Python's garbage collector."""
+"""Garbage: a pause of Python's garbage collector, and functions that leave nothing for it."""
 
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -17,3 +19,16 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def weak(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A function that calls `method` while its object exists, and `otherwise` afterwards. It does not keep the object
+    alive. An optimizer that references its boosted optimizer would otherwise keep both, and all states, until Python's
+    garbage collector runs, which it does at different times on each rank."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        present = reference() or otherwise
+        return None if present is None else present(*args, **kwargs)
+
+    return call

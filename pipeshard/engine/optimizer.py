@@ -13,12 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Adagrad, Optimizer
+from torch.optim import Optimizer
 
-from pipeshard.distributed.collectives import gather_objects, local, local_grad, slice_like, together_in
+from pipeshard.distributed.collectives import gather_objects, local, local_grad, together_in
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.copies import WeightCopies
@@ -26,10 +25,11 @@ from pipeshard.engine.groups import UNCOMPARED, keep, move_overrides
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
-from pipeshard.engine.states import States
+from pipeshard.engine.states import States, converted, filled
 from pipeshard.engine.step_guard import GUARD
 from pipeshard.engine.updates import options_of
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
+from pipeshard.garbage import weak
 from pipeshard.private import global_step_pre_hooks
 
 OF_RANK = "parameters_of_rank"  # key in a state dict: for each group, the names of the parameters that a rank updates
@@ -235,8 +235,8 @@ class PipelineOptimizer(Optimizer):
         for before in [p for p in self.optim.state if p in became or p in left]:
             state = self.optim.state.pop(before)
             if (weight := became.get(before)) is not None:
-                values = _filled(self.optim, state, before.device)
-                self.optim.state[weight.master] = {k: _converted(value, before, weight) for k, value in values.items()}
+                values = filled(self.optim, state, before.device)
+                self.optim.state[weight.master] = {k: converted(value, before, weight) for k, value in values.items()}
         for before, weight in became.items():
             self.names.pop(before, None)
             self.names[weight.master] = weight.name
@@ -473,46 +473,6 @@ class PipelineOptimizer(Optimizer):
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
-
-
-def weak(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A function that calls `method` while its object exists, and `otherwise` afterwards. It does not keep the object
-    alive. An optimizer that references its boosted optimizer would otherwise keep both, and all states, until Python's
-    garbage collector runs, which it does at different times on each rank."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        present = reference() or otherwise
-        return None if present is None else present(*args, **kwargs)
-
-    return call
-
-
-def _filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The state of a parameter, with values. States that a constructor created while the model was on meta have none;
-    only those of Adagrad are known, since they begin as constants."""
-    blank = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.is_meta}
-    start = {"step": 0.0, "sum": optim.defaults["initial_accumulator_value"]} if isinstance(optim, Adagrad) else {}
-    if unknown := sorted(blank.keys() - start.keys()):
-        name = type(optim).__name__
-        raise ConfigurationError(
-            f"{name} created its state {unknown[0]!r} in its constructor, when the model was on meta, so this state "
-            "has no values: create the states in the first step, as most optimizers do, or load the model with its own "
-            "from_pretrained instead of PipelinePlugin.from_pretrained, so that it has values before boost"
-        )
-    return {**state, **{key: torch.full_like(value, start[key], device=device) for key, value in blank.items()}}
-
-
-def _converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:
-    """A state value of the tensor `before`, converted for the `master` of `weight`, which replaces this tensor. A value
-    on the same device is moved (not the step count, which most optimizers keep on the host). A value for each element
-    is cast if it had the tensor's dtype, and sharded if the tensor was a whole parameter."""
-    if not isinstance(value, Tensor):
-        return value
-    is_like = value.shape == before.shape
-    dtype = weight.master.dtype if is_like and value.dtype is before.dtype else value.dtype
-    value = value.to(weight.master.device if value.device == before.device else value.device, dtype)
-    return slice_like(value, weight.parameter) if is_like and before.shape == weight.parameter.shape else value
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:

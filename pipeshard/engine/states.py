@@ -1,8 +1,17 @@
-"""States: the state of a boosted optimizer, which a loop reads and writes by the model's parameters."""
+"""States: the state of a boosted optimizer, which a loop reads and writes by the model's parameters, and its conversion
+for master weights."""
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adagrad, Optimizer
+
+from pipeshard.distributed.collectives import slice_like
+from pipeshard.engine.mixed_precision import MasterWeight
+from pipeshard.errors import ConfigurationError
 
 
 class States(MutableMapping[Any, Any]):
@@ -57,3 +66,30 @@ class States(MutableMapping[Any, Any]):
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         return default if (own := self._key(key)) is None else self.states.setdefault(own, default)
+
+
+def filled(optim: Optimizer, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The state of a parameter, with values. States that a constructor created while the model was on meta have none;
+    only those of Adagrad are known, since they begin as constants."""
+    blank = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.is_meta}
+    start = {"step": 0.0, "sum": optim.defaults["initial_accumulator_value"]} if isinstance(optim, Adagrad) else {}
+    if unknown := sorted(blank.keys() - start.keys()):
+        name = type(optim).__name__
+        raise ConfigurationError(
+            f"{name} created its state {unknown[0]!r} in its constructor, when the model was on meta, so this state "
+            "has no values: create the states in the first step, as most optimizers do, or load the model with its own "
+            "from_pretrained instead of PipelinePlugin.from_pretrained, so that it has values before boost"
+        )
+    return {**state, **{key: torch.full_like(value, start[key], device=device) for key, value in blank.items()}}
+
+
+def converted(value: Any, before: Tensor, weight: MasterWeight) -> Any:
+    """A state value of the tensor `before`, converted for the `master` of `weight`, which replaces this tensor. A value
+    on the same device is moved (not the step count, which most optimizers keep on the host). A value for each element
+    is cast if it had the tensor's dtype, and sharded if the tensor was a whole parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    is_like = value.shape == before.shape
+    dtype = weight.master.dtype if is_like and value.dtype is before.dtype else value.dtype
+    value = value.to(weight.master.device if value.device == before.device else value.device, dtype)
+    return slice_like(value, weight.parameter) if is_like and before.shape == weight.parameter.shape else value
