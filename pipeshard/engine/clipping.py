@@ -85,10 +85,12 @@ class ModelGradients:
         """Whether gradients are currently multiplied by the loss scale."""
         return self._factor != 1.0
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """The parameter name of `parameter`, which may be a master weight in an optimizer, or None if unknown."""
-        known = (self.names, *(optimizer.names for optimizer in self.optimizers))
-        return next((names[parameter] for names in known if parameter in names), None)
+    def names_of(self, tensors: Iterable[Tensor]) -> dict[Tensor, str]:
+        """The parameter names of those of `tensors` that are parameters of the model, or master weights that are, or
+        were, in an optimizer."""
+        known: dict[Tensor, str] = {weight.master: name for name, weight in self.updated.items()}
+        known.update(self.names)
+        return {tensor: known[tensor] for tensor in tensors if tensor in known}
 
     def trainables(self) -> list[Tensor]:
         """The tensors on this rank that may have gradients: the model's parameters and the master weights."""
@@ -138,10 +140,12 @@ class ModelGradients:
             failing.pop_all()
 
     def _discard(self, before: Mapping[Tensor, tuple[int, int]]) -> None:
-        for leaf in [leaf for leaf, state in before.items() if state_of_gradient(leaf) != state]:
+        changed = [leaf for leaf, state in before.items() if state_of_gradient(leaf) != state]
+        names = self.names_of(changed)
+        for leaf in changed:
             if before[leaf] == NO_GRADIENT:
                 leaf.grad = None
-            elif self.name_of(leaf) in self.trained:  # no update uses the gradients of other tensors
+            elif names.get(leaf) in self.trained:  # no update uses the gradients of other tensors
                 self._mixed.append(leaf)
 
     def _refuse_mixed(self) -> None:
@@ -150,7 +154,7 @@ class ModelGradients:
         if mixed:
             raise UsageError(
                 "the last training step failed after some of its microbatches, and their gradients were added to those "
-                f"of earlier steps (of {listed([str(self.name_of(p)) for p in mixed], 3)}): call "
+                f"of earlier steps (of {listed([*self.names_of(mixed).values()], 3)}): call "
                 "optimizer.zero_grad() or model.zero_grad(), then run all steps of this accumulation window again"
             )
         self._mixed = []

@@ -63,7 +63,7 @@ class NormGuard(Guard):
         """Raise UsageError if `parameters` contain both parameters with gradients on this rank and parameters that
         another stage trains, or if `_check` raises."""
         for gradients in list(self._models):
-            names = {p: name for p in parameters if (name := gradients.name_of(p)) is not None}
+            names = gradients.names_of(parameters)
             held = [p for p, name in names.items() if name in gradients.weights and p.grad is not None]
             elsewhere = [name for p, name in names.items() if isinstance(p, Ghost) and p.pipeshard_trainable]
             if held and elsewhere:
@@ -80,7 +80,7 @@ class NormGuard(Guard):
     def _check_values(self, parameters: Sequence[Tensor]) -> None:
         """Raise UsageError if gradients of `parameters` are multiplied by the loss scale."""
         for gradients in list(self._models):
-            if gradients.is_scaled and any(p.grad is not None and gradients.name_of(p) is not None for p in parameters):
+            if gradients.is_scaled and any(p.grad is not None for p in gradients.names_of(parameters)):
                 remedy = "Call optimizer.clip_grad_by_value(clip_value) on every rank before optimizer.step()"
                 raise UsageError(f"{SCALED.format('clip_grad_value_')} {remedy}")
 
@@ -98,12 +98,12 @@ class NormGuard(Guard):
             )
         if self._is_single:
             return
-        chosen, names = set(map(id, held)), {gradients.name_of(tensor) for tensor in held}
+        chosen, names = set(map(id, held)), gradients.names_of(held)
         for parameters, elsewhere in gradients.wholes():
             here = [parameter for parameter in parameters if stored_grad(parameter) is not None]
-            is_lacking = elsewhere and names.isdisjoint(elsewhere)
+            is_lacking = elsewhere and elsewhere.isdisjoint(names.values())
             if here and is_lacking and all(id(parameter) in chosen for parameter in here):
-                name = gradients.name_of(held[0]) or "a parameter"
+                name = names.get(held[0], "a parameter")
                 apart = "" if len(held) > 1 else f". For the norm of {name} alone, pass the tensor instead of a list"
                 raise UsageError(_problem(function, gradients, name, min(elsewhere)) + apart)
 

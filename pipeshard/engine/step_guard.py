@@ -51,9 +51,7 @@ class StepGuard(Guard):
             return
         related = False
         for gradients in models:
-            masters = {weight.master: name for name, weight in gradients.updated.items()}  # also of freed optimizers
-            names = ((each, gradients.name_of(each) or masters.get(each)) for each in parameters)
-            if named := {parameter: name for parameter, name in names if name is not None}:
+            if named := gradients.names_of(parameters):
                 related = True
                 _check_related(optimizer, named, gradients)
         if not related:

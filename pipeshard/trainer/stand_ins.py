@@ -201,7 +201,7 @@ class PipelineAccelerator(Accelerator):
     def _refuse_some(self, parameters: Iterable[Tensor], optimizer: PipelineOptimizer) -> None:
         """Raise UsageError, on every rank, if `optimizer` on some rank updates a parameter that has a gradient but is
         not in `parameters`."""
-        given = {optimizer.gradients.name_of(parameter) for parameter in parameters}
+        given = {*optimizer.gradients.names_of(parameters).values()}
         missing = [name for name in optimizer.names.values() if name not in given]
         lacking = [name for name in missing if optimizer.weights[name].parameter.grad is not None]
         if lacking := gather_lists(lacking, self.grid.world):
