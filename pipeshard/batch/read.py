@@ -120,14 +120,18 @@ def _exact(model: nn.Module, batch: Batch, taken: int | None) -> frozenset[str]:
     """The paths of the leaves that keep their precision if the model is cast to 16 bits: targets and spacings, by their
     own name or by the name of the model's positional argument, and what only the criterion receives."""
     prefixes = FOR_CRITERION, f"['{FOR_CRITERION}"
-    exact = {path for path in batch.paths if is_target(path) or is_spacing(path) or path.startswith(prefixes)}
+    exact = {path for path in batch.paths if _is_exact(path) or path.startswith(prefixes)}
     if batch.tree.kind is not dict:
         paths, names = iter(batch.paths), itertools.chain(argument_names(model), itertools.repeat(""))
         for k, (entry, name) in enumerate(zip(batch.tree.parts, names)):
             of_entry = [*itertools.islice(paths, entry.size)]
-            if is_target(name) or is_spacing(name) or (taken is not None and k >= taken):
+            if _is_exact(name) or (taken is not None and k >= taken):
                 exact.update(of_entry)
     return frozenset(exact)
+
+
+def _is_exact(name: str) -> bool:
+    return is_target(name) or is_spacing(name)
 
 
 def _owners(model: nn.Module, batch: Batch) -> Owners:

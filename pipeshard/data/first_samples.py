@@ -107,9 +107,9 @@ def _explained(dataset: Any) -> AbstractContextManager[None]:
 def _kept(dataset: Any, collate_fn: Any) -> Iterator[None]:
     """Context manager that restores the generators of the process, the dataset and the collator on exit, and the
     attributes and collections of the dataset and the collator. It thus drops what they create in their first call: a
-    generator (as transformers' collators with a seed do), or an open file, which a worker must not inherit. If a large
-    collection, which is not copied, has other entries on exit, all of them stay: a cache and the list of its keys must
-    match."""
+    generator (as transformers' collators with a seed do), or an open file, which a worker must not inherit. If the
+    length of a large collection, which is not copied, has changed on exit, neither attributes nor collections are
+    restored: a cache and the list of its keys must match."""
     objects = list(reachable(dataset, collate_fn))
     attributes = [vars(value) for value in objects if is_entered(value) and hasattr(value, "__dict__")]
     collections = [value for value in objects if type(value) in COLLECTIONS]

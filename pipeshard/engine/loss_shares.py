@@ -27,7 +27,7 @@ from pipeshard.split.policy import Policy
 
 class LossShares:
     """The rules that combine the microbatch losses into the loss of a batch. `find(batch, criterion)` returns the Way
-    of a microbatch. `is_unchanged()` says whether all Python values are those with which the state was first found.
+    of a microbatch. `is_unchanged()` returns whether all Python values are those with which the state was first found.
 
     If `weight` is None, each replica in the process group `replicas` has a part of one batch (`replicas` is None for a
     single replica). Otherwise each replica has its own batch, and `weight` is the factor of this batch's loss in the
@@ -164,7 +164,8 @@ class LossShares:
         results, also in a step in which a Python value differs from its value in the trace. The first count of each
         trace is computed in both ways and compared."""
         glue: Glue | None = None
-        counts, is_unchanged = [], self.is_unchanged()
+        counts = []
+        is_unchanged = any(flow.count is not None for flow, _ in ways) and self.is_unchanged()
         for batch, (flow, deltas) in zip(batches, ways, strict=True):
             found = self._count_of_batch(batch, flow, deltas) if is_unchanged else None
             if found is None or flow not in self._counted:

@@ -20,7 +20,7 @@ from pipeshard.batch.batch import Batch, Place, Span
 from pipeshard.batch.tree import field_of, flatten_with_names
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.errors import UsageError, summary
-from pipeshard.graph.dataflow import Dataflow, Wanted
+from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.shapes import TensorSpec
 from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_only, tree_tensors, tree_unflatten
 
@@ -120,7 +120,7 @@ class Outputs:
     def _check_merge(self, flow: Dataflow) -> None:
         """Raise UsageError if an output of a microbatch cannot be merged for the whole batch."""
         for path, use, spec in flow.outputs if self.needed else ():
-            if self._takes(path) and not (use == flow.loss and not spec.shape):
+            if self._takes(path) and not _is_loss(use, spec, flow):
                 _refuse_unmergeable(path, spec, bool(use.values))
 
     def merges(self, flows: Sequence[Dataflow]) -> bool:
@@ -135,8 +135,7 @@ class Outputs:
             return False
         taken = [[output for output in flow.outputs if self._takes(output[0])] for flow in flows]
         fields = {tuple(path for path, *_ in outputs) for outputs in taken}
-        like_loss = [use for _, use, spec in taken[0] if use == flows[0].loss and not spec.shape]
-        return len(fields) == 1 and len(like_loss) <= 1
+        return len(fields) == 1 and sum(_is_loss(use, spec, flows[0]) for _, use, spec in taken[0]) <= 1
 
     def _takes(self, path: str) -> bool:
         return not isinstance(self.needed, frozenset) or field_of(path) in self.needed
@@ -330,6 +329,11 @@ def _of_class(kind: type, content: dict[str, Any]) -> Any:
 
 def _detached(output: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach(), output)
+
+
+def _is_loss(use: Reads, spec: TensorSpec, flow: Dataflow) -> bool:
+    """Whether an output is the loss that the model returns."""
+    return use == flow.loss and not spec.shape
 
 
 def _refuse_unmergeable(path: str, spec: TensorSpec, is_computed: bool) -> None:

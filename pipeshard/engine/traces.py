@@ -329,7 +329,7 @@ class Traces:
         device, lent = self.policy.replay.device, self._lent
         with Lone.of(len(set(self.policy.placement))):
             flow = trace(self.model, batch, criterion, exact, device=device, lent=lent, grad=grad)
-        return flow if self._is_unchanged() else flow.without_count()
+        return flow if flow.count is None or self._is_unchanged() else flow.without_count()
 
     def refuse_other_way(
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup, train: bool
