@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeshard.batch.criterion import Criterion
 from pipeshard.boost import boost_model, boost_optimizer, check_optimizer
+from pipeshard.checkpoint.blank import blank_model
 from pipeshard.checkpoint.hub import model_folder
 from pipeshard.checkpoint.io import PipelineCheckpointIO
 from pipeshard.checkpoint.lora import enable_lora
-from pipeshard.checkpoint.untrusted import blank_model
 from pipeshard.compat import (
     PipelineStageManager,
     missing_attribute,

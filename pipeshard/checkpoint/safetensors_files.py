@@ -194,6 +194,20 @@ def files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
     return [path.parent / file for file in files], listed
 
 
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of a checkpoint's first floating-point tensor, which transformers uses if the config has no dtype. None
+    without weights. Raises CheckpointError for files that cannot be read."""
+    if not any((folder / name).exists() for name in FILES):
+        return None
+    first = files_of(folder)[0][0]
+    if first.suffix in PICKLED:
+        return next((value.dtype for value in _unpickled(first).values() if value.is_floating_point()), None)
+    content = open_file(first)
+    with _naming_file(first):
+        dtypes = [content.get_slice(key).get_dtype() for key in content.keys()]  # noqa: SIM118
+    return next((FLOATS[dtype] for dtype in dtypes if dtype in FLOATS), None)
+
+
 def _of_folder(index: Path, name: object) -> str:
     if not is_inside(name) or "/" in name:
         raise CheckpointError(

@@ -24,10 +24,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, GenerationConfig
 
 from pipeshard.distributed.collectives import encode, reason
-from pipeshard.errors import CheckpointError, ConfigurationError, explained, summary
-from pipeshard.hf import ADAPTER_CONFIG, kept_in_fp32
-from pipeshard.split.initialize import note_blank
-from pipeshard.split.quantized import quantization_of, quantize_blank
+from pipeshard.errors import CheckpointError, explained, summary
+from pipeshard.hf import ADAPTER_CONFIG
 
 LARGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors takes a tenth of this
 VALUES = 1_000_000  # the maximum number in a JSON document; each takes up to 100 bytes of memory
@@ -69,48 +67,7 @@ NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # counts of trai
 THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # limits for a config's counts, for labels and for modules
 RANK, VIRTUAL = 65_536, 2**28  # limits of a count in an adapter config, and of the elements of virtual tokens
 PROMPT = "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"
-RESIZED_HEAD = (
-    " (for a head of another size, load the folder with transformers' from_pretrained(..., ignore_mismatched_sizes="
-    "True), save it with save_pretrained, and load that folder)"
-)
 MATCHING_SECONDS = 10.0  # time limit for matching patterns against module names
-
-
-def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
-    """Build the model of a folder on meta, in evaluation mode, for PipelinePlugin.from_pretrained. The weights are
-    loaded after boost."""
-    if gguf_file is not None and not (path / gguf_file).is_file():
-        raise CheckpointError(f"{path / gguf_file} does not exist: pass a folder that contains it")
-    dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
-    extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
-    trusted = {"trust_remote_code": options.pop("trust_remote_code", False)}  # None would prompt on the terminal
-    quantization = options.pop("quantization_config", None)
-    kind = getattr(auto_class, "config_class", None) or AutoConfig  # a model class reads its part of a composite config
-    config, unused = folder_config(path, kind, **extra, **trusted, **options)
-    if unknown := unused.keys() & options.keys():
-        remedy = RESIZED_HEAD if "ignore_mismatched_sizes" in unknown else ""
-        raise ConfigurationError(
-            f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass only fields of the config{remedy}"
-        )
-    config.name_or_path = config.name_or_path or str(path)  # AutoConfig sets it; Trainers load the tokenizer from there
-    quantization = quantization_of(config, path, quantization)
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigurationError(f"dtype={dtype!r} is unknown: use 'auto', or a torch dtype such as 'bfloat16'")
-    dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
-    is_auto = hasattr(auto_class, "from_config")
-    make, code = (auto_class.from_config, trusted) if is_auto else (auto_class._from_config, {})
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    with torch.device("meta"), _counting(path):
-        model: Any = make(config, dtype=dtype, **code)
-    for tensor in kept_in_fp32(model, dtype):
-        tensor.data = tensor.data.float()
-    if quantization is not None:
-        quantize_blank(model, quantization)
-    if (path / "generation_config.json").exists():
-        model.generation_config = generation_config_of(path)
-    model._pretrained = str(path / gguf_file if gguf_file else path)
-    note_blank(model)
-    return model.eval()
 
 
 def folder_config(folder: Path, kind: Any = AutoConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -154,7 +111,7 @@ def _explaining(what: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _counting(folder: Path) -> Iterator[None]:
+def limited_modules(folder: Path) -> Iterator[None]:
     """Context manager that limits the number of modules. All errors become CheckpointErrors that name the config."""
     made = 0
 

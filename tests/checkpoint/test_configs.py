@@ -72,7 +72,7 @@ def test_a_document_is_measured_before_it_is_read(tmp_path: Path) -> None:
         ({"r": 20_000_000}, "r=20000000 is more than the limit of 65536"),
         ({"rank_pattern": {"x": 10**9}}, "x=1000000000 is more than the limit of 65536"),
         ({"num_virtual_tokens": 60_000, "token_dim": 60_000}, "its virtual tokens contain 3600000000 elements"),
-        ({"target_modules": "((model|layers|[a-z.0-9]+)+)+!"}, "takes more than 1 seconds"),
+        ({"target_modules": "((model|layers|[a-z.0-9]+)+)+!"}, "takes more than 3 seconds"),
         ({"target_modules": "(("}, "not valid regular expressions: .*unterminated subpattern"),
     ],
 )
@@ -81,7 +81,7 @@ def test_absurd_adapters_are_refused(
     fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter of 200 bytes took 10 GB; a regular expression held the interpreter for ever."""
-    monkeypatch.setattr(untrusted, "MATCHING_SECONDS", 1.0)
+    monkeypatch.setattr(untrusted, "MATCHING_SECONDS", 3.0)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8} | fields))
     with pytest.raises(CheckpointError, match=message):
         check_adapter(tmp_path, zoo.build("llama"))

@@ -385,6 +385,22 @@ def test_from_pretrained_wrongly(tmp_path: Path) -> None:
     assert eager.dtype == torch.bfloat16 and eager.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_a_config_without_dtype_takes_that_of_its_weights(tmp_path: Path, safe: bool) -> None:
+    """A 16-bit folder whose config names no dtype was trained in fp32, at twice the memory."""
+    model: Any = zoo.build("llama").bfloat16()
+    model.save_pretrained(tmp_path)
+    if not safe:
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "dtype"}))
+    assert PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, tmp_path).dtype == torch.bfloat16
+    for weights in tmp_path.glob("*model*"):
+        weights.unlink()
+    assert PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, tmp_path).dtype == torch.float32
+
+
 def of_two_heads(folder: str, tied: bool) -> list[str]:
     model = from_tied_config(folder, tied)
     split = Split(model, 2, zoo.batch("llama"), num_microbatches=2)
