@@ -24,6 +24,7 @@ class Samples:
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], group: dist.ProcessGroup) -> None:
         self.model, self.units, self.group = model, units, group
+        self._states: list[str | None] | None = None
 
     def bond(
         self, entry: Batch, batches: Sequence[Batch], caches: Sequence[Any], forward: Callable[..., Any]
@@ -34,7 +35,7 @@ class Samples:
             self._of_new_cache(entry, caches, forward)
             or self._of_quantized(caches)
             or self._of_positions(entry, batches)
-            or self._of_states
+            or self._of_states()
         )
 
     def _of_new_cache(self, entry: Batch, caches: Sequence[Any], forward: Callable[..., Any]) -> str | None:
@@ -59,10 +60,11 @@ class Samples:
                 )
         return None
 
-    @cached_property
     def _of_states(self) -> str | None:
-        found = gather_objects(self._state(), self.group)  # a unit may have run only on the rank that holds it
-        return next(filter(None, found), None)
+        # Not a cached_property: in Python 3.11, it holds a lock, for which other ranks that are threads would wait.
+        if self._states is None:
+            self._states = gather_objects(self._state(), self.group)  # a unit may have run only where it is held
+        return next(filter(None, self._states), None)
 
     def _state(self) -> str | None:
         for unit, whole in self.units.items():
