@@ -296,6 +296,7 @@ class Halved(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+@pytest.mark.turns
 def test_hooks_inside_compiled_units_run() -> None:
     """A hook inside a layer, with compile=True, ran only in the first layer that was compiled on a stage: torch reused
     the code of this layer, without a guard on hooks, for all others."""

@@ -48,6 +48,7 @@ def test_a_model_type_is_planned_and_shown() -> None:
     assert all(name in result.output for name in ("gpipe", "1f1b", "interleaved, v=2", "zb-h1", "zbv"))
 
 
+@pytest.mark.turns
 def test_the_stages_of_a_schedule_are_shown_drawn_and_written(tmp_path: Path) -> None:
     files = ["--draw", str(tmp_path / "step.svg"), "--json", str(tmp_path / "plan.json")]
     result = invoke(*MODEL, *SIZES, "--schedule", "interleaved", "--microbatch-size", "3", "--dtype", "fp32", *files)
@@ -97,6 +98,7 @@ def test_slices_divide_what_a_rank_holds() -> None:
     assert result.exit_code == 1 and "tp_size=3 does not divide num_attention_heads=4" in result.output
 
 
+@pytest.mark.turns
 def test_experts_are_divided() -> None:
     experts = ["qwen3_moe", "num_hidden_layers=4", "vocab_size=64", "num_experts=8"]
     whole, half = (json.loads(invoke(*experts, *SIZES, "--ep", ep, "--json", "-").output) for ep in ("1", "2"))
@@ -156,6 +158,7 @@ def test_the_host_s_memory_is_shown_with_offload() -> None:
     assert "did you mean activations?" in invoke(*MODEL, *sizes, "--offload", "activation").output
 
 
+@pytest.mark.turns
 def test_adapters_train_little_and_have_no_weight_gradients_of_the_rest() -> None:
     whole, adapted = (json.loads(invoke(*MODEL, *SIZES, "--json", "-", *o).output) for o in ([], ["--lora", "2"]))
     assert whole["parameters"] < adapted["parameters"] < 1.2 * whole["parameters"]
@@ -194,6 +197,7 @@ def write_packed(folder: Path, **options: Any) -> str:
     return str(folder)
 
 
+@pytest.mark.turns
 def test_a_folder_in_4_bits_is_planned_as_it_is(tmp_path: Path) -> None:
     """It was planned with the weights in 16 bits, so `--device-memory` refused what fits."""
     pytest.importorskip("bitsandbytes")
@@ -204,6 +208,7 @@ def test_a_folder_in_4_bits_is_planned_as_it_is(tmp_path: Path) -> None:
     assert json.loads(found.output) == json.loads(expected.output)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [

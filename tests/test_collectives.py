@@ -63,6 +63,7 @@ def test_a_collective_of_all_ranks_is_refused(pool: Pool, verify: Any) -> None:
             assert "(sum, count)" in message and "pp_size=1" in message
 
 
+@pytest.mark.turns
 def test_the_remedies_for_a_collective_run(pool: Pool) -> None:
     """Without the collective, or with one stage, the loss is that of one process."""
     losses = pool.run(step, 2, counted, pp_size=2, num_microbatches=2)
@@ -172,6 +173,7 @@ def test_an_optimizer_that_exchanges_its_updates_is_refused(pool: Pool, options:
         assert "test_collectives.py" in message and "torch.optim.Muon" in message
 
 
+@pytest.mark.turns
 def test_the_remedies_for_an_optimizer_that_exchanges_its_updates_train(pool: Pool) -> None:
     """The variant for one device trains exactly, as does the exchange itself with replicas of the whole model."""
     gaps = pool.run(trained, 2, SingleDeviceMuon, pp_size=2)

@@ -271,6 +271,7 @@ def infinite() -> bool:
     return all(map(torch.equal, before, masters(engine)))
 
 
+@pytest.mark.turns
 def test_a_clip_by_value_does_not_hide_an_overflow(pool: Pool) -> None:
     """A clamp makes a number of infinity, and the update would not be skipped."""
     assert pool.run(infinite, 2) == [True, True]
@@ -519,6 +520,7 @@ def after_failures(precision: str, error: BaseException) -> None:
     assert all(map(torch.equal, masters(engine), masters(other)))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("precision", "error"), [("fp32", KeyboardInterrupt()), ("bf16", ValueError("bad sample"))])
 def test_a_failed_step_of_one_process_leaves_no_gradients(pool: Pool, precision: str, error: BaseException) -> None:
     """A loop skipped batches that ran out of memory, or a cell was interrupted and run again: the gradients of the
@@ -548,6 +550,7 @@ def within_a_window() -> str:
     return str(refused.value)
 
 
+@pytest.mark.turns
 def test_a_failed_step_within_a_window_is_refused(pool: Pool) -> None:
     """The gradients of the failed step's first microbatches were added to those of the window's earlier steps."""
     (said,) = pool.run(within_a_window, 1)

@@ -687,6 +687,7 @@ def kept_inner() -> None:
         assert len(inner.param_groups) == 2
 
 
+@pytest.mark.turns
 def test_an_optimizer_whose_boosted_optimizer_is_gone_is_refused(pool: Pool) -> None:
     """It would train without max_norm, the loss scale and fp32 master weights."""
     pool.run(kept_inner, 2)

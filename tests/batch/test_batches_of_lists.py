@@ -127,6 +127,7 @@ def losses_of_corners() -> tuple[Tensor, Tensor]:
     return engine.execute_pipeline(iter([batch]))["loss"], of_corners(inputs(*own), own).detach()
 
 
+@pytest.mark.turns
 def test_a_criterion_that_writes_to_lists_is_exact(pool: Pool) -> None:
     """Its loss seemed to depend on the number of calls, since each trial wrote to the same boxes."""
     ((loss, expected),) = pool.run(losses_of_corners, 1)

@@ -172,6 +172,7 @@ def test_images_in_later_rows_alone(pool: Pool, name: str) -> None:
     assert not [what for found in pool.run(several_steps, 3, name, later, timeout=120) for what in found]
 
 
+@pytest.mark.turns
 def test_the_trace_has_every_medium_of_the_batch() -> None:
     model = build(entry_of("qwen2_vl"))
     units = [{call.unit for call in trace(model, album(model, [[], [], *rows], 0)).calls} for rows in ([], [[WIDE]])]

@@ -709,6 +709,7 @@ def beside_adapters(folder: Path) -> None:
     split.booster.checkpoint_io.save_model(split.model, str(folder), shard=True, merge=True)
 
 
+@pytest.mark.turns
 def test_weights_are_not_saved_beside_adapters(pool: Pool, tmp_path: Path) -> None:
     """transformers finds the adapters in the folder, and applies them to the merged weights again, silently."""
     for message in pool.run_expecting(CheckpointError, beside_adapters, 2, tmp_path):
@@ -728,6 +729,7 @@ def of_folder_with_adapters(folder: Path, loads: bool) -> None:
     assert torch.allclose(split.evaluate(data)["loss"], whole(**data).loss, atol=1e-6)
 
 
+@pytest.mark.turns
 def test_adapters_of_a_models_folder_are_not_ignored(pool: Pool, tmp_path: Path) -> None:
     """transformers applies them, so training began with another model; the remedy loads them."""
     base: Any = zoo.build("llama")

@@ -155,6 +155,7 @@ def save_in_16_bits(folder: str) -> None:
     split.booster.save_model(split.model, folder, shard=True)
 
 
+@pytest.mark.turns
 def test_the_config_has_the_dtype_that_is_saved(pool: Pool, tmp_path: Path) -> None:
     """It had that of the model before it was boosted: plain transformers loaded a model of 16 bits in fp32."""
     pool.run(save_in_16_bits, 2, str(tmp_path))
@@ -285,6 +286,7 @@ def test_from_pretrained(pool: Pool, tmp_path: Path, text: str) -> None:
     assert not [what for found in pool.run(from_a_folder, 2, text, str(tmp_path)) for what in found]
 
 
+@pytest.mark.turns
 def test_parameters_that_a_constructor_creates_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
     """ImageGPT creates its norms with `torch.Tensor(n)`, which ignores the default device. Such parameters counted as
     values of the script, which the folder does not replace: a user trained uninitialized memory."""
@@ -570,6 +572,7 @@ def resized(folder: str) -> None:
     Split(blank, dist.get_world_size(), zoo.batch("llama-tied"), num_microbatches=2)
 
 
+@pytest.mark.turns
 def test_new_tokens_of_a_model_on_meta(pool: Pool, tmp_path: Path) -> None:
     """The error about a resized embedding, for which the folder has no rows, said nothing of what to do."""
     model: Any = zoo.build("llama-tied")
@@ -647,6 +650,7 @@ def loading(name: str, folder: str, strict: bool = True) -> dict[str, Tensor]:
     return values(split)
 
 
+@pytest.mark.turns
 def test_a_pickled_checkpoint(pool: Pool, tmp_path: Path) -> None:
     model = zoo.build("llama")
     expected = dict(model.named_parameters())
@@ -1019,6 +1023,7 @@ def apart(folder: Path) -> None:
     split.booster.save_model(split.model, str(own), shard=True)
 
 
+@pytest.mark.turns
 def test_stages_that_write_to_several_folders_are_told(pool: Pool, tmp_path: Path) -> None:
     """Each machine has a folder of this name on its own disk: the save succeeded, and no folder had all shards."""
     for message in pool.run_expecting(CheckpointError, apart, 2, tmp_path):

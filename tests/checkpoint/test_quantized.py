@@ -401,6 +401,7 @@ def state_of(layer: Any) -> Any:
     return state
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["double", "int8"])
 def test_packing_takes_little_memory(tmp_path: Path, kind: str) -> None:
     """A matrix was read as a whole to be packed, and a rank that holds 150 MB took up to 434 MB while loading."""

@@ -142,6 +142,7 @@ def replaced() -> list[str]:
     return said
 
 
+@pytest.mark.turns
 @pytest.mark.local
 def test_what_is_put_in_after_boost_is_refused(pool: Pool) -> None:
     """A new head ran, on every rank its own, without a place in the sums over replicas, in the norm and in ties."""

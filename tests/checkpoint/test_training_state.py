@@ -474,6 +474,7 @@ def loading_while_saving(folder: Path) -> int | None:
     return load_training_state(folder, **training.parts)
 
 
+@pytest.mark.turns
 @pytest.mark.local
 def test_a_state_that_is_being_saved_is_the_newest(pool: Pool, tmp_path: Path) -> None:
     """A script rolled back while a save ran: it loaded the step before, which the end of the save removed."""
@@ -497,6 +498,7 @@ def saving_over_another_s(folder: Path, use_async: bool) -> str:
     return str(raised.value)
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.parametrize("use_async", [False, True])
 def test_a_folder_of_somebody_else_s_is_not_replaced(pool: Pool, tmp_path: Path, use_async: bool) -> None:

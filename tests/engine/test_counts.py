@@ -134,6 +134,7 @@ def differences(kind: type[Weighted]) -> tuple[float, list[int]]:
     return worst, runs
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("kind", "runs"), [(Weighted, [1, 2, 1, 0]), (Counted, [3, 3, 3, 3])])
 def test_counts_are_computed_from_the_batch_alone(pool: Pool, kind: type[Weighted], runs: list[int]) -> None:
     """To count the labels of a microbatch, each step ran the glue and the criterion once more. Now they run for the
@@ -144,6 +145,7 @@ def test_counts_are_computed_from_the_batch_alone(pool: Pool, kind: type[Weighte
     assert found == runs
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", [Annealed, Windowed, Balanced])
 def test_counts_follow_values_that_the_user_changes(pool: Pool, kind: type[Weighted]) -> None:
     """The operators of a trace kept the first value of an annealed weight, and of the model's own frequencies: later

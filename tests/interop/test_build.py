@@ -697,6 +697,7 @@ def test_weights_that_only_boost_would_load_are_refused(tmp_path: Path, target: 
             build(blank, 2, target, batch=zoo.batch("llama"))
 
 
+@pytest.mark.turns
 def test_blanks_of_earlier_lengths_are_freed() -> None:
     """Each length of a batch kept one tensor of the size of the activations forever."""
     data = zoo.batch("llama")
@@ -717,6 +718,7 @@ def test_a_stage_is_not_moved_or_cast_after_build() -> None:
     assert stage.to("cpu").float() is stage and {p.dtype for p in stage.parameters()} == {torch.float32}
 
 
+@pytest.mark.turns
 def test_stages_of_one_process_are_cast() -> None:
     model, data = zoo.build("llama"), zoo.batch("llama")
     whole = copy.deepcopy(model).double()

@@ -474,6 +474,7 @@ class Paired(nn.Module):
         return self.linear(x[0]), x[1]
 
 
+@pytest.mark.turns
 def test_a_tuple_is_one_argument(pool: Pool) -> None:
     pool.run(of_pairs, 2)
 
@@ -483,6 +484,7 @@ def seeded(module: PipelineModule) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in split.held.items()}
 
 
+@pytest.mark.turns
 def test_seeds_of_layers(pool: Pool) -> None:
     def layers() -> list[Any]:
         return [LayerSpec(nn.Embedding, V, H), LayerSpec(nn.Linear, H, H), torch.tanh, LayerSpec(nn.Linear, H, V)]

@@ -217,6 +217,7 @@ def made_up_on_meta(**arguments: Any) -> None:
     Split(model, dist.get_world_size(), {"input_ids": ids, "labels": ids}, num_microbatches=2, **arguments)
 
 
+@pytest.mark.turns
 def test_a_parameter_without_a_rule_is_named(pool: Pool) -> None:
     for message in pool.run_expecting(ConfigurationError, made_up_on_meta, 2):
         assert "gain of MadeUp" in message and "reset_parameters" in message and "init_weights=fn" in message
@@ -318,6 +319,7 @@ def not_loaded() -> None:
     split.backward(zoo.batch("llama"))
 
 
+@pytest.mark.turns
 def test_a_step_before_the_weights_are_loaded(pool: Pool) -> None:
     for message in pool.run_expecting(UsageError, not_loaded, 2):
         assert "have no values yet" in message and "booster.load_model" in message
