@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 # Leaves of a batch.
 IDS, MASK, LABELS, PIXELS, POSITIONS = "input_ids", "attention_mask", "labels", "pixel_values", "position_ids"
+PER_TOKEN = POSITIONS, "token_type_ids"  # integers for each token that no loss compares with an output
 IGNORED = -100  # the label that losses ignore
 
 # Leaves with the boundaries of the documents in a packed row: kernels read them instead of `position_ids`.

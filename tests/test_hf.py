@@ -42,6 +42,7 @@ def vit(**options: Any) -> nn.Module:
 
 def test_leaves_of_text_and_images() -> None:
     assert {hf.IDS, hf.MASK, hf.LABELS, hf.POSITIONS} <= parameters("LlamaForCausalLM").keys()
+    assert {*hf.PER_TOKEN} <= parameters("BertForMaskedLM").keys()
     assert {hf.PIXELS, hf.LABELS} <= parameters("ViTForImageClassification").keys()
     assert (hf.main_input(llama()), hf.main_input(vit(image_size=8)), hf.main_input(nn.Linear(2, 2))) == (
         hf.IDS,

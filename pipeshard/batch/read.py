@@ -13,7 +13,7 @@ ambiguous leaf is an error until `batch_dims` declares it. One of the architectu
 import inspect
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from pipeshard.hf import (
     LABELS,
     MASK,
     MEDIA,
+    PER_TOKEN,
     PIXELS,
     SIZES,
     counts_items,
@@ -43,6 +44,7 @@ from pipeshard.hf import (
 
 logger = logging.getLogger("pipeshard")
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+INTEGERS = torch.int32, torch.int64
 Owners = dict[str, tuple[int, ...]]  # by path: the number of entries of each sample, () if unknown
 
 
@@ -84,36 +86,67 @@ def taken_by(model: nn.Module, data: Any) -> int | None:
     """The number of entries of a tuple, such as (images, labels), with which the model is called, or None for all.
 
     Entries without a positional argument in the model's forward are for the criterion. A last entry of class labels is
-    also for the criterion if it would be passed as an optional mask.
+    also for the criterion if it would be passed as an optional mask, positions, token types or a flag.
     """
     if not isinstance(data, tuple | list) or len(data) < 2:
         return None
-    try:
-        parameters = list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):  # it has no signature
-        return None
+    parameters = _parameters(model)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    places = _positional(parameters)
     if not places:
         return None
     taken = min(len(data), len(places))
-    last, value = places[taken - 1], data[taken - 1]
-    # One integer per sample is a label, not a mask.
-    is_class = isinstance(value, Tensor) and value.ndim == 1 and value.dtype in (torch.int32, torch.int64)
-    is_mask = "mask" in last.name and last.default is not last.empty
-    if taken == len(data) and taken > 1 and is_class and is_mask:
+    if taken == len(data) and taken > 1 and _is_of_criterion(places[taken - 1], data):
         taken -= 1
     return taken if taken < len(data) else None
 
 
+def _is_of_criterion(argument: inspect.Parameter, data: Sequence[Any]) -> bool:
+    """Whether the last entry of a tuple has one integer per sample, which is a label, not a value of this argument."""
+    value, is_optional = data[-1], argument.default is not argument.empty
+    if not is_optional or not isinstance(value, Tensor) or value.ndim != 1 or value.dtype not in INTEGERS:
+        return False
+    is_per_token = argument.name in PER_TOKEN and isinstance(data[0], Tensor) and value.shape == data[0].shape[:1]
+    return is_per_token or "mask" in argument.name or isinstance(argument.default, bool)
+
+
+def refuse_labels_for_model(model: nn.Module, batch: Batch, read: Collection[str]) -> None:
+    """Raise BatchError if the last entry of a tuple seems to contain labels, but is passed to the model as an optional
+    mask, positions or token types. `read` contains the paths of the leaves that the criterion reads.
+
+    A criterion may read a mask, so that integers are labels there only if some are neither 0 nor 1.
+    """
+    data, path = batch.data, batch.paths[-1]
+    places = _positional(_parameters(model))
+    is_whole = isinstance(data, tuple | list) and batch.taken is None and 1 < len(data) <= len(places)
+    if not is_whole or path not in read or not isinstance(data[-1], Tensor) or data[-1].dtype not in INTEGERS:
+        return
+    name, default = places[len(data) - 1].name, places[len(data) - 1].default
+    is_mask = name.endswith("mask") and bool(data[-1].ge(0).logical_and(data[-1].le(1)).all())
+    if default is not inspect.Parameter.empty and (name in PER_TOKEN or name.endswith("mask")) and not is_mask:
+        raise BatchError(
+            f"{path}, the last entry of the batch, is passed to {type(model).__name__} as {name}, but the criterion "
+            f"reads it too: pass a dict, in which labels have the key '{FOR_CRITERION}labels' (only the criterion "
+            f"receives them), or, if the model takes this entry, the key is '{name}'"
+        )
+
+
 def argument_names(model: nn.Module) -> list[str]:
     """The names of the positional arguments of the model's forward, or an empty list if it has no signature."""
+    return [parameter.name for parameter in _positional(_parameters(model))]
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """The parameters of the model's forward, or an empty list if it has no signature."""
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
+        return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
         return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _positional(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _exact(model: nn.Module, batch: Batch, taken: int | None) -> frozenset[str]:

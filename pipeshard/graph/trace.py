@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.read import read_batch
+from pipeshard.batch.read import read_batch, refuse_labels_for_model
 from pipeshard.errors import BatchError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.carried import carrying, informed, run_watched
@@ -56,8 +56,8 @@ def trace(
     this rank, or are zeros if there are none. Without `grad`, the glue runs as under no_grad, and no result requires
     grad.
 
-    Raises TraceError if a unit or a line fails (the error names it), and PartitionError for a name in `cuts` that is
-    not a module inside the model.
+    Raises TraceError if a unit or a line fails (the error names it), PartitionError for a name in `cuts` that is not a
+    module inside the model, and BatchError if the labels in a tuple are passed to the model as another argument.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
@@ -68,6 +68,8 @@ def trace(
         while flow.decisions and (more := flow.deciders.difference(cuts)):
             cuts = [*cuts, *sorted(more)]
             flow = _traced(partial(tracer_of, cuts=cuts), sample, exact)
+    if criterion is not None and flow.loss is not None:
+        refuse_labels_for_model(model, sample, flow.loss.inputs)
     return flow
 
 

@@ -16,6 +16,7 @@ import pipeshard
 from pipeshard import trace
 from pipeshard.batch.read import RowDims
 from pipeshard.errors import BatchError
+from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error, relative_errors
 
@@ -257,6 +258,11 @@ class Classifier(nn.Module):
         return self.head(x)
 
 
+class WithFlag(Classifier):
+    def forward(self, x: Tensor, doubles: bool = False) -> Tensor:  # type: ignore[override]
+        return super().forward(x * 2 if doubles else x)
+
+
 class OfImages(Classifier):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)
@@ -301,6 +307,7 @@ def trained_on_tuples() -> dict[str, float]:
         "graph": off(OfGraph(), lambda seed: graph(5 + seed, seed), of_graph, 1),
         "one argument": off(OfImages(), labelled, of_classes, 2),
         "optional mask": off(Classifier(), labelled, of_classes, 2),
+        "flag": off(WithFlag(), labelled, of_classes, 2),
         "mask": off(Classifier(), lambda seed: labelled(seed, True), of_classes, 2),
     }
     with pytest.raises(BatchError, match=r"contains a Graph.*num_microbatches=1"):
@@ -313,3 +320,39 @@ def test_graphs_and_labels_for_the_criterion(pool: Pool) -> None:
     """torch_geometric's Data was taken for a function that makes batches, since it can be called.
     The labels of `(images, labels)` became the mask of a forward that has an optional one, or one argument too many."""
     assert pool.run(trained_on_tuples, 2) == [{}, {}]
+
+
+def of_tokens(output: Any, batch: Any) -> Tensor:
+    return cross_entropy(output.logits[:, :-1].flatten(0, 1), batch[-1][:, 1:].flatten())
+
+
+def of_sentences(output: Any, batch: Any) -> Tensor:
+    return cross_entropy(output.logits[:, 0], batch[-1])
+
+
+def of_attended(output: Any, batch: Any) -> Tensor:
+    ids, mask = batch
+    return of_tokens(output, [ids.masked_fill(mask == 0, -100)])
+
+
+def test_labels_in_a_tuple_are_not_passed_to_the_model() -> None:
+    """The labels of `(ids, mask, labels)` were llama's positions and BERT's token types: it trained, and to another
+    model, without a message."""
+    llama, bert = zoo.build("llama"), zoo.build("bert")
+    ids, mask, classes = torch.randint(3, 60, (4, 8)), torch.ones(4, 8).long(), torch.tensor([0, 1, 1, 0])
+    for model, batch, name in (
+        (llama, (ids, mask, ids), "position_ids"),
+        (bert, (ids, mask, ids % 2), "token_type_ids"),
+        (llama, (ids, ids), "attention_mask"),
+    ):
+        with pytest.raises(
+            BatchError, match=rf"\[{len(batch) - 1}\], .* as {name}, but the criterion reads it too: pass a dict"
+        ):
+            trace(model, batch, of_tokens)
+    for model, batch, criterion in (
+        (llama, (ids, mask), of_attended),
+        (llama, (ids, mask, mask.cumsum(1) - 1), lambda output, _: output.logits.square().mean()),
+        (llama, (ids, mask, classes), of_sentences),
+        (bert, (ids, mask, classes), of_sentences),
+    ):
+        assert trace(model, batch, criterion).loss is not None
