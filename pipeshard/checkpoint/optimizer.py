@@ -331,6 +331,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
         states = _saved_states(boosted, source, content, held["parameters"].keys())
     with together(boosted.group):
         _restore_states(boosted, content, states)
+    boosted.gradients.settle()  # with ZeRO, a replica has loaded the values of its own weights only
 
 
 def boosted_optimizer(optimizer: Optimizer) -> PipelineOptimizer:

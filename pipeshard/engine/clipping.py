@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeshard.distributed.collectives import CPU, control, gather_lists, local_grad
+from pipeshard.distributed.collectives import CPU, control, gather, gather_lists, local_grad
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.copies import WeightCopies
@@ -162,8 +162,11 @@ class ModelGradients:
     def follow(self, adopts: bool, shares: bool = True) -> bool:
         """After the loop has written to parameters or master weights, copy the writes so that both are equal (see
         MasterWeight.follow). Returns whether the replicas must call `copies.share` afterwards. With ZeRO and
-        `shares=False`, does nothing."""
-        return (shares or not self.copies.zero) and self.copies.follow(adopts)
+        `shares=False`, raises UsageError instead if they must."""
+        if shares or not self.copies.zero:
+            return self.copies.follow(adopts)
+        self.copies.refuse_unshared()
+        return False
 
     def complete(self) -> None:
         """Sum the gradients that were accumulated under `no_sync` over the ranks that hold each parameter. Such
@@ -191,6 +194,12 @@ class ModelGradients:
         """Call `follow` and `share`, so that the parameters can be read outside a step. Call it on all ranks."""
         with self.coupling.paused():
             self.follow(adopts=False)
+            self.copies.share()
+
+    def share_written(self) -> None:
+        """As `settle`, but if no replica has written to a weight, nothing is sent. Call it on all ranks."""
+        is_due = torch.tensor(self.follow(adopts=False))
+        if bool(gather(is_due, self.grid.replicas).any()):
             self.copies.share()
 
     def added(self) -> None:

@@ -20,9 +20,16 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.grad_sync import bundled
 from pipeshard.engine.hosted import HostedWeight, HostParameter
 from pipeshard.engine.mixed_precision import MasterWeight, State
-from pipeshard.graph.writes import count_reads, reads
+from pipeshard.errors import UsageError
+from pipeshard.graph.writes import Noted, count_reads, is_written, note, reads, sum_of_words
 
 VERSION = attrgetter("_version")  # of a tensor: the number of its in-place writes
+UNSHARED = (
+    "the loop has written to {name} through optimizer.param_groups (or a method of the optimizer). With zero_stage=1, "
+    "they contain only the weights that this replica updates, so model(...) would compute with different weights on "
+    "each replica: write to model.parameters() on every rank, or use booster.execute_pipeline(...), which sends such "
+    "writes to the other replicas. optimizer.train() and optimizer.eval() send what they write"
+)
 
 
 class WeightCopies:
@@ -71,6 +78,8 @@ class WeightCopies:
         """Record the states of the tracked tensors."""
         for weight, one, other in zip(self._watched, states[::2], states[1::2], strict=True):
             weight.noted = {id(weight.parameter): one, id(weight.master): other}
+        for tensor in self._tensors if self.zero else ():
+            note(tensor)
 
     def follow(self, adopts: bool, is_updated: bool = False) -> bool:
         """Make the copies on this rank equal again if a loop has written to one of them (`MasterWeight.follow`). With
@@ -92,6 +101,40 @@ class WeightCopies:
         if all(followed):
             self._note(self._states())
         return self.zero and any(followed)
+
+    def _written(self) -> dict[str, tuple[bool, bool]]:
+        """For each weight that was written since it was noted, with ZeRO: whether the parameter and `master` were. A
+        read of `data` is not a write."""
+        states = self._noted(self._states())
+        each = [is_written(tensor, Noted(s[0], s[3])) for tensor, s in zip(self._tensors, states, strict=True)]
+        rows = zip(self._watched, each[::2], each[1::2], strict=True)
+        return {weight.name: (one, other) for weight, one, other in rows if one or other}
+
+    def refuse_unshared(self) -> None:
+        """With ZeRO, raise UsageError if the loop has written through the optimizer's groups, which have only the
+        weights of this replica. In 16 bits, such a write is to a master weight. In fp32, the tensor is the parameter
+        itself, so this is assumed if the loop has written to all trained weights of this replica and to no others; of
+        other cases, `refuse_differing` finds those that matter."""
+        written = self._written()
+        masters = [name for name, (is_parameter, _) in written.items() if not is_parameter]
+        trained = [weight for weight in self._watched if weight.parameter.requires_grad]
+        own = {weight.name for weight in trained if weight.owner == self._grid.replica}
+        others = {weight.name for weight in trained} - own
+        is_own = len(own) > 1 and own <= written.keys() and bool(others) and others.isdisjoint(written)
+        if masters or is_own:
+            raise UsageError(UNSHARED.format(name=min(masters or own)))
+
+    def refuse_differing(self) -> None:
+        """With ZeRO, raise UsageError on every rank if the loop has written to a weight on some replicas only, and the
+        replicas now have different values. Call it on all ranks."""
+        written = self._written()
+        flags = gather(torch.tensor([weight.name in written for weight in self._watched]), self._grid.replicas)
+        for weight in compress(self._watched, (flags != flags[0]).any(dim=0).tolist()):
+            is_parameter, _ = written.get(weight.name, (True, False))
+            value = weight.parameter if is_parameter else weight.master.to(weight.parameter.dtype)
+            sums = gather(sum_of_words(value), self._grid.replicas)
+            if bool((sums != sums[0]).any()):
+                raise UsageError(UNSHARED.format(name=weight.name))
 
     def take_values(self) -> None:
         """Copy the updated values to the parameters on this rank. An optimizer with its own list (LBFGS) has updated

@@ -62,6 +62,8 @@ class Whole:
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of the unweighted mean of the replicas' losses."""
         pipeline, sync = self.pipeline, self.pipeline.sync
+        if pipeline.gradients.copies.zero:
+            pipeline.gradients.copies.refuse_differing()
         pipeline.gradients.add_to()
         if problems := sync.problems():
             raise UsageError(problems[0])

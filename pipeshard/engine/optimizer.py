@@ -32,6 +32,7 @@ from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.garbage import weak
 from pipeshard.private import global_step_pre_hooks
 
+MODES = "train", "eval"  # methods of schedule-free optimizers that write other values to the weights
 OF_RANK = "parameters_of_rank"  # key in a state dict: for each group, the names of the parameters that a rank updates
 
 
@@ -88,7 +89,19 @@ class PipelineOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optim" or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.optim, name)
+        value = getattr(self.optim, name)
+        return self._sharing(value) if name in MODES and self.zero and callable(value) else value
+
+    def _sharing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that calls `method` and sends the written weights to the other replicas. Call it on every rank."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.gradients.coupling.paused(), together_in(f"optimizer.{method.__name__}"):
+                result = method(*args, **kwargs)
+                self.gradients.share_written()
+            return result
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this object (schedulers replace its `step`), or of `optim` if this object has no such

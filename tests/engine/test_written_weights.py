@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeshard
@@ -16,6 +19,7 @@ from pipeshard.errors import UsageError
 from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.hunt.loops import LAYOUTS, Sides
+from tests.hunt.nets import data
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
 
@@ -338,6 +342,162 @@ def test_what_is_written_to_the_optimizers_tensors_is_seen_by_a_plain_call(pool:
     """Each closure of a line search (LBFGS) computed with the weights from before the step."""
     ((plain, pipelined),) = pool.run(calls, 1)
     assert plain == pytest.approx(pipelined, rel=1e-3)
+
+
+ZERO = {"dp_size": 2, "zero_stage": 1}
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Computes gradients between the newest weights and their average, and evaluates the average: `train` and `eval`
+    write the one or the other to the parameters."""
+
+    is_training = False
+
+    @torch.no_grad()
+    def _move(self, trains: bool, weight: float) -> None:
+        for parameter in of_groups(self) if trains is not self.is_training else ():
+            if "newest" in self.state[parameter]:
+                parameter.lerp_(self.state[parameter]["newest"], weight)
+        self.is_training = trains
+
+    def train(self) -> None:
+        self._move(True, 1 - 0.9)
+
+    def eval(self) -> None:
+        self._move(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in of_groups(self):
+            if parameter.grad is not None:
+                newest = self.state[parameter].setdefault("newest", parameter.clone())
+                parameter.lerp_(newest, 0.5).sub_(parameter.grad, alpha=0.1)
+                newest.sub_(parameter.grad, alpha=0.4)
+
+
+def plain(sides: Sides, batches: list[Any]) -> Any:
+    """The loss of a plain call on this replica's batch."""
+    return sides.engine.model(**next(sides.own(batches)))["loss"]
+
+
+def evaluates_schedule_free(layout: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """The losses of evaluations by plain calls on one batch, and those of the unsplit model."""
+    sides = Sides(layout, lambda model: ScheduleFree(model.parameters(), lr=0.1), verify=False)
+    losses, expected = list[float](), list[float]()
+    for step in range(3):
+        for optimizer in (sides.reference, sides.optimizer):
+            optimizer.train()
+        batches = [data(step), data(step + 10)]
+        sides.loss(batches)
+        sides.engine.backward(plain(sides, batches), sides.optimizer)
+        sides.step()
+        for optimizer in (sides.reference, sides.optimizer):
+            optimizer.eval()
+        with torch.no_grad():
+            losses.append(float(plain(sides, [data(20), data(20)])))
+            expected.append(float(sides.unsplit(**data(20))["loss"]))
+    return losses, expected
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-6), ("bf16", 1e-2)])
+def test_a_schedule_free_optimizer_is_evaluated_by_plain_calls(pool: Pool, precision: str, error: float) -> None:
+    """With ZeRO, `optimizer.eval()` writes to the weights that a replica owns. Each replica then evaluated with these
+    and the others' old weights, and got another loss."""
+    layout = {**ZERO, "precision": precision}
+    (first, expected), (second, _) = pool.run(evaluates_schedule_free, 2, layout, timeout=120)
+    assert first == second == pytest.approx(expected, rel=error)
+
+
+Write = Callable[[Sides], Any]
+
+
+@torch.no_grad()
+def halves(tensors: Iterable[Any]) -> None:
+    for tensor in tensors:
+        tensor.mul_(0.5)
+
+
+def swaps_on_one_rank(sides: Sides) -> None:
+    """One rank evaluates other weights, reads its weights' data, and restores them."""
+    for parameter in trained(sides) if dist.get_rank() == 0 else ():
+        before = parameter.detach().clone()
+        halves([parameter.data])
+        with torch.no_grad():
+            parameter.copy_(before)
+
+
+ALIKE: list[Write] = [  # on all replicas, or without effect
+    lambda sides: halves(trained(sides)),
+    lambda sides: halves([sides.model.head.bias]),
+    lambda sides: halves(sides.model.layers.parameters()),
+    lambda sides: [parameter.data.norm() for parameter in of_groups(sides.optimizer)],
+    swaps_on_one_rank,
+]
+APART: list[Write] = [
+    lambda sides: halves(of_groups(sides.optimizer)),
+    lambda sides: halves(parameter.data for parameter in of_groups(sides.optimizer)),
+]
+
+
+def writes_before_plain_calls(layout: dict[str, Any]) -> list[float]:
+    """What the loop writes is refused before a plain call where replicas would differ, and otherwise used."""
+    sides, losses = Sides(layout, momentum, verify=False), []
+    for step, write in enumerate([*ALIKE, *APART]):
+        sides.engine.backward(plain(sides, [data(step), data(step)]), sides.optimizer)
+        sides.step()
+        write(sides)
+        if write in APART:
+            with pytest.raises(UsageError, match=r"through optimizer\.param_groups .* zero_stage=1"):
+                plain(sides, [data(step), data(step)])
+            sides.split_loss([data(step), data(step)])
+        sides.engine.backward(plain(sides, [data(step), data(step)]), sides.optimizer)
+        with torch.no_grad():
+            losses.append(float(plain(sides, [data(9), data(9)])))
+    if layout["precision"] == "fp32":  # one of several: it might be written on all replicas, until these compare
+        halves(of_groups(sides.optimizer)[:1] if dist.get_rank() == 0 else ())
+        loss = plain(sides, [data(0), data(0)])
+        with pytest.raises(UsageError, match=r"through optimizer\.param_groups .* zero_stage=1"):
+            sides.engine.backward(loss, sides.optimizer)
+    return losses
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_one_replica_alone_has_written_is_refused_before_a_plain_call(pool: Pool, precision: str) -> None:
+    """A loop wrote to the weights in the optimizer's groups, which with ZeRO are those of one replica. Plain calls
+    computed with the others' old weights, and each replica evaluated and trained another model."""
+    first, second = pool.run(writes_before_plain_calls, 2, {**ZERO, "precision": precision}, timeout=120)
+    assert first == second
+
+
+def loads_before_plain_calls(folder: str, parts: list[str]) -> float:
+    """The loss of a plain call after `parts` of a checkpoint, made three updates later, are loaded."""
+    sides = Sides({**ZERO, "precision": "bf16"}, adam, verify=False)
+    saved = Sides({**ZERO, "precision": "bf16"}, adam, verify=False)
+    for step in range(3):
+        saved.split_loss([data(step), data(step + 10)])
+        saved.optimizer.step()
+    saved.engine.save_model(saved.engine.model, f"{folder}/model", shard=True)
+    saved.engine.save_optimizer(saved.optimizer, f"{folder}/optimizer", shard=True)
+    for part in parts:
+        if part == "model":
+            sides.engine.load_model(sides.engine.model, f"{folder}/model")
+        else:
+            sides.engine.load_optimizer(sides.optimizer, f"{folder}/optimizer")
+    loss = plain(sides, [data(9), data(9)])
+    sides.engine.backward(loss, sides.optimizer)
+    assert abs(float(loss) - float(plain(saved, [data(9), data(9)]))) < 1e-6
+    return float(loss)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("parts", [["model"], ["optimizer"], ["optimizer", "model"], ["model", "optimizer"]])
+def test_loaded_weights_are_those_of_all_replicas_in_a_plain_call(pool: Pool, tmp_path: Path, parts: list[str]) -> None:
+    """In 16 bits, a replica loads the fp32 values of the weights that it owns; the other replicas computed with their
+    old weights until a step."""
+    first, second = pool.run(loads_before_plain_calls, 2, str(tmp_path), parts, timeout=120)
+    assert first == second
 
 
 class Assigning(torch.optim.SGD):
