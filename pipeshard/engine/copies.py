@@ -84,23 +84,29 @@ class WeightCopies:
     def follow(self, adopts: bool, is_updated: bool = False) -> bool:
         """Make the copies on this rank equal again if a loop has written to one of them (`MasterWeight.follow`). With
         `is_updated`, also copy values of which no write is recorded: some kernels do not change the version. Returns
-        whether the replicas must `share` the values afterwards."""
+        whether the replicas must `share` the values afterwards, also those of earlier calls."""
         now = self._states()
         noted = self._noted(now)
         if now == noted and not is_updated:
-            return False
+            return self._is_due
         followed = []
         for k, weight in enumerate(self._watched):
             (one, other), (one_before, other_before) = (states[2 * k : 2 * k + 2] for states in (now, noted))
             if other != other_before:  # a read of the parameter's data does not imply a write
                 followed.append(weight.follow(one[:3] != one_before[:3], True, adopts))
+                weight.is_due |= followed[-1]
             elif one != one_before:
                 followed.append(weight.follow(True, False, adopts))
+                weight.is_due |= followed[-1]
             elif is_updated:
                 weight.take_value()
         if all(followed):
             self._note(self._states())
-        return self.zero and any(followed)
+        return self._is_due
+
+    @property
+    def _is_due(self) -> bool:
+        return self.zero and any(weight.is_due for weight in self._watched)
 
     def _written(self) -> dict[str, tuple[bool, bool]]:
         """For each weight that was written since it was noted, with ZeRO: whether the parameter and `master` were. A
@@ -128,7 +134,7 @@ class WeightCopies:
         """With ZeRO, raise UsageError on every rank if the loop has written to a weight on some replicas only, and the
         replicas now have different values. Call it on all ranks."""
         written = self._written()
-        flags = gather(torch.tensor([weight.name in written for weight in self._watched]), self._grid.replicas)
+        flags = gather(torch.tensor([w.name in written or w.is_due for w in self._watched]), self._grid.replicas)
         for weight in compress(self._watched, (flags != flags[0]).any(dim=0).tolist()):
             is_parameter, _ = written.get(weight.name, (True, False))
             value = weight.parameter if is_parameter else weight.master.to(weight.parameter.dtype)
@@ -150,12 +156,15 @@ class WeightCopies:
         if self._has_frozen:
             flags = gather(torch.tensor(self._changed(), dtype=torch.uint8), self._grid.replicas)
             changed = [*compress(self._watched, flags.any(dim=0).tolist())]
+        before = self._states()
+        noted = self._noted(before)
         share_updates(changed, self._grid.replicas)
         states = self._states()
-        noted = self._noted(states)
-        noted[::2] = states[::2]  # a broadcast also changes the version of the parameter that it sends
         for k, weight in enumerate(self._watched):
+            if not weight.is_double or before[2 * k] == noted[2 * k]:  # otherwise, `master` lacks the loop's write
+                noted[2 * k] = states[2 * k]  # a broadcast also changes the version of the parameter that it sends
             weight.shared = {id(weight.parameter): states[2 * k], id(weight.master): states[2 * k + 1]}
+            weight.is_due = False
             if not weight.is_double:  # this replica owns each double weight, so it was not received
                 noted[2 * k + 1] = states[2 * k + 1]
         self._note(noted)

@@ -86,6 +86,7 @@ class MasterWeight:
         weight); otherwise None.
         noted: the states of the parameter and of `master`, by id, when they were last equal (see WeightCopies).
         shared: their states after they were last sent to the other replicas.
+        is_due: whether a write was copied from one of them to the other, but not sent to the other replicas yet.
         moved: a function to call after the shard has moved to other memory, or None.
         lowered: whether the parameter was cast to 16 bits. If the parameter was frozen at that time, the fp32 master
         weight is created when the parameter is first trained.
@@ -98,6 +99,7 @@ class MasterWeight:
         self.owner: int | None = None
         self.noted: dict[int, State] = {}
         self.shared: dict[int, State] = {}
+        self.is_due = False
         self.moved: Callable[[str, nn.Parameter], None] | None = None
         self._lent: Tensor | None = None  # the gradient that was assigned to `master`
         self.plain = full is None and not isinstance(parameter, DTensor)

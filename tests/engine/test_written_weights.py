@@ -500,6 +500,53 @@ def test_loaded_weights_are_those_of_all_replicas_in_a_plain_call(pool: Pool, tm
     assert first == second
 
 
+def writes_before_it_is_shared(folder: str) -> list[list[Tensor]]:
+    """The weights with which the next forward computes, after the loop wrote through the groups: before a step that is
+    skipped, and before the optimizer alone is saved."""
+    sides, computed = Sides({**ZERO, "precision": "fp16"}, momentum, verify=False), []
+    batches = [data(0), data(10)]
+    for is_skipped in (True, False):
+        sides.split_loss(batches)
+        halves(of_groups(sides.optimizer))
+        if is_skipped:
+            sides.model.head.bias.grad[0] = float("inf")
+            sides.optimizer.step()
+            assert sides.optimizer.skipped
+        else:
+            sides.engine.save_optimizer(sides.optimizer, folder, shard=True)
+        sides.optimizer.zero_grad()
+        sides.split_loss(batches)
+        computed.append([parameter.detach().clone() for parameter in sides.model.parameters()])
+    return computed
+
+
+@pytest.mark.turns
+def test_what_is_written_before_a_skipped_step_is_shared(pool: Pool, tmp_path: Path) -> None:
+    """A loop decayed weights before a step that overflowed, or saved the optimizer only. The replica copied the write
+    to its own parameter and forgot it: the others computed with the old weights until the next update."""
+    first, second = pool.run(writes_before_it_is_shared, 2, str(tmp_path), timeout=120)
+    for one, other in zip(first, second, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def clamps_before_a_save() -> float:
+    """The largest value after the model is clamped, evaluated and gathered, and an update with a learning rate of 0."""
+    sides = Sides({**ZERO, "precision": "bf16"}, lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
+    sides.split_loss([data(0), data(10)])
+    for parameter in trained(sides):
+        parameter.detach().clamp_(-BOUND, BOUND)
+    pipeshard.to_sequential(sides.engine.model)
+    sides.optimizer.step()
+    return max(float(parameter.detach().abs().max()) for parameter in trained(sides))
+
+
+@pytest.mark.turns
+def test_what_is_written_in_16_bits_before_a_save_is_kept(pool: Pool) -> None:
+    """With ZeRO, a save sends each weight to all replicas. The replica then took the loop's write for its own, and the
+    next update wrote the fp32 values over it."""
+    assert pool.run(clamps_before_a_save, 2, timeout=120) == [BOUND, BOUND]
+
+
 class Assigning(torch.optim.SGD):
     """Assigns new values to `data`, and keeps the tensor of the values before."""
 
