@@ -176,8 +176,8 @@ def first_difference(key: Hashable, before: Hashable) -> str:
     """The name of a captured variable in which two keys of functions with the same code differ, or ""."""
     if not isinstance(key, _Made) or not isinstance(before, _Made):
         return ""
-    names = (name for name, value in key.captured.items() if isinstance(name, str) and before.captured[name] != value)
-    return next(names, "")
+    one, other = key.captured, before.captured  # a partial may lack an argument
+    return next((name for name in one | other if isinstance(name, str) and one.get(name) != other.get(name)), "")
 
 
 def _thing(key: Hashable) -> Any:
