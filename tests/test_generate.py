@@ -511,6 +511,29 @@ def test_generation_with_adapters(pool: Pool, name: str, targets: list[str], opt
     assert pool.run(adapted, 2, name, targets, options) == [True, True]
 
 
+def traced_for_each(name: str) -> list[int]:
+    """The number of traces in each of three calls of a PeftModel that sets a method of its base model in each call."""
+    task = "SEQ_2_SEQ_LM" if name == "t5" else "CAUSAL_LM"
+    config = peft.LoraConfig(task_type=task, r=2, target_modules=["q" if name == "t5" else "q_proj"])
+    model = boosted(peft.get_peft_model(zoo.build(name), config), name)
+    numbers = []
+    for _ in range(3):
+        traces = model.pipeline.traces
+        with mock.patch.object(traces, "_traced", wraps=traces._traced) as tracing:
+            generated(model, name, **GREEDY)
+        numbers.append(tracing.call_count)
+    return numbers
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", ["llama-tied", "t5"])
+def test_a_model_with_adapters_is_traced_once_for_all_calls(pool: Pool, name: str) -> None:
+    """In each call, peft assigns the same method to the base model again: each prompt and each decode was traced again,
+    and after 16 calls a warning said that the script changes the model."""
+    for first, *later in pool.run(traced_for_each, 2, name):
+        assert first > 0 and later == [0, 0]
+
+
 def seeing(name: str, num_microbatches: int | None = None, with_adapters: bool = False) -> bool:
     """Whether prompts with images, all of one size, are answered as in one process."""
     (entry,) = find(name)

@@ -27,6 +27,7 @@ from pipeshard.errors import TraceError
 from pipeshard.graph.packages import is_library, is_users
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
+PLAIN_OR_METHOD = (*PLAIN, MethodType)  # are compared with ==
 REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # dicts whose entries a module reads as attributes
 # Other attributes that torch keeps in modules. Hooks are walked, but their dicts are not compared: see `constants_of`.
 HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
@@ -66,7 +67,9 @@ def is_comparable(value: Any) -> bool:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b))
+    """Whether these are one object, equal plain values, or the same method of one object: each read of a method creates
+    another object."""
+    return a is b or (type(a) is type(b) and isinstance(a, PLAIN_OR_METHOD) and bool(a == b))
 
 
 def format_path(path: Path) -> str:
