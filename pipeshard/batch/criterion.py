@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import traceback
+import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
 from types import FunctionType
@@ -178,6 +179,15 @@ def first_difference(key: Hashable, before: Hashable) -> str:
         return ""
     one, other = key.captured, before.captured  # a partial may lack an argument
     return next((name for name in one | other if isinstance(name, str) and one.get(name) != other.get(name)), "")
+
+
+def reference_to(key: Hashable) -> Callable[[], Any]:
+    """A weak reference to the criterion of a key, or to the object of a bound method."""
+    criterion = key.function if isinstance(key, _Made) else _thing(key)
+    try:
+        return weakref.ref(getattr(criterion, "__self__", criterion))
+    except TypeError:  # a class with __slots__
+        return lambda: None
 
 
 def _thing(key: Hashable) -> Any:

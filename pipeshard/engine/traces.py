@@ -6,7 +6,7 @@ of a branch of glue on the batch's values differs.
 """
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, first_difference, is_made_again, key_of
+from pipeshard.batch.criterion import Criterion, first_difference, is_made_again, key_of, reference_to
 from pipeshard.distributed.agreement import hash_of
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.mesh import Grid
@@ -82,6 +82,7 @@ class Traces:
         self.flags = Flags(policy.model)
         self.flags_of: dict[Hashable, Flags] = {}  # of criteria
         self._looks = Looks()  # at criteria: those that were created again, and differ, are new
+        self._dropped: list[Callable[[], Any]] = []  # weak references to the criteria that were dropped last
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._confirmed: WeakKeyDictionary[Dataflow, set[bool]] = WeakKeyDictionary()  # with and without training
@@ -122,7 +123,8 @@ class Traces:
 
     def _flags_of(self, criterion: Criterion) -> Flags:
         """The Flags of a criterion. All that is cached for criteria, and for what they capture, is dropped if there are
-        too many: few, if the loop creates another criterion in each step, since none of them occurs again."""
+        too many: few, if the loop creates another criterion in each step, since none of them occurs again. If the loop
+        still has most of the dropped criteria, it created them once, and takes them in turn."""
         key, looks = key_of(criterion), self._looks
         looks.number += 1
         if key in self.flags_of:
@@ -130,10 +132,13 @@ class Traces:
         before = next((other for other in reversed(self.flags_of) if is_made_again(key, other)), None)
         if before is not None:
             looks.found()
-        if looks.is_restless:
+        kept = sum(dropped() is not None for dropped in self._dropped)
+        is_restless = looks.is_restless and 2 * kept <= len(self._dropped)
+        if is_restless and self._dropped:
             name = first_difference(key, before)
             self._warn(NEW, f" (now, its {name} is new)" if name else "")
-        if len(self.flags_of) >= (MOST_STATES if looks.is_restless else MOST_FLOWS):
+        if len(self.flags_of) >= (MOST_STATES if is_restless else MOST_FLOWS):
+            self._dropped = [*map(reference_to, self.flags_of)]
             self.flags_of.clear()
             self.losses.rules.clear()
             self._forget_flows()

@@ -618,6 +618,48 @@ def test_a_criterion_that_each_step_creates_is_named_and_not_kept(pool: Pool) ->
         assert said == [] and number <= 2
 
 
+class Scaling:
+    """A criterion of one of many tasks."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, out: Any, batch: Any) -> Any:
+        return self.scale * out["loss"]
+
+
+def taken_in_turn(kind: str) -> tuple[list[str], int]:
+    """The warnings if steps take criteria of many tasks in turn, each created once, and the number of traces."""
+    said = list[str]()
+    scales = [(k + 1) / 100 for k in range(FEW_STATES + 3)]
+    if kind == "objects":
+        criteria: list[Any] = [*map(Scaling, scales)]
+    elif kind == "methods":
+        criteria = [Scaling(scale).__call__ for scale in scales]
+    else:
+        criteria = [partial(scaled, scale=scale) for scale in scales]
+    with (
+        mock.patch.object(snapshot, "MOST_STATES", FEW_STATES),
+        mock.patch.object(traces, "MOST_STATES", FEW_STATES),
+        mock.patch.object(traces.logger, "warning", lambda text, *args: said.append(text % args)),
+        mock.patch.object(traces, "trace", wraps=traces.trace) as tracing,
+    ):
+        split = Split(Net(), 2, batch(0), num_microbatches=2, verify=False)
+        for criterion in 3 * criteria:
+            split.booster.execute_pipeline(iter([batch(0)]), split.model, criterion, split.optimizer)
+    return said, tracing.call_count
+
+
+@pytest.mark.processes
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", ["partials", "objects", "methods"])
+def test_criteria_of_many_tasks_are_traced_once(pool: Pool, kind: str) -> None:
+    """With more than 16 criteria in turn, each step traced and verified again, and a warning advised to create them
+    once."""
+    for said, number in pool.run(taken_in_turn, 2, kind, timeout=200.0):
+        assert said == [] and number <= 2 * (FEW_STATES + 3)
+
+
 class Weighing:
     """A criterion with numbers that the loop sets, and that its code compares with numbers of several kinds."""
 
