@@ -169,13 +169,16 @@ def test_predictions_are_on_every_rank(pool: Pool, tmp_path: Path, ranks: int, o
 
 
 class OneMore(LlamaForCausalLM):
-    """Returns one more output: a part of the loss, a scalar, or a field of batches with a row without padding."""
+    """Returns one more output: a part of the loss, a scalar, the number of labels, or a field of batches with a row
+    without padding."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Any]:
         out = super().forward(input_ids, attention_mask, labels=labels)
         outputs, more = {"loss": out.loss, "logits": out.logits}, self.config.more
         if more == "field":
             return outputs | ({more: out.logits[:, -1]} if attention_mask.all(1).any() else {})
+        if more == "count":
+            return outputs | {more: (labels != -100).sum()}
         return outputs | {more: out.loss.detach() / 2 if more == "part" else out.logits.mean()}
 
 
@@ -191,7 +194,7 @@ def evaluate_one_more(folder: str, more: str, plugin: dict[str, Any] | None = No
 
 @pytest.mark.turns
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("more", ["part", "scalar", "field"])
+@pytest.mark.parametrize("more", ["part", "scalar", "count", "field"])
 def test_outputs_that_cannot_be_merged_are_those_of_the_whole_batch(pool: Pool, tmp_path: Path, more: str) -> None:
     """A user's model returned the parts of its loss: training with several microbatches was exact, and the first
     evaluation with compute_metrics was refused. So were evaluations of which one microbatch alone had images."""

@@ -116,6 +116,12 @@ class Batch:
         return {path: leaf for path, leaf, dim in leaves if is_entries(leaf, dim)}
 
     @property
+    def parted(self) -> frozenset[str]:
+        """The paths of the leaves of which each microbatch has its own part."""
+        pairs = zip(self.paths, self.row_dims, strict=True)
+        return frozenset(path for path, dim in pairs if dim is not None) | self.owners.keys()
+
+    @property
     def others(self) -> tuple[tuple[str, str], ...]:
         """The leaves that are not tensors, as (path, text). The text shows whether a list or array has one entry
         per sample."""

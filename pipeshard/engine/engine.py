@@ -93,9 +93,10 @@ class Ran(NamedTuple):
     flow: Dataflow
 
 
-def _merges(outputs: Outputs, found: FoundWays) -> bool:
+def _merges(outputs: Outputs, found: FoundWays, batches: Sequence[Batch]) -> bool:
     """Whether the requested outputs of each batch's microbatches can be merged."""
-    return all(outputs.merges([flow for flow, _ in of_batch]) for of_batch in found.ways)
+    pairs = zip(found.ways, batches, strict=True)
+    return all(outputs.merges([flow for flow, _ in ways], batch) for ways, batch in pairs)
 
 
 class Pipeline:
@@ -267,7 +268,8 @@ class Pipeline:
                 bits |= UNSEEN
             bits |= WRITTEN * self.gradients.follow(adopts=train)
             found = self._find(asked, batches, looks=False)
-            bits |= UNMERGED * (self.uncuts and not train and found is not None and not _merges(asked.outputs, found))
+            if self.uncuts and not train and found is not None:
+                bits |= UNMERGED * (not _merges(asked.outputs, found, batches))
             ways = -1 if found is None else self.traces.number(found)
             return News(bits, ways, *self.gradients.updates.numbers)
 
@@ -356,7 +358,7 @@ class Pipeline:
         self.cuts.forget()
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
-            outputs.check(microbatch.route.flow, len(planned[-1]) > 1, self.num_stages > 1)
+            outputs.check(microbatch.route.flow, cut[-1][0], len(planned[-1]) > 1, self.num_stages > 1)
         if train:
             self._refuse_untrainable(flow, outputs)
             refuse_differentiable(read, self.num_stages, len(planned[-1]))

@@ -87,9 +87,9 @@ class Outputs:
         """A description of the request. Ranks with the same request have the same description."""
         return self._text
 
-    def check(self, flow: Dataflow, is_cut: bool, is_split: bool) -> None:
+    def check(self, flow: Dataflow, batch: Batch, is_cut: bool, is_split: bool) -> None:
         """Raise UsageError, on every rank, if the model's output lacks a requested field or the requested loss. Also
-        raise UsageError if the outputs of a model that is split into stages (`is_split`), or of a batch that is split
+        raise UsageError if the outputs of a model that is split into stages (`is_split`), or of a `batch` that is split
         into microbatches (`is_cut`), cannot be collected or merged."""
         if self.each_loss and flow.loss is None:
             raise UsageError(
@@ -106,7 +106,7 @@ class Outputs:
                     "torch.utils._pytree.register_pytree_node, or pass return_outputs='loss' or False"
                 )
         if is_cut and self.function is None:
-            self._check_merge(flow)
+            self._check_merge(flow, batch)
         if isinstance(self.needed, frozenset):
             fields = dict.fromkeys(filter(None, (field_of(path) for path, _, _ in flow.outputs)))
             if unknown := sorted(self.needed - fields.keys()):
@@ -117,20 +117,22 @@ class Outputs:
                     "microbatch"
                 )
 
-    def _check_merge(self, flow: Dataflow) -> None:
-        """Raise UsageError if an output of a microbatch cannot be merged for the whole batch."""
+    def _check_merge(self, flow: Dataflow, batch: Batch) -> None:
+        """Raise UsageError if an output of a microbatch cannot be merged for the whole `batch`. An output that depends
+        only on parameters, and on leaves that each microbatch has in full, can."""
         for path, use, spec in flow.outputs if self.needed else ():
             if self._takes(path) and not _is_loss(use, spec, flow):
-                _refuse_unmergeable(path, spec, bool(use.values))
+                is_computed = bool(use.values or use.hidden or use.inputs & batch.parted)
+                _refuse_unmergeable(path, spec, is_computed)
 
-    def merges(self, flows: Sequence[Dataflow]) -> bool:
-        """Whether the outputs of a batch's microbatches can be merged, as far as their traces show. They cannot if the
-        microbatches have different outputs, or if another scalar depends on the same results as the loss."""
+    def merges(self, flows: Sequence[Dataflow], batch: Batch) -> bool:
+        """Whether the outputs of the microbatches of `batch` can be merged, as far as their traces show. They cannot if
+        the microbatches have different outputs, or if another scalar depends on the same results as the loss."""
         if len(flows) == 1 or not self.needed or self.function is not None:
             return True
         try:
             for flow in flows:
-                self._check_merge(flow)
+                self._check_merge(flow, batch)
         except UsageError:
             return False
         taken = [[output for output in flow.outputs if self._takes(output[0])] for flow in flows]

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeshard.batch.read import read_batch
+from pipeshard.engine.outputs import Outputs
 from pipeshard.errors import UsageError
+from pipeshard.graph.trace import trace
 from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split
@@ -30,8 +33,11 @@ class Telling(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(3))
 
     def forward(self, x: Tensor) -> Any:
+        count = (x < 9).sum()
         for layer in (self.enter, *self.layers, self.head):
             x = torch.tanh(layer(x))
+        if self.kind == "count":
+            return x.square().mean() * self.scale, x, count
         beside: Any = {
             "scalar": x.mean(),
             "number": len(x),
@@ -80,6 +86,7 @@ def merged(kind: str) -> tuple[list[str], bool]:
     [
         ("scalar", r"\[2\] cannot be merged .* has no batch dimension"),
         ("sum", r"\[2\] cannot be merged .* has no batch dimension"),
+        ("count", r"\[2\] cannot be merged .* has no batch dimension"),
         ("pairs", r"\[2\] cannot be merged .* has 2 dimensions that grow with the batch"),
         ("same", None),
         ("array", None),
@@ -89,10 +96,32 @@ def merged(kind: str) -> tuple[list[str], bool]:
 )
 def test_no_microbatch_s_own_passes_for_the_batch_s(pool: Pool, kind: str, why: str | None) -> None:
     """The first microbatch's loss, scalars, numbers and numpy arrays were returned, and (6, 2) for the (6, 6) of all
-    pairs."""
+    pairs. So was the number of the first microbatch's entries, which happened to be that of each other one."""
     for told, good in pool.run(merged, 2, kind):
         assert good
         assert_told(told, [] if why is None else [why])
+
+
+class Counts(nn.Module):
+    """Returns, beside its samples, a number of the batch: of their entries, or of those of a table for all of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(H, H) for _ in range(3))
+
+    def forward(self, x: Tensor, table: Tensor) -> Any:
+        count = (x < 9).sum() if self.kind == "samples" else (table < 9).sum()
+        for layer in self.layers:
+            x = layer(x)
+        return x, count
+
+
+@pytest.mark.parametrize("kind", ["samples", "table"])
+def test_what_is_computed_from_a_shared_leaf_is_the_same_in_all_microbatches(kind: str) -> None:
+    model = Counts(kind)
+    batch = read_batch(model, {"x": rows(), "table": torch.ones(ROWS)}, {"table": None})
+    flow = trace(model, batch.split(num_microbatches=3)[0])
+    assert Outputs(True).merges([flow] * 3, batch) == (kind == "table")
 
 
 class Detects(nn.Module):
