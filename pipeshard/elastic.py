@@ -17,12 +17,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.training_state import check_complete, has_step, load_training_state, save_training_state
+from pipeshard.checkpoint.training_state import (
+    check_complete,
+    check_contents,
+    check_parts,
+    has_step,
+    load_training_state,
+    save_training_state,
+)
 from pipeshard.distributed.collectives import gather, gather_objects, together_in
 from pipeshard.distributed.groups import raising_errors
 from pipeshard.distributed.mesh import backend_here
 from pipeshard.distributed.signals import Handler
 from pipeshard.errors import ConfigurationError, UsageError, summary
+from pipeshard.options import POSITIVE, is_positive
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
 from pipeshard.verify.decide import standing_alone
 
@@ -51,18 +59,20 @@ class PreemptibleJob:
         every: the number of steps between saves.
         keep: the number of saved steps to keep.
 
-    Raises ConfigurationError for an invalid `every`, and UsageError outside the main thread, since only the main thread
-    can handle signals.
+    Raises ConfigurationError for an invalid `every` or `keep`, and UsageError outside the main thread, since only the
+    main thread can handle signals.
     """
 
     def __init__(self, directory: str | Path, every: int = 100, keep: int = 3) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise ConfigurationError(f"every, a number of steps, must be a positive integer, got {every!r}")
+        for name, value in (("every, a number of steps,", every), ("keep, a number of saved steps,", keep)):
+            if not is_positive(value):
+                raise ConfigurationError(f"{name} must be {POSITIVE}, got {value!r}")
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.step = 0  # completed steps
         self._parts: tuple[Any, Any, Any, Any] | None = None
         self._averages: Sequence[nn.Module] = ()
         self._saved = -1  # the step of the newest state
+        self._is_savable = False  # whether the states that the objects have after a step have been checked
         self._wishes: deque[int] = deque()  # append and popleft are atomic: signals may arrive at any time
         self._listen()
 
@@ -80,10 +90,11 @@ class PreemptibleJob:
         average of its weights. Returns the number of completed steps, which is 0 for a new job.
 
         Raises CheckpointError, on every rank, for a state that does not match these objects, for a directory that
-        contains saved steps, but no complete one (a save that was killed leaves no step), and for only some of the
-        optimizers that were boosted with the model.
+        contains saved steps, but no complete one (a save that was killed leaves no step), for only some of the
+        optimizers that were boosted with the model, and for objects that could not be saved.
         """
         check_complete(model, optimizer)
+        check_parts(model, dataloader, averages)
         self._parts, self._averages = (model, optimizer, lr_scheduler, dataloader), averages
         if getattr(dataloader, "num_workers", 0):
             dataloader.worker_init_fn = Deaf(dataloader.worker_init_fn)
@@ -96,7 +107,8 @@ class PreemptibleJob:
         `optimizer.zero_grad()`.
 
         If any rank has received SIGTERM, saves and raises SystemExit with status 143 on every rank; `pipeshard launch`
-        then continues with the remaining ranks. Also raises the errors of `save`.
+        then continues with the remaining ranks. Also raises the errors of `save`. The first call raises CheckpointError
+        for a state that could not be saved.
         """
         if self._step_done() == LEAVE:
             dist.destroy_process_group()
@@ -105,6 +117,10 @@ class PreemptibleJob:
     @together_in("job.step_done")
     def _step_done(self) -> int:
         """Count a step, save if it is due or requested, and return the highest request that any rank received."""
+        parts = self._given("step_done")
+        if not self._is_savable:
+            check_contents(*parts)
+            self._is_savable = True
         self.step += 1
         mine = max((self._wishes.popleft() for _ in range(len(self._wishes))), default=NOTHING)
         wish = int(gather(torch.tensor([mine]), _world()).max())
@@ -117,11 +133,16 @@ class PreemptibleJob:
 
         Raises UsageError before `resume`, and CheckpointError as `save_training_state` does.
         """
-        if self._parts is None:
-            raise UsageError("save was called before resume: call job.resume(model, optimizer, ...) first")
+        parts = self._given("save")
         if self._saved != self.step:
-            save_training_state(self.directory, self.step, *self._parts, self.keep, averages=self._averages)
+            save_training_state(self.directory, self.step, *parts, self.keep, averages=self._averages)
             self._saved = self.step
+
+    def _given(self, call: str) -> tuple[Any, Any, Any, Any]:
+        """The objects that were passed to `resume`."""
+        if self._parts is None:
+            raise UsageError(f"{call} was called before resume: call job.resume(model, optimizer, ...) first")
+        return self._parts
 
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():

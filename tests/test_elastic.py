@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from torch.utils.data import DataLoader
 
 import elastic
 from pipeshard import AutoConfig, ElasticJob, PreemptibleJob, cli, launch, load_training_state, save_training_state
@@ -24,7 +26,7 @@ from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.distributed import watching
 from pipeshard.elastic import WISHES, _join
-from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
+from pipeshard.errors import CheckpointError, ConfigurationError, PipeshardError, UsageError
 from pipeshard.planner.autoconfig import Layout, layouts
 from pipeshard.split.materialize import is_released
 from tests import zoo
@@ -329,6 +331,74 @@ def test_a_job_resumes_averages_of_the_weights(pool: Pool, tmp_path: Path) -> No
     argument of the job took it, and a script cannot know the step in which the job saves."""
     for of_job, in_background, said in pool.run(averaged, 2, tmp_path):
         assert of_job and in_background and "was saved without average-0" in said
+
+
+class Warmup:
+    """A factor of the learning rate, which a LambdaLR saves with its state."""
+
+    def __init__(self) -> None:
+        self.peaks = {2, 4}
+
+    def __call__(self, step: int) -> float:
+        return 1.0 if step in self.peaks else 0.5
+
+
+def unsavable(folder: Path) -> list[str]:
+    split = Split(zoo.build("gpt2"), dist.get_world_size(), zoo.batch("gpt2"), num_microbatches=2)
+    model, optimizer = split.model, split.optimizer
+
+    def after_a_step(lr_scheduler: Any = None) -> None:
+        job = PreemptibleJob(folder)
+        job.resume(model, optimizer, lr_scheduler)
+        split.backward(zoo.batch("gpt2"))
+        split.step()
+        job.step_done()
+
+    def with_a_foreign_state() -> None:
+        optimizer.unwrap().state[-1] = {"steps": 1}
+        after_a_step()
+
+    attempts: list[Callable[[], Any]] = [
+        lambda: PreemptibleJob(folder, keep=None),  # type: ignore[arg-type]
+        lambda: PreemptibleJob(folder, keep=0),
+        lambda: PreemptibleJob(folder).resume(model, optimizer, dataloader=DataLoader([1, 2])),  # type: ignore[arg-type]
+        lambda: PreemptibleJob(folder).resume(model, optimizer, averages=model),  # type: ignore[arg-type]
+        lambda: PreemptibleJob(folder).resume(model, optimizer, averages=[model.unwrap()]),
+        lambda: save_training_state(folder, 1, model, averages=model),
+        lambda: load_training_state(folder, model, averages=model),
+        lambda: PreemptibleJob(folder).step_done(),
+        lambda: after_a_step(torch.optim.lr_scheduler.LambdaLR(optimizer, Warmup())),
+        with_a_foreign_state,
+    ]
+    messages = []
+    with mock.patch("signal.signal"), mock.patch("signal.pthread_sigmask"):
+        for attempt in attempts:
+            with pytest.raises(PipeshardError) as caught:
+                attempt()
+            messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.turns
+def test_a_job_that_could_not_save_ends_before_its_second_step(pool: Pool, tmp_path: Path) -> None:
+    """Only the first save checked what was passed to the job: a hundred steps later, or after SIGTERM, when the work
+    was lost."""
+    expected = [
+        "keep, a number of saved steps, must be a positive integer, got None",
+        "keep, a number of saved steps, must be a positive integer, got 0",
+        "this DataLoader has no state_dict with its position in the data",
+        r"averages must be a list of boosted models, got a PipelineModel: pass averages=\[average\]",
+        "this GPT2LMHeadModel was not boosted",
+        "averages must be a list of boosted models, got a PipelineModel",
+        "averages must be a list of boosted models, got a PipelineModel",
+        "step_done was called before resume: call job.resume",
+        "the state of this LambdaLR cannot be saved .*set is not a type of plain values",
+        "the optimizer's state has the key -1, which is not a parameter",
+    ]
+    first, second = pool.run(unsavable, 2, tmp_path)
+    assert first == second
+    assert_told(first, expected)
+    assert not list(tmp_path.glob("step-*"))
 
 
 def test_a_script_without_a_launcher_is_told() -> None:

@@ -22,7 +22,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.files import existing, hidden, make_way, new_folder, remove, restore, together, writes
 from pipeshard.checkpoint.io import boosted_model, io_of
-from pipeshard.checkpoint.optimizer import boosted_optimizer, load_optimizer, optimizer_part, save_optimizer
+from pipeshard.checkpoint.optimizer import (
+    boosted_optimizer,
+    check_savable,
+    load_optimizer,
+    optimizer_part,
+    save_optimizer,
+)
 from pipeshard.checkpoint.state_folder import (
     MANIFEST,
     MARKS,
@@ -122,8 +128,8 @@ def save_training_state(
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     optimizers = by_name(OPTIMIZER, optimizer)
     check_complete(model, optimizer)
+    check_parts(model, dataloader, averages)
     with together(pipeline.grid.world):
-        _check_loader(dataloader)
         _check_step(parent, step, keep)
     _refuse_other_number(step, pipeline, "step")
     checkpoints = io_of(model)
@@ -181,6 +187,39 @@ def check_complete(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
                 f"the model was also boosted with {', '.join(left_out)}, whose state would be lost on resuming: pass a "
                 "list of all its optimizers (optimizer=[muon, adamw]), in the same order when saving and loading"
             )
+
+
+def check_parts(model: nn.Module, dataloader: Any, averages: Sequence[nn.Module]) -> None:
+    """Raise CheckpointError, on every rank, for a dataloader without a position in the data, and for averages that are
+    not a list of boosted models."""
+    with together(boosted_model(model).pipeline.grid.world):
+        if dataloader is not None and not all(hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")):
+            raise CheckpointError(
+                f"this {type(dataloader).__name__} has no state_dict with its position in the data: create it with "
+                "plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or pass dataloader=None"
+            )
+        if not isinstance(averages, Sequence):
+            raise CheckpointError(
+                f"averages must be a list of boosted models, got a {type(averages).__name__}: pass averages=[average]"
+            )
+        for average in averages:
+            boosted_model(average)
+
+
+def check_contents(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    lr_scheduler: LRScheduler | Sequence[LRScheduler] | None,
+    dataloader: Any,
+) -> None:
+    """Raise CheckpointError, on every rank, if `save_training_state` could not write the states that these objects have
+    after a step. Call it on all ranks."""
+    pipeline = boosted_model(model).pipeline
+    for each in by_name(OPTIMIZER, optimizer).values():
+        check_savable(each)
+    with together(pipeline.grid.world):
+        if pipeline.grid.first:
+            rest_of(pipeline, lr_scheduler, dataloader)
 
 
 def _planned_state(
@@ -252,9 +291,9 @@ def load_training_state(
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     check_complete(model, optimizer)
+    check_parts(model, dataloader, averages)
     io_of(model).wait()  # the step that is being written may be the newest, and removes earlier steps
     with together(pipeline.grid.world):
-        _check_loader(dataloader)
         steps = _choose(parent, step)
     _refuse_other_number(steps[0], pipeline, "newest step")
     damaged: dict[Path, str] = {}
@@ -307,14 +346,6 @@ def has_step(directory: str | Path) -> bool:
     """Whether `directory` contains a step, complete or not. A save that was killed before it completed its step leaves
     only a hidden folder, which does not count."""
     return bool(_steps(Path(directory)))
-
-
-def _check_loader(dataloader: Any) -> None:
-    if dataloader is not None and not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
-        raise CheckpointError(
-            f"this {type(dataloader).__name__} has no state_dict with its position in the data: create it with "
-            "plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or pass dataloader=None"
-        )
 
 
 def _check_step(parent: Path, step: int, keep: int) -> None:
