@@ -28,7 +28,7 @@ from pipeshard.launch import parse
 from tests import arguments, zoo
 from tests.house import PACKAGE, ROOT
 from tests.pool import Pool, WorkerError
-from tests.snippets import PAGES, check, snippets
+from tests.snippets import PAGES, check, is_python, new_lines, snippets
 
 DOCS = ROOT / "docs"
 # Words that no other engine's documentation has. They may stand in the middle of a page, not where one looks first.
@@ -66,6 +66,20 @@ def test_a_wrong_block_is_named(pool: Pool, tmp_path: Path, text: str, message: 
     with pytest.raises((ValueError, WorkerError)) as error:
         check(page, pool)
     assert message in str(error.value)
+
+
+def test_a_plugin_is_created_after_the_arguments_of_a_trainer() -> None:
+    """These arguments initialize the process group of a script. Blocks run in one, so a block with the plugin before
+    GRPOConfig(...) ran here, and in no script."""
+    arguments, found = {"TrainingArguments", "SFTConfig", "RewardConfig", "DPOConfig", "GRPOConfig"}, 0
+    for one in (one for page in PAGES for one in snippets(page) if is_python(one) and not one.reason):
+        calls = [node for node in ast.walk(ast.parse(new_lines(one))) if isinstance(node, ast.Call)]
+        calls.sort(key=lambda call: (call.lineno, call.col_offset))  # the order in which arguments are evaluated
+        names = [ast.unparse(call.func).rpartition(".")[2] for call in calls]
+        if "PipelinePlugin" in names and not arguments.isdisjoint(names):
+            found += 1
+            assert arguments.isdisjoint(names[names.index("PipelinePlugin") :]), one
+    assert found
 
 
 def test_extras_are_those_of_the_package() -> None:

@@ -371,7 +371,9 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int, ep_size: int =
     Raises ConfigurationError if this is not an integer or differs from `dp_size`, or if no process group exists.
     """
     if not dist.is_initialized():
-        raise ConfigurationError(f"a pipeline requires a process group: {NEEDED}")
+        of_trainer = ". With a Trainer, create its TrainingArguments, which initialize the group, before the plugin"
+        advice = f"{NEEDED}{of_trainer if 'RANK' in os.environ else ''}"
+        raise ConfigurationError(f"a pipeline requires a process group: {advice}")
     world, one = dist.get_world_size(), pp_size * tp_size * ep_size
     if world % one or (dp_size or world // one) * one != world:
         slices = {"tp_size": tp_size, "ep_size": ep_size}

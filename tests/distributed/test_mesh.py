@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeshard.distributed.mesh import ProcessGroupMesh
+from pipeshard.distributed.mesh import ProcessGroupMesh, num_replicas
 from pipeshard.errors import ConfigurationError
 from tests.pool import Pool
 
@@ -183,6 +183,17 @@ def test_what_the_mesh_does_not_have_is_refused(pool: Pool, axis: Any, indices: 
 def test_needs_torch_distributed() -> None:
     with pytest.raises(ConfigurationError, match="init_process_group"):
         ProcessGroupMesh(1)
+
+
+def test_a_trainers_plugin_needs_its_arguments_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that torchrun started was told to call init_process_group, which the TrainingArguments do that stood
+    below its plugin."""
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigurationError, match=r"a pipeline requires a process group: call .* script\.py$"):
+        num_replicas(2, None, 1)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigurationError, match=r"create its TrainingArguments, .*, before the plugin$"):
+        num_replicas(2, None, 1)
 
 
 @given(shapes, st.data())
