@@ -28,6 +28,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
 from pipeshard.graph.taint import storage_of
 from pipeshard.hf import ADAPTER_CONFIG, enable_caches, is_of_custom_code, without_adapters
+from pipeshard.options import is_number
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
@@ -95,6 +96,10 @@ class FolderSave(Save):
         pipeline, module = boosted.pipeline, boosted.unwrap()
         module = without_adapters(module)[1] if of_base else module
         with together(pipeline.group):
+            if not is_number(size_per_shard) or not size_per_shard > 0:
+                raise CheckpointError(
+                    f"size_per_shard must be a positive number of MB, such as 5000, got {size_per_shard!r}"
+                )
             if folder.is_file():
                 raise CheckpointError(f"{folder} is a file, but shard=True writes a folder: pass another path")
             if isinstance(module, PreTrainedModel) and (folder / ADAPTER_CONFIG).is_file():

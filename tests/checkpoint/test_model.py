@@ -1004,6 +1004,8 @@ def wrongly(folder: str, what: dict[str, Any]) -> None:
     ("name", "what", "message"),
     [
         ("file", {"shard": True}, "is a file, but shard=True writes a folder"),
+        ("new", {"shard": True, "size_per_shard": "5GB"}, "must be a positive number of MB, such as 5000, got '5GB'"),
+        ("new", {"shard": True, "size_per_shard": 0}, "size_per_shard must be a positive number of MB"),
         ("folder", {}, "is a folder, but shard=False writes a file"),
         ("new", {"shard": True, "prefix": "x"}, "the architecture's own names"),
         ("new.pt", {"use_safetensors": True}, "is loaded with torch.load: use the suffix .safetensors instead"),
