@@ -46,7 +46,7 @@ from pipeshard.engine.refusals import refuse_default_device, refuse_other_config
 from pipeshard.errors import UsageError
 from pipeshard.graph.rng import Randomness
 from pipeshard.hf import hide_world, lone_losses
-from pipeshard.options import PRECISIONS
+from pipeshard.options import POSITIVE, PRECISIONS, is_positive
 from pipeshard.replaced import replaced
 from pipeshard.schedule.given import Schedule
 from pipeshard.script import fold
@@ -299,6 +299,8 @@ class PipelinePlugin:
         batches may have different shapes.
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
+        if not is_positive(num_batches):
+            raise UsageError(f"num_batches must be {POSITIVE}, got {num_batches!r}")
         train = torch.is_grad_enabled() and optimizer is not None
         if train:
             check_optimizer(optimizer, pipeline)

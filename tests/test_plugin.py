@@ -230,6 +230,8 @@ def mistakes() -> list[str]:
         lambda: run(iter([data]), lambda outputs, inputs: 1.0),
         lambda: run(iter([{k: v for k, v in data.items() if k != "labels"}])),
         lambda: execute(iter([data]), split.model.unwrap(), None, split.optimizer),
+        lambda: split.plugin.execute_pipeline(iter([data]), split.model, None, split.optimizer, num_batches=0),
+        lambda: split.plugin.execute_pipeline(iter([data]), split.model, num_batches=8 / 4),  # type: ignore[arg-type]
         lambda: split.booster.load_model(split.model, "nowhere"),
         lambda: split.booster.save_model(split.model.unwrap(), "nowhere"),
         lambda: run(iter([{**data, "labels": data["labels"].to("meta")} if rank else data])),
@@ -261,6 +263,8 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "ConfigurationError: the criterion returned 1.0, not a scalar tensor",
         "UsageError: found no loss to train on: add labels to the batch, or pass a criterion",
         "UsageError: execute_pipeline got a GPT2LMHeadModel: pass the model that booster.boost",
+        "UsageError: num_batches must be a positive integer, got 0",
+        "UsageError: num_batches must be a positive integer, got 2.0",
         "CheckpointError: nowhere cannot be read",
         "CheckpointError: this GPT2LMHeadModel was not boosted",
         r"BatchError: .*labels of shape \(.*\) is on the meta device, so it has no values: create it on the CPU",
