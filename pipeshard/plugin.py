@@ -18,7 +18,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.boost import boost_model, boost_optimizer, check_optimizer
 from pipeshard.checkpoint.blank import blank_model
 from pipeshard.checkpoint.hub import model_folder
-from pipeshard.checkpoint.io import PipelineCheckpointIO
+from pipeshard.checkpoint.io import PipelineCheckpointIO, io_of
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.compat import (
     PipelineStageManager,
@@ -248,7 +248,8 @@ class PipelinePlugin:
         with together_in("booster.boost"):
             name_ranks(self.grid.named)
             attach_workers(dataloader)
-            if isinstance(model, PipelineModel) and all(own() is not model for own in self._boosted):
+            is_new = all(own() is not model for own in self._boosted)
+            if is_new and isinstance(model, PipelineModel):
                 refuse_other_config(model.pipeline.asked, self.config)
             kind = wrapper(PipelineModel, "ModelWrapper")
             hide_world()
@@ -256,10 +257,13 @@ class PipelinePlugin:
                 boosted, criterion = boost_model(
                     self.config, self.grid, model, optimizer, criterion, dataloader, kind, num_batches
                 )
-            if boosted is not model:
-                boosted.checkpoint_io = self._checkpoint_io
+            if is_new:
                 randomness = boosted.pipeline.policy.replay.randomness
-                randomness.model = 1 + max((other.model for other in self._random), default=-1)
+                if boosted is model:
+                    io_of(boosted).wait()  # for a background save of the plugin that boosted the model
+                else:
+                    randomness.model = 1 + max((other.model for other in self._random), default=-1)
+                boosted.checkpoint_io = self._checkpoint_io
                 self._random.append(randomness)
                 self._boosted.append(weakref.ref(boosted))
                 vars(self).pop("stage_manager", None)  # a search may have found other chunks

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 import pipeshard
 from pipeshard import P2P, PipelinePlugin, Policy, register_policy
+from pipeshard.checkpoint.io import io_of
 from pipeshard.compat import INSTEAD, SPEED
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import (
@@ -556,6 +557,31 @@ def boosting_again() -> list[str]:
 def test_a_model_that_is_boosted_by_another_plugin_is_refused_and_the_remedy_works(pool: Pool) -> None:
     """The second plugin's microbatches and schedule were ignored. The inner model was said to differ between ranks."""
     assert pool.run(boosting_again, 2) == [[], []]
+
+
+def running_a_cell_again(folder: Path) -> bool:
+    """Whether a second plugin with the same arguments has the model of the first, and its saves."""
+    data = zoo.batch("gpt2")
+    arguments: dict[str, Any] = {"pp_size": 2, "num_microbatches": 2, "dry_run_input": data}
+    model: Any = zoo.build("gpt2")
+    first = pipeshard.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+    first.save_model(first.model, str(folder / "model"), shard=True, use_async=True)
+    again = pipeshard.initialize(first.model, first.optimizer, **arguments)
+    assert (folder / "model" / "config.json").exists()
+    again.execute_pipeline(iter([data]))
+    assert again.plugin.recording().summary()
+    with again.no_sync():
+        again.execute_pipeline(iter([data]))
+    again.plugin.sync_grads()
+    return again.model is first.model and again.checkpoint_io is io_of(again.model)
+
+
+@pytest.mark.processes
+@pytest.mark.turns
+def test_a_cell_that_boosts_a_boosted_model_runs_again(pool: Pool, tmp_path: Path) -> None:
+    """The second plugin had no model, so its recording was refused, and its saves did not wait for those of the
+    first."""
+    assert pool.run(running_a_cell_again, 2, tmp_path) == [True, True]
 
 
 def losses_in_two_worlds() -> list[float]:
