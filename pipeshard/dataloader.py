@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -115,7 +116,8 @@ class ResumableDataLoader(DataLoader[Any]):
             `collate_fn`, samples with lists of numbers are collated by transformers' default_data_collator.
 
     Raises ConfigurationError for a sampler together with shuffle, for a sampler or a stream that already takes a
-    replica's share, for a stream of `datasets` that was shuffled without a seed, and for an invalid `replica`.
+    replica's share, for a stream of `datasets` that was shuffled without a seed, and for an invalid `seed` or
+    `replica`.
     """
 
     def __init__(
@@ -134,7 +136,10 @@ class ResumableDataLoader(DataLoader[Any]):
                 f"replica must be from 0 to num_replicas - 1, got replica={replica} with num_replicas={num_replicas}"
             )
         generator = options.pop("generator", None)
-        self.place = LoaderPlace(seed=generator.initial_seed() if generator else seed)
+        seed = generator.initial_seed() if generator else seed
+        if not isinstance(seed, Integral):
+            raise ConfigurationError(f"seed must be an integer, the same on every rank, got {seed!r}")
+        self.place = LoaderPlace(seed=int(seed))
         self._newest: weakref.ref[Batches] | None = None
         self._sampler: SharedSampler | None = None
         self._samples = length_of(dataset)

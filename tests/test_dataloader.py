@@ -170,6 +170,15 @@ def test_the_generator_of_a_sampler_of_one_s_own_is_seeded() -> None:
         assert epochs(other, 2) == [whole[0][3:], whole[1]]
 
 
+def test_a_seed_that_is_no_integer_is_refused() -> None:
+    """seed=args.seed, whose default is None, failed in the first iteration, inside of pipeshard."""
+    for seed in (None, "0", 0.5):
+        with pytest.raises(ConfigurationError, match=f"seed must be an integer, the same on every rank, got {seed!r}"):
+            make(seed=seed)
+    assert make(seed=None, generator=5).seed == 5
+    assert flat(make(seed=np.int64(3), shuffle=True)) == flat(make(seed=3, shuffle=True))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     state = make().state_dict()
     for other in (make(batch_size=3), make(dataset=Numbers(21))):
