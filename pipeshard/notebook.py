@@ -4,6 +4,7 @@ The ranks are new processes, and the function is copied to each. Forks of the no
 autograd and CUDA do not work in a fork if the parent process has used them.
 """
 
+import io
 import os
 import pickle
 import subprocess
@@ -69,11 +70,12 @@ def _run_agent(folder: Path, ranks: int) -> int:
     environment = {"OMP_NUM_THREADS": threads(ranks)} | os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     agent = subprocess.Popen(
         [*command, "--module", __name__, str(folder)],
-        env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert agent.stdout is not None
+    shown = io.TextIOWrapper(agent.stdout, errors="replace", newline="")  # keeps the "\r" of progress bars
     try:
-        for line in agent.stdout:
+        for line in shown:
             sys.stdout.write(line)
     finally:
         agent.terminate()  # no effect if it has exited

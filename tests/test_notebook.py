@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import sys
@@ -36,6 +38,9 @@ def fail(rank):
 def leave():
     raise SystemExit(0)
 
+def refresh():
+    print("\\r 0%\\r100%")
+
 def wait(folder):
     Path(folder, str(os.getpid())).touch()
     time.sleep(600)
@@ -66,6 +71,14 @@ def test_a_rank_that_exits_is_named(cell: dict[str, FunctionType]) -> None:
     """A function that called sys.exit() raised FileNotFoundError of a temporary file in the cell."""
     with pytest.raises(RankError, match=r"^rank 0 failed: SystemExit: 0$"):
         notebook_launch(cell["leave"], 1)
+
+
+@pytest.mark.turns
+def test_a_progress_bar_stays_in_its_line(cell: dict[str, FunctionType]) -> None:
+    """Each refresh of a progress bar became a line of the cell, so that those with losses were lost between them."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        notebook_launch(cell["refresh"], 1)
+    assert shown.getvalue().endswith("\r 0%\r100%\n")
 
 
 @pytest.mark.turns
