@@ -169,12 +169,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
-        if draw_missing and not has_adapters(model) and (path / ADAPTER_CONFIG).is_file():
-            raise CheckpointError(
-                f"{path} contains adapters ({ADAPTER_CONFIG}), which transformers' from_pretrained applies, but this "
-                f"{type(model).__name__} has none: call booster.enable_lora(model, pretrained_dir={str(path)!r}) "
-                "before boost, or remove the adapters from the folder"
-            )
+        if draw_missing and not has_adapters(model):
+            refuse_ignored_adapters(model, path)
         source = Source(path, without_adapters(model)[1] if draw_missing else model)
         plan = _Plan(model, source, pipeline.holdings, of_base=draw_missing, blank=pipeline.blank)
         plan.refuse(lists=strict and not draw_missing)
@@ -189,6 +185,16 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     if plan.conversion.transforms:
         plan.model._weight_conversions = plan.conversion.transforms  # type: ignore[assignment]
     return source.bytes_read
+
+
+def refuse_ignored_adapters(model: nn.Module, folder: Path) -> None:
+    """Raise CheckpointError if the folder of `model`, which has no adapters, contains adapters."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} contains adapters ({ADAPTER_CONFIG}), which transformers' from_pretrained applies, but this "
+            f"{type(model).__name__} has none: call booster.enable_lora(model, pretrained_dir={str(folder)!r}) "
+            "before boost, or remove the adapters from the folder"
+        )
 
 
 class _Plan:

@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from pipeshard.checkpoint.files import existing, new_folder, together
 from pipeshard.checkpoint.hub import hub_name
+from pipeshard.checkpoint.load import refuse_ignored_adapters
+from pipeshard.checkpoint.safetensors_files import FILES
 from pipeshard.checkpoint.untrusted import check_adapter
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
-from pipeshard.hf import ADAPTER_CONFIG, is_of_peft
+from pipeshard.hf import ADAPTER_CONFIG, is_of_peft, without_adapters
 from pipeshard.split.adapters import adding_saved, is_blank, put_adapters, refuse_changed_base
 from pipeshard.split.ties import first_names
 
@@ -56,6 +60,9 @@ def enable_lora(
             "Remove both, and create the model with PipelinePlugin.from_pretrained(cls, folder, "
             "quantization_config=BitsAndBytesConfig(load_in_4bit=True)): each stage then quantizes its own weights"
         )
+    base = getattr(model, "_pretrained", None)
+    if base and not _is_folder(pretrained_dir or "", Path(base)):
+        refuse_ignored_adapters(model, Path(base))
     if pretrained_dir is not None:
         return _with_adapter_of(pretrained_dir, model)
     with explained(  # peft may raise anything for an unexpected model or config
@@ -96,7 +103,8 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     at a time, and writes them in the safetensors format. If a save is interrupted, the previous files remain. Other
     files in the folder, such as a tokenizer, are kept.
 
-    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, or if `checkpoint` is a file.
+    Raises CheckpointError, on every rank, if `model` is not a boosted PeftModel, if `checkpoint` is a file, or if the
+    folder has the weights of another model than the adapters' base.
     """
     module = model.unwrap() if isinstance(model, PipelineModel) else model
     if not isinstance(model, PipelineModel) or not is_of_peft(module, "PeftModel"):
@@ -105,6 +113,7 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
             "lora_config=...), and pass the model that booster.boost(...) then returns"
         )
     grid = model.pipeline.grid
+    refuse_other_weights(model, Path(checkpoint))
     model.pipeline.gradients.settle()
     state = nn.Module.state_dict(module)
     with together(grid.world):  # on one rank only, since peft may query the Hub for the vocabulary size
@@ -122,6 +131,25 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
                             shutil.copy(card, folder)
                         module.save_pretrained(str(folder), state_dict=state)
                         _name_base(module, folder)
+
+
+def refuse_other_weights(model: PipelineModel, folder: Path) -> None:
+    """Raise CheckpointError, on every rank, if `folder` has the weights of a model that is not the base of the adapters
+    of `model`: transformers' `from_pretrained` would apply the adapters to these weights, which may be merged ones."""
+    base: Any = without_adapters(model.unwrap())[1]
+    with together(model.pipeline.grid.world):
+        weights = [name for name in FILES if (folder / name).is_file()] if model.pipeline.grid.first else []
+        is_read = isinstance(base, PreTrainedModel) and (folder / CONFIG_NAME).is_file()
+        if weights and is_read and not _is_folder(base.name_or_path, folder):
+            raise CheckpointError(
+                f"{folder} contains weights ({weights[0]}), to which from_pretrained would apply the adapters that are "
+                "saved here, but it is not the folder from which the base model was loaded: choose another folder"
+            )
+
+
+def _is_folder(name: str, folder: Path) -> bool:
+    """Whether `name` (of a folder, or of a model on the Hub) is a name of `folder`."""
+    return bool(name) and Path(name).is_dir() and Path(name).samefile(folder)
 
 
 def _name_base(module: PeftModel, folder: Path) -> None:

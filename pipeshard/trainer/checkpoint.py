@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pipeshard.checkpoint.files import new_folder, remove, together, writes
 from pipeshard.checkpoint.io import io_of, refuse_packed, refuse_unwrapped_adapters
-from pipeshard.checkpoint.lora import load_lora, save_lora
+from pipeshard.checkpoint.lora import load_lora, refuse_other_weights, save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
 from pipeshard.checkpoint.training_state import own_random_state, random_states, read_rest, rest_of, restore_rest
@@ -42,6 +42,8 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
     first rank, the files that were in the folder before."""
     grid = model.pipeline.grid
     refuse_unwrapped_adapters(model.unwrap())
+    if is_adapted := is_of_peft(model.unwrap(), "PeftModel"):
+        refuse_other_weights(model, folder)
     before: Stamps = {}
     made = folder / ".adapter"  # the folder itself may hold checkpoints
     with together(grid.world):
@@ -51,7 +53,7 @@ def save_weights(model: PipelineModel, folder: Path) -> Stamps:
             before = stamps(folder)
             if (folder / FOLDER / REST).is_file():  # this save replaces a checkpoint, whose manifest is this file
                 (folder / MANIFEST).unlink(missing_ok=True)
-    if not is_of_peft(model.unwrap(), "PeftModel"):
+    if not is_adapted:
         refuse_packed(model.unwrap())
         io_of(model).save_folder(model, folder)
         return before

@@ -41,7 +41,7 @@ from pipeshard.split.adapters import adding, base_names, begin
 from pipeshard.split.initialize import give
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of
-from pipeshard.trainer.checkpoint import load_checkpoint_weights
+from pipeshard.trainer.checkpoint import load_checkpoint_weights, save_weights
 from tests import zoo
 from tests.covering import covering
 from tests.pool import Pool
@@ -717,13 +717,44 @@ def test_weights_are_not_saved_beside_adapters(pool: Pool, tmp_path: Path) -> No
     assert not (tmp_path / "config.json").exists()
 
 
+def beside_weights(folder: Path, base: bool, by_trainer: bool) -> None:
+    """Save adapters beside the weights of their base, or beside merged weights."""
+    model: Any = zoo.build("llama")
+    if base:
+        model = PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, folder)
+    torch.manual_seed(0)
+    model = booster().enable_lora(model.train(), lora_config=config("llama"))
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    if not base:
+        split.booster.checkpoint_io.save_model(split.model, str(folder), shard=True, merge=True)
+    if by_trainer:
+        save_weights(split.model, folder)
+    else:
+        split.booster.save_lora_as_pretrained(split.model, str(folder))
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    data = zoo.batch("llama")
+    assert torch.allclose(split.evaluate(data)["loss"], loaded(**data).loss, atol=1e-6)
+
+
+@pytest.mark.parametrize("by_trainer", [False, True])
+def test_adapters_are_not_saved_beside_merged_weights(pool: Pool, tmp_path: Path, by_trainer: bool) -> None:
+    """transformers applies them to the merged weights, silently; beside the weights of their base, they are right."""
+    for message in pool.run_expecting(CheckpointError, beside_weights, 2, tmp_path / "merged", False, by_trainer):
+        assert "contains weights" in message and "which from_pretrained would apply the adapters" in message
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    zoo.build("llama").save_pretrained(tmp_path / "base")
+    pool.run(beside_weights, 2, tmp_path / "base", True, by_trainer)
+
+
 # Models on meta
 
 
-def of_folder_with_adapters(folder: Path, loads: bool) -> None:
+def of_folder_with_adapters(folder: Path, loads: bool, adds: bool = False) -> None:
     model, data = PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, folder), zoo.batch("llama")
     if loads:
         model = enable_lora(model, str(folder), None, None)
+    if adds:
+        model = enable_lora(model, None, config("llama"), None)
     split = Split(model.train(), dist.get_world_size(), data, num_microbatches=2)
     whole: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert torch.allclose(split.evaluate(data)["loss"], whole(**data).loss, atol=1e-6)
@@ -736,6 +767,8 @@ def test_adapters_of_a_models_folder_are_not_ignored(pool: Pool, tmp_path: Path)
     base.save_pretrained(tmp_path)
     get_peft_model(base, LoraConfig(target_modules=ATTENTION, init_lora_weights=False)).save_pretrained(str(tmp_path))
     for message in pool.run_expecting(CheckpointError, of_folder_with_adapters, 2, tmp_path, False):
+        assert "contains adapters" in message and "booster.enable_lora(model, pretrained_dir=" in message
+    for message in pool.run_expecting(CheckpointError, of_folder_with_adapters, 2, tmp_path, False, True):
         assert "contains adapters" in message and "booster.enable_lora(model, pretrained_dir=" in message
     pool.run(of_folder_with_adapters, 2, tmp_path, True)
 
