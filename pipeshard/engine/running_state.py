@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeshard.graph.carried import Held, Place
 from pipeshard.graph.dataflow import Carried
 from pipeshard.private import BatchNorm
+from pipeshard.split.replay import Replay
 from pipeshard.split.route import Route
 
 
@@ -130,14 +131,19 @@ _MOMENTS: dict[nn.Module, Moments] = {}
 
 
 @contextmanager
-def deferred(units: Iterable[nn.Module]) -> Iterator[None]:
+def deferred(units: Iterable[nn.Module], replay: Replay | None = None) -> Iterator[None]:
     """Context manager that updates the running statistics of these units once, on exit, with the mean and (biased)
     variance of all inputs (Kim et al. 2020, arXiv:2004.09910). Each microbatch is still normalized by its own
-    statistics.
+    statistics. Calls that `replay` answers for another stage of the rank do not count.
     """
     modules: dict[Any, None] = {module: None for unit in units for module in unit.modules() if _tracks(module)}
     before = {module: [buffer.clone() for buffer in _statistics(module)] for module in modules}
-    hooks = [module.register_forward_pre_hook(_add, with_kwargs=True) for module in modules]
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if replay is None or _runs_next(replay):
+            _add(module, next(iter((*args, *kwargs.values()))))
+
+    hooks = [module.register_forward_pre_hook(add, with_kwargs=True) for module in modules]
     try:
         yield
     finally:
@@ -158,8 +164,14 @@ def _statistics(module: BatchNorm) -> list[Tensor]:
     return [buffer for buffer in buffers if buffer is not None]
 
 
-def _add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    added, before = Moments.of(next(iter((*args, *kwargs.values())))), _MOMENTS.get(module)
+def _runs_next(replay: Replay) -> bool:
+    """Whether the module that is being called runs: a unit of the current stage, or a module inside one."""
+    run = replay.active
+    return run is None or run.inside or all(step.held for step in run.route.steps[run.next : run.next + 1])
+
+
+def _add(module: nn.Module, x: Tensor) -> None:
+    added, before = Moments.of(x), _MOMENTS.get(module)
     _MOMENTS[module] = added if before is None else before.merged(added)
 
 

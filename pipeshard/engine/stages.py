@@ -93,25 +93,27 @@ class Stages:
             self.offload.begin(program.ranks[self.policy.stage], [*self.held.values(), *buffers])
 
     def end(self) -> None:
-        """Discard all state of the step except its losses, and write the running state to the model."""
+        """Discard all state of the step except its losses."""
         for stage in self.running:
             stage.end()
-        self.carry.end()
         if self.offload is not None:
             self.offload.end()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Context manager for a step's actions. Layers defer their weight gradients to W. In a step without W, only
-        large embeddings defer their weight gradients, to the end of each B. Forwards share autocast's casts, and
-        deferred batch norm updates its running statistics on exit."""
+        large embeddings defer their weight gradients, to the end of each B. Forwards share autocast's casts. On exit,
+        the running state is written to the model, and then deferred batch norm updates its running statistics."""
         splits = any(stage.splits for stage in self.running)
         lookups = not splits and self.config.defers and torch.is_grad_enabled()
         later = self.config.deferred_batch_norm
         flows = [microbatch.route.flow for stage in self.running for microbatch in stage.microbatches]
         with (
             self.deferral.installed(lookups=lookups) if splits or lookups else nullcontext(),
-            deferred(self.policy.held_units.values()) if later else nullcontext(),
+            deferred(self.policy.held_units.values(), self.policy.replay) if later else nullcontext(),
             self.precision.sharing_casts(flows),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self.carry.end()
