@@ -273,14 +273,14 @@ class Kinds:
         def note(module: nn.Module, name: str) -> None:
             read.add((settings.modules[id(module)][1], name))
 
-        with taint.inside_call(positions) as written, _called_on(module, arguments, state) as before:
+        with taint.inside_call() as stores, _called_on(module, arguments, state) as before:
             with (
                 noting_reads([module for module, _ in settings.modules.values()], note) as watched,
                 self.meter.visit(module, inputs) if self.meter else contextlib.nullcontext() as visit,
             ):
                 hooked = listened(module)
                 (_, result), *heard = run_collecting(module, call.forward, arguments, hooked, silent=True)
-            left = list(changed(before, but=inputs))
+            left = list(changed(before, but=inputs, stores=stores))
         contents = [(RESULT, opened(result, before.paths)), *heard, *left]
         results = [(source, *tree_flatten(content)) for source, content in contents]
         flat = [leaf for _, of_part, _ in results for leaf in of_part]
@@ -301,7 +301,7 @@ class Kinds:
             reached_aside=tuple(_reached_aside(leaf, taint, of_buffers) for leaf in flat),
             shares=tuple((k, positions[storage_of(t)]) for k, t in tensors if storage_of(t) in positions),
             twins=tuple((k, n) for k, t in tensors if (n := first.setdefault(storage_of(t), k)) != k),
-            written=tuple(sorted(written)),
+            written=tuple(sorted(positions[storage] for storage in positions.keys() & stores)),
             met=frozenset(taint.met | passed_on) - taint.of(module.parameters()),
             flops=taint.flops,
             elements=taint.elements,

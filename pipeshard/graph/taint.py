@@ -116,7 +116,8 @@ class Taint(DispatchMode):
         self.made: set[int] = set()  # storages that operators have allocated
         self.homes: dict[int, Value] = {}  # storages that contain a Value itself, not a computed result
         self.nodes: dict[Node, frozenset[Value]] = {}  # by the grad_fn of a value or of its copy
-        self.written: set[Value] = set()
+        self.written: set[Value] = set()  # by glue
+        self.stores: set[int] = set()  # storages to which the latest unit call writes
         self.decisions: dict[str, int] = {}  # by line: the number of calls before the first decision, or FOR_ALL
         self.modules: Mapping[int, str] = {}  # the names, by id, of modules that could be units
         self.deciders: set[str] = set()  # the outermost of `modules` that ran at each decision
@@ -288,19 +289,15 @@ class Taint(DispatchMode):
             self.shaping |= paths
 
     @contextmanager
-    def inside_call(self, inputs: Mapping[int, int]) -> Iterator[set[int]]:
-        """Context manager for the next unit call: operators inside the context belong to this call. `inputs` maps the
-        storages of the call's inputs to their positions. Yields a set that contains, after exit, the positions of
-        inputs that were written to."""
-        homes, written = self.homes, self.written
-        self.homes, self.written = {storage: Value(-1, number) for storage, number in inputs.items()}, set()
+    def inside_call(self) -> Iterator[set[int]]:
+        """Context manager for the next unit call: operators inside the context belong to this call. Yields the set of
+        the storages to which they write."""
         self.inside, self.met, self.flops, self.elements = self.calls, set(), 0, 0
-        changed: set[int] = set()
+        self.stores = set()
         try:
-            yield changed
+            yield self.stores
         finally:
-            changed |= {value.leaf for value in self.written}
-            self.inside, self.homes, self.written = None, homes, written
+            self.inside = None
 
     def hook(self, tensor: Tensor) -> None:
         """Record that glue observes the gradient of a tensor that is computed from unit results."""
@@ -314,7 +311,9 @@ class Taint(DispatchMode):
         reached, waiting = {storage_of(tensor)}, [storage_of(tensor)]
         while waiting:
             storage = waiting.pop()
-            if storage in self.homes:
+            if self.inside is not None:
+                self.stores.add(storage)
+            elif storage in self.homes:
                 self.written.add(self.homes[storage])
             for other, unseen in self.aliases.get(storage, ()):
                 if storage_of(other) not in reached:

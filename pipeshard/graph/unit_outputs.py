@@ -9,7 +9,7 @@ Objects of the user's classes are nodes of the pytree. The classes need not be r
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from pipeshard.graph.places import (
     resolve,
 )
 from pipeshard.graph.snapshot import Change, Snapshot
+from pipeshard.graph.taint import storage_of
 from pipeshard.private import (
     SUPPORTED_NODES,
     TreeSpec,
@@ -159,11 +160,13 @@ def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], argume
     return result
 
 
-def changed(snapshot: Snapshot, but: Iterable[Tensor] = ()) -> Iterator[tuple[Source, Any]]:
+def changed(
+    snapshot: Snapshot, but: Iterable[Tensor] = (), stores: Container[int] = ()
+) -> Iterator[tuple[Source, Any]]:
     """The values that a call has left at places since the snapshot of UNIT and ARGUMENTS, with their sources. In-place
-    writes to the tensors `but` are omitted."""
+    writes to the tensors `but` are omitted. `stores` are the storages to which the call has written."""
     known, skipped = snapshot.paths, {id(tensor) for tensor in but}
-    for change in snapshot.changes():
+    for change in (*snapshot.changes(), *_changed_through_data(snapshot, stores)):
         if change.is_of_list and _grows(change.before, change.now):
             added = change.now[len(change.before) :]
             yield Source(place=change.path, how="added"), [opened(entry, known) for entry in added]
@@ -173,6 +176,15 @@ def changed(snapshot: Snapshot, but: Iterable[Tensor] = ()) -> Iterator[tuple[So
             yield Source(place=change.path, how="set"), opened(change.now, known)
         elif id(change.now) not in skipped:
             yield Source(place=change.path, how="written"), change.now
+
+
+def _changed_through_data(snapshot: Snapshot, stores: Container[int]) -> Iterator[Change]:
+    """The tensors in `stores` whose version has not changed, such as the buffers of running averages. Parameters are
+    omitted: a constraint on weights (a norm of at most 1) that is applied again in each forward changes nothing."""
+    for path, holder, key, tensor, version in snapshot.tensors:
+        is_written = storage_of(tensor) in stores and tensor._version == version
+        if is_written and not isinstance(tensor, nn.Parameter):
+            yield Change(path, holder, key, tensor, tensor)
 
 
 def _grows(before: Sequence[Any], now: Sequence[Any]) -> bool:

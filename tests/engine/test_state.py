@@ -249,6 +249,22 @@ class Scales(Net):
     block = Scaled
 
 
+class Smoothed(Block):
+    """A layer that updates its statistics through `data`, which has a version of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data.lerp_(x.detach().abs().amax((0, 1)), 0.5)
+        return super().forward(x / self.scale)
+
+
+class Smooths(Net):
+    block = Smoothed
+
+
 class Shifts(Net):
     """Labels that begin at 1, changed in place in every forward: of each microbatch once a chunk."""
 
@@ -499,6 +515,14 @@ def all_wrong(makes: list[type[nn.Module]], **arguments: Any) -> dict[str, list[
 def test_state_is_that_of_the_unsplit_model(pool: Pool, p: int, options: dict[str, Any]) -> None:
     makes = [CountsFirst, CountsLast, Warms, Normalizes, Remembers, Draws, Scales, Shifts, Net]
     assert pool.run(all_wrong, p, makes, timeout=200.0, **options) == [{}] * p
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("options", [*SCHEDULES, {"recompute": True}])
+def test_a_buffer_that_is_updated_through_data_is_carried(pool: Pool, options: dict[str, Any]) -> None:
+    """Such updates were not seen: a backward used the statistics of a later microbatch, and recomputation updated them
+    again."""
+    assert pool.run(wrong, 2, Smooths, verify=False, timeout=200.0, **options) == [[], []]
 
 
 @pytest.mark.turns
